@@ -1,0 +1,78 @@
+"""From rewards to a loss."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import Section
+
+KLType = Literal["k1", "k2", "k3", "low_var_kl"]
+
+
+class AlgorithmConfig(Section):
+    """Advantages and the policy loss."""
+
+    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
+    """slime: `--loss-type`."""
+
+    advantage_estimator: Literal["grpo"] = "grpo"
+    """slime: `--advantage-estimator`."""
+
+    rewards_normalization: bool = True
+    """Subtract the group's mean reward. slime: on unless `--disable-rewards-normalization`."""
+
+    grpo_std_normalization: bool = True
+    """Divide by the group's standard deviation; off gives Dr. GRPO. slime: on unless
+    `--disable-grpo-std-normalization`."""
+
+    eps_clip: float = Field(0.2, ge=0)
+    """Lower clip range of the probability ratio. slime: `--eps-clip`."""
+
+    eps_clip_high: float | None = Field(None, ge=0)
+    """Upper clip range; `eps_clip` by default. slime: `--eps-clip-high`."""
+
+    eps_clip_c: float | None = Field(None, gt=1)
+    """Dual-clip bound on the loss where the advantage is negative. slime: `--eps-clip-c`."""
+
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus. slime: `--entropy-coef`."""
+
+    use_kl_loss: bool = False
+    """Add the KL divergence from the reference model to the loss. slime: `--use-kl-loss`."""
+
+    kl_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the KL loss. slime: `--kl-loss-coef`."""
+
+    kl_loss_type: KLType = "k1"
+    """Estimator of the KL divergence. slime: `--kl-loss-type`."""
+
+    use_rollout_logprobs: bool = False
+    """Take the rollout engine's log-probs as those of the old policy instead of computing them again. slime:
+    `--use-rollout-logprobs`."""
+
+    use_tis: bool = False
+    """Truncated importance sampling between the trainer's and the rollout engine's log-probs. slime: `--use-tis`."""
+
+    tis_clip: float = Field(2.0, gt=0)
+    """Upper bound of the importance weight. slime: `--tis-clip`."""
+
+    tis_clip_low: float = Field(0.0, ge=0)
+    """Lower bound of the importance weight. slime: `--tis-clip-low`."""
+
+    calculate_per_token_loss: bool = False
+    """Average the loss over all tokens of the batch instead of over samples. slime: `--calculate-per-token-loss`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "AlgorithmConfig":
+        if self.use_rollout_logprobs and self.use_tis:
+            raise ValueError(
+                "use_rollout_logprobs (true) and use_tis (true) exclude each other: importance sampling corrects "
+                "the difference between the two log-probs; set one of them to false"
+            )
+        if self.kl_loss_coef > 0 and not self.use_kl_loss:
+            raise ValueError(
+                f"kl_loss_coef ({self.kl_loss_coef}) has no effect while use_kl_loss is false; set use_kl_loss=true"
+            )
+        if self.tis_clip_low > self.tis_clip:
+            raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")
+        return self

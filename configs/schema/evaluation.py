@@ -1,0 +1,60 @@
+"""Benchmarks that are run beside the training."""
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import Section
+from configs.schema.data import RowFormat
+
+
+class BenchmarkConfig(RowFormat):
+    """One benchmark."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name in metrics and commits."""
+
+    path: str
+    """JSONL or Parquet file, on disk or at any fsspec URL; `path@[0:100]` takes a slice of its rows."""
+
+    rm_type: str | None = None
+    """Grader; by default that of `reward`. slime: `rm_type` of an eval dataset."""
+
+    n_samples_per_eval_prompt: int = Field(1, ge=1)
+    """slime: `--n-samples-per-eval-prompt`."""
+
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy. slime: `--eval-temperature`."""
+
+    top_p: float = Field(1.0, gt=0, le=1)
+    """slime: `--eval-top-p`."""
+
+    top_k: int = Field(-1, ge=-1)
+    """slime: `--eval-top-k`."""
+
+    max_response_len: int = Field(ge=1)
+    """Longest response in tokens. slime: `--eval-max-response-len`."""
+
+
+class EvalConfig(Section):
+    """When and on what the weights are evaluated."""
+
+    eval_interval: int | None = Field(None, ge=1)
+    """Iterations between evaluations; the last iteration is always evaluated. Null turns evaluation off. slime:
+    `--eval-interval`."""
+
+    skip_eval_before_train: bool = False
+    """Do not evaluate the initial weights. slime: `--skip-eval-before-train`."""
+
+    benchmarks: tuple[BenchmarkConfig, ...] = ()
+    """The benchmarks."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "EvalConfig":
+        names = [benchmark.name for benchmark in self.benchmarks]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise ValueError(f"benchmarks: the name {min(twice)!r} stands twice; names must differ")
+        if self.eval_interval is not None and not names:
+            raise ValueError(
+                f"eval_interval is {self.eval_interval} but benchmarks is empty; add one or set it to null"
+            )
+        return self

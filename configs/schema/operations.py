@@ -1,0 +1,53 @@
+"""Where a run keeps things and how it holds its workers: nothing here changes what is computed."""
+
+from pydantic import Field
+
+from configs.schema.base import Section
+
+
+class CheckpointConfig(Section):
+    """Restore points."""
+
+    save_interval: int | None = Field(None, ge=1)
+    """Iterations between checkpoints; the last iteration always has one. Null keeps only that one, and recovery
+    replays the committed steps from the initial weights. slime: `--save-interval`."""
+
+
+class FleetConfig(Section):
+    """The Ray cluster and its actors."""
+
+    ray_address: str | None = None
+    """Cluster to join, such as `auto` or `ray://host:10001`; null starts one that ends with the run."""
+
+    num_cpus_per_engine: float = Field(1, ge=0)
+    """CPUs reserved in the placement group for each rollout engine."""
+
+    num_cpus_per_rank: float = Field(1, ge=0)
+    """CPUs reserved in the placement group for each training rank."""
+
+    start_timeout: float = Field(600, gt=0)
+    """Seconds that placement and start of all actors, model loading included, may take."""
+
+    call_timeout: float = Field(120, gt=0)
+    """Seconds that a short actor call (health, versions, one bucket of weights) may take."""
+
+    update_weight_buffer_size: int = Field(512 * 1024**2, ge=1)
+    """Bytes of a bucket when weights travel to the rollout engines. slime: `--update-weight-buffer-size`."""
+
+
+class RetryConfig(Section):
+    """How often a failed step is tried again before the iteration fails."""
+
+    retries: int = Field(3, ge=0)
+    """Further tries of a step after a failure that a new try can mend, such as a dead actor or a store that did not
+    answer."""
+
+    retry_delay_seconds: float = Field(1.0, ge=0)
+    """Wait before the first new try; it doubles with each."""
+
+
+class TrackingConfig(Section):
+    """Where metrics are shown."""
+
+    tensorboard_dir: str | None = "tensorboard"
+    """Local folder for TensorBoard event files, one sub-folder a run; null writes none. See docs/metrics.md."""

@@ -1,0 +1,75 @@
+"""How samples are generated and which groups are kept."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.schema.base import Section
+
+
+class RolloutConfig(Section):
+    """Generation: what is sampled, in what amounts, by which engine."""
+
+    engine: Literal["transformers"] = "transformers"
+    """The rollout engine."""
+
+    num_engines: int = Field(1, ge=1)
+    """Rollout engines, one Ray actor each. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
+
+    num_gpus_per_engine: float = Field(0, ge=0)
+    """GPUs reserved for each engine; 0 runs it on the CPU. slime: `--rollout-num-gpus-per-engine`."""
+
+    num_threads: int = Field(1, ge=1)
+    """CPU threads of an engine. With one thread its results do not depend on what else is in the batch."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Number format of the engine's weights and activations."""
+
+    max_running_requests: int = Field(256, ge=4)
+    """Samples that an engine decodes at a time. SGLang: `--max-running-requests`."""
+
+    num_rollout: int = Field(ge=1)
+    """Iterations of the run. slime: `--num-rollout`."""
+
+    rollout_batch_size: int = Field(ge=1)
+    """Prompts trained on per iteration. slime: `--rollout-batch-size`."""
+
+    n_samples_per_prompt: int = Field(8, ge=1)
+    """Samples per prompt: the size of a group. slime: `--n-samples-per-prompt`."""
+
+    over_sampling_batch_size: int | None = Field(None, ge=1)
+    """Prompts drawn in an iteration's first round, at least `rollout_batch_size` (the default). Later rounds draw
+    in proportion to what is missing. slime: `--over-sampling-batch-size`."""
+
+    dynamic_sampling_filter: str | None = None
+    """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
+    import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed
+    sample. slime: `--dynamic-sampling-filter-path`."""
+
+    max_refill_rounds: int = Field(16, ge=1)
+    """Rounds of rollout that an iteration may take to fill its batch before it fails with the reasons of the filter."""
+
+    shards_per_round: int | None = Field(None, ge=1)
+    """Parts that a round is cut into, each one task with its own commit; one per engine by default."""
+
+    rollout_max_prompt_len: int | None = Field(None, ge=1)
+    """Longer prompts, in tokens, are passed over; by default what the context leaves after the response. slime:
+    `--rollout-max-prompt-len`."""
+
+    rollout_max_response_len: int = Field(ge=1)
+    """Longest response in tokens. slime: `--rollout-max-response-len`."""
+
+    rollout_temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by the same. slime: `--rollout-temperature`."""
+
+    rollout_top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass. Log-probs stay those of the full distribution. slime: `--rollout-top-p`."""
+
+    rollout_top_k: int = Field(-1, ge=-1)
+    """Candidates kept per token; -1 keeps all. slime: `--rollout-top-k`."""
+
+    rollout_stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response besides the model's own end tokens. slime: `--rollout-stop-token-ids`."""
+
+    timeout: float = Field(1800, gt=0)
+    """Seconds that one shard may take before it counts as hung."""

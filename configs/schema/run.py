@@ -1,0 +1,102 @@
+"""The whole configuration of a run, and the rules between its sections."""
+
+from pydantic import Field, model_validator
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.base import Section
+from configs.schema.data import DataConfig
+from configs.schema.evaluation import EvalConfig
+from configs.schema.operations import CheckpointConfig, FleetConfig, RetryConfig, TrackingConfig
+from configs.schema.reward import RewardConfig
+from configs.schema.rollout import RolloutConfig
+from configs.schema.training import TrainingConfig
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: str
+    """Folder of a Hugging Face causal LM with its tokenizer. slime: `--hf-checkpoint`."""
+
+    ref_path: str | None = None
+    """Folder of the reference model for the KL loss; the initial weights by default. slime: `--ref-load`."""
+
+
+class RunConfig(Section):
+    """Everything that defines a run. Frozen in the ledger when the run is created."""
+
+    seed: int = Field(42, ge=0)
+    """Every random draw of the run comes from it. slime: `--rollout-seed`."""
+
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    fleet: FleetConfig = FleetConfig()
+    retry: RetryConfig = RetryConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Samples trained on per iteration."""
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step."""
+        return self.samples_per_rollout // self.training.num_steps_per_rollout
+
+    @model_validator(mode="after")
+    def _batches_add_up(self) -> "RunConfig":
+        rollout, training = self.rollout, self.training
+        made = (
+            f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = "
+            f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} = {self.samples_per_rollout}"
+        )
+        steps = training.num_steps_per_rollout
+        if training.global_batch_size is None:
+            if self.samples_per_rollout % steps:
+                raise ValueError(f"{made} is not divisible by training.num_steps_per_rollout = {steps}")
+        elif self.samples_per_rollout != training.global_batch_size * steps:
+            raise ValueError(
+                f"{made}, but training.global_batch_size × training.num_steps_per_rollout = "
+                f"{training.global_batch_size} × {steps} = {training.global_batch_size * steps}; the two must be equal"
+            )
+        if self.global_batch_size % training.world_size:
+            raise ValueError(
+                f"training.global_batch_size ({self.global_batch_size}) is not divisible by "
+                f"training.world_size ({training.world_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_can_fill_the_batch(self) -> "RunConfig":
+        first, batch = self.rollout.over_sampling_batch_size, self.rollout.rollout_batch_size
+        if first is not None and first < batch:
+            raise ValueError(
+                f"rollout.over_sampling_batch_size ({first}) is below rollout.rollout_batch_size ({batch}); "
+                "it must be at least that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_normalised(self) -> "RunConfig":
+        algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
+        if algorithm.loss_type == "policy_loss" and algorithm.rewards_normalization and n == 1:
+            raise ValueError(
+                "algorithm.rewards_normalization is true but rollout.n_samples_per_prompt is 1: every advantage would "
+                "be zero; raise n_samples_per_prompt or set rewards_normalization=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_used(self) -> "RunConfig":
+        if self.model.ref_path is not None and not self.algorithm.use_kl_loss:
+            raise ValueError(
+                f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false; nothing would read it"
+            )
+        return self

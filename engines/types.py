@@ -1,0 +1,110 @@
+"""The words that engines and tasks exchange. Plain values: numpy arrays and numbers, no engine's own types."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"
+    """The model emitted an end token; it is the response's last token."""
+    LENGTH = "length"
+    """The response reached its longest allowed length or the end of the context."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. Names as in SGLang's sampling parameters."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the most probable token."""
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    """Ends a response besides the model's own end tokens."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt and the samples wanted of it."""
+
+    request_id: int
+    prompt_ids: Sequence[int]
+    seeds: tuple[int, ...]
+    """One 64-bit seed a sample: the sample's tokens depend on it, the prompt, the weights and nothing else."""
+    sampling_params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished sample of a request."""
+
+    request_id: int
+    sample_index: int
+    """Position of its seed in the request."""
+    response_ids: np.ndarray
+    """[T] int32, the end token included."""
+    log_probs: np.ndarray
+    """[T] float32: of each response token under softmax(logits / temperature), before top-p and top-k; at
+    temperature 0, under softmax(logits)."""
+    finish_reason: FinishReason
+    weight_version: int
+    seconds: float
+    """From the request's admission to its end."""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Samples to score or to train on, in the order in which the optimizer steps consume them.
+
+    Sample i has P_i prompt and R_i response tokens. Optional fields are None when the algorithm does not use them.
+    """
+
+    input_ids: list[np.ndarray]
+    """[P_i + R_i] int32: prompt, then response."""
+    response_lengths: list[int]
+    """R_i."""
+    loss_mask: list[np.ndarray]
+    """[R_i] uint8: 1 where the token is trained on."""
+    advantages: list[np.ndarray] | None = None
+    """[R_i] float32."""
+    old_log_probs: list[np.ndarray] | None = None
+    """[R_i] float32 of the policy that the ratio is taken against; None takes the current policy's own, detached."""
+    rollout_log_probs: list[np.ndarray] | None = None
+    """[R_i] float32 of the rollout engine, for truncated importance sampling and the mismatch metric."""
+    ref_log_probs: list[np.ndarray] | None = None
+    """[R_i] float32 of the reference model."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training engine stands: what makes an update happen exactly once."""
+
+    weight_version: int
+    """Optimizer steps since the run's initial weights."""
+    state_digest: str
+    """Of parameters and optimizer state, equal on every layout of ranks."""
+    last_input_digest: str | None = None
+    """Digest of the input of the last `train` call that ended, None after a load."""
+    last_result: "TrainResult | None" = None
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a `train` call did."""
+
+    weight_version: int
+    state_digest: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Means over the optimizer steps, under slime's names (`loss`, `pg_loss`, `pg_clipfrac`, `ppo_kl`, `grad_norm`,
+    …)."""
+    seconds: float = 0.0
+    tokens: int = 0
