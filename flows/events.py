@@ -7,9 +7,9 @@ may interleave.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from storage.commits import Commit, Step
+from storage.commits import Commit
+from tasks.events import Message, StepCommitted, StepStarted
 
 
 @dataclass(frozen=True)
@@ -22,24 +22,6 @@ class RunStarted:
     """The first that is not complete."""
     iterations: int
     """All of the run: `rollout.num_rollout`."""
-
-
-@dataclass(frozen=True)
-class StepStarted:
-    """A step, or one shard of it, is about to do work."""
-
-    iteration: int
-    step: Step
-    shard: str | None = None
-
-
-@dataclass(frozen=True)
-class StepCommitted:
-    """A step, or one shard of it, is in the ledger."""
-
-    commit: Commit
-    adopted: bool = False
-    """It was there before this driver came to it."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +41,7 @@ class RunDone:
     state_digest: str
 
 
-@dataclass(frozen=True)
-class Message:
-    """A sentence for the person at the terminal: an engine restarted, an environment that changed, a wait."""
-
-    text: str
-    level: Literal["info", "warning"] = "info"
-
-
 Event = RunStarted | StepStarted | StepCommitted | IterationDone | RunDone | Message
 OnEvent = Callable[[Event], None]
+
+__all__ = ["Event", "IterationDone", "Message", "OnEvent", "RunDone", "RunStarted", "StepCommitted", "StepStarted"]
