@@ -1,4 +1,4 @@
-"""What a driver tells while it works: `on_event` of `flows.train.start` receives these, in the order in which they happen.
+"""What a driver tells while it works: `on_event` of `flows.train.start` receives these, in the order of the events.
 
 A run of three steps over two iterations tells: RunStarted, (StepStarted, StepCommitted) × steps, IterationDone, …,
 RunDone. A step that was already in the ledger has no StepStarted: its StepCommitted says `adopted`. Shards of one step

@@ -1,0 +1,34 @@
+"""Digests of configuration values: equal values, equal digest, on every machine."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def canonical_json(value: Any) -> bytes:
+    """`value` as JSON with one spelling only: keys sorted, no spaces, UTF-8, shortest round-trip floats.
+
+    ValueError for NaN and infinity, which JSON lacks.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def digest(config: BaseModel, fields: Sequence[str]) -> str:
+    """sha256, in hex, of the named fields of a configuration: what a step reads of it, and nothing else.
+
+    `fields` are dotted names such as `rollout`, `data.path` or `seed`; a section stands for all its options. Their
+    order does not matter. AttributeError for a name that the configuration lacks.
+    """
+    read: dict[str, Any] = {}
+    for name in fields:
+        *sections, last = name.split(".")
+        owner: Any = config
+        for section in sections:
+            owner = getattr(owner, section)
+        if last not in type(owner).model_fields:
+            raise AttributeError(f"{name} is not an option of {type(config).__name__}")
+        read[name] = owner.model_dump(mode="json", include={last})[last]
+    return hashlib.sha256(canonical_json(read)).hexdigest()

@@ -1,0 +1,172 @@
+"""The metrics of an iteration: a view of its commits. `docs/metrics.md` is generated from `METRICS`.
+
+Steps write metrics into their commits under the full names below; a name without a prefix gets that of its step
+(`train/`, `eval/`, otherwise `rollout/`). Where several commits of an iteration hold the same name, shards and rounds
+add up if the metric is a count, and the last one stands otherwise. Everything under `perf/` is computed here.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from configs.schema.run import RunConfig
+from storage.commits import Commit, Step
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, or a family of them: `<…>` in the name stands for what differs."""
+
+    name: str
+    unit: str
+    source: str
+    """The step whose commit holds it, or `timings`."""
+    meaning: str
+    is_count: bool = False
+
+    def matches(self, name: str) -> bool:
+        pattern = re.sub(r"<\w+>", "[^/]+", re.escape(self.name).replace(r"\<", "<").replace(r"\>", ">"))
+        return re.fullmatch(pattern, name) is not None
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("rollout/samples", "samples", "rollout", "Generated, all rounds, whether kept or not.", is_count=True),
+    Metric("rollout/prompt_tokens", "tokens", "rollout", "Prompt tokens of the generated samples.", is_count=True),
+    Metric("rollout/response_tokens", "tokens", "rollout", "Generated tokens, all rounds.", is_count=True),
+    Metric(
+        "rollout/failed_samples", "samples", "reward", "Without a reward: generation or grader failed.", is_count=True
+    ),
+    Metric(
+        "rollout/dynamic_filter/drop_<reason>", "groups", "filter", "Dropped by the filter, by reason.", is_count=True
+    ),
+    Metric("rollout/rounds", "rounds", "filter", "Rounds of rollout until the batch was full."),
+    Metric("rollout/raw_reward", "reward", "filter", "Mean reward of the kept samples, as the grader gave it."),
+    Metric("rollout/truncated_ratio", "fraction", "filter", "Kept samples cut at the longest response."),
+    Metric("rollout/response_len/mean", "tokens", "filter", "Response length of the kept samples."),
+    Metric("rollout/response_len/median", "tokens", "filter", "Response length of the kept samples."),
+    Metric("rollout/response_len/max", "tokens", "filter", "Response length of the kept samples."),
+    Metric("rollout/response_len/min", "tokens", "filter", "Response length of the kept samples."),
+    Metric(
+        "rollout/zero_std/count_<reward>", "groups", "filter", "Kept groups whose samples all have this same reward."
+    ),
+    Metric("rollout/log_probs", "nats", "score", "Mean log-prob of a response token under the old policy."),
+    Metric("rollout/rollout_log_probs", "nats", "score", "The same as the rollout engine reported it."),
+    Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
+    Metric("rollout/rewards", "reward", "advantage", "Mean reward after group normalisation."),
+    Metric("rollout/advantages", "reward", "advantage", "Mean advantage over response tokens."),
+    Metric("rollout/returns", "reward", "advantage", "Mean return over response tokens."),
+    Metric("train/loss", "", "train", "What the optimizer minimises."),
+    Metric("train/pg_loss", "", "train", "Policy loss after clipping."),
+    Metric("train/entropy_loss", "nats", "train", "Mean entropy of the policy over response tokens."),
+    Metric("train/pg_clipfrac", "fraction", "train", "Tokens whose ratio was clipped."),
+    Metric("train/ppo_kl", "nats", "train", "Mean of old minus current log-prob: the k1 estimate of KL(old, current)."),
+    Metric("train/kl_loss", "nats", "train", "KL divergence from the reference model, by `algorithm.kl_loss_type`."),
+    Metric(
+        "train/train_rollout_logprob_abs_diff",
+        "nats",
+        "train",
+        "Mean |trainer's − rollout engine's| log-prob of a token.",
+    ),
+    Metric("train/ois", "ratio", "train", "Mean importance weight of the current over the rollout policy."),
+    Metric("train/tis", "ratio", "train", "Mean importance weight before truncation."),
+    Metric("train/tis_clipfrac", "fraction", "train", "Tokens whose importance weight was truncated."),
+    Metric("train/tis_abs", "ratio", "train", "Mean |importance weight − 1|."),
+    Metric("train/grad_norm", "", "train", "Global gradient norm before clipping."),
+    Metric("train/lr-pg_<group>", "1/step", "train", "Learning rate of a parameter group."),
+    Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
+    Metric("eval/<benchmark>", "reward", "eval", "Mean reward over the benchmark's samples."),
+    Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response."),
+    Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Samples without a reward."),
+    Metric("eval/<benchmark>/response_len/<statistic>", "tokens", "eval", "Mean, median, max and min response length."),
+    Metric("perf/step_time", "s", "timings", "The iteration, from its first step's start to its last commit."),
+    Metric("perf/rollout_time", "s", "timings", "From the first rollout's start to the last filter's commit."),
+    Metric("perf/log_probs_time", "s", "timings", "`score`."),
+    Metric("perf/actor_train_time", "s", "timings", "`train`."),
+    Metric("perf/save_model_time", "s", "timings", "`checkpoint`."),
+    Metric("perf/update_weights_time", "s", "timings", "`sync`."),
+    Metric("perf/eval_time", "s", "timings", "`eval`."),
+    Metric("perf/other_time", "s", "timings", "In no step: what orchestration costs."),
+    Metric(
+        "perf/tokens_per_gpu_per_sec",
+        "tokens/s",
+        "timings",
+        "Generated tokens per second of `perf/rollout_time` and rollout GPU; per engine where engines have no GPU.",
+    ),
+    Metric(
+        "perf/actor_train_tok_per_s", "tokens/s", "timings", "Trained tokens per second of `perf/actor_train_time`."
+    ),
+)
+
+_PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/"}
+_TIMES = {
+    "perf/log_probs_time": Step.SCORE,
+    "perf/actor_train_time": Step.TRAIN,
+    "perf/save_model_time": Step.CHECKPOINT,
+    "perf/update_weights_time": Step.SYNC,
+    "perf/eval_time": Step.EVAL,
+}
+_ROLLOUT = (Step.ROLLOUT, Step.REWARD, Step.FILTER)
+
+
+def find_metric(name: str) -> Metric | None:
+    """The entry of `METRICS` that documents `name`; a literal name goes before a family."""
+    fitting = [metric for metric in METRICS if metric.matches(name)]
+    return min(fitting, key=lambda metric: metric.name.count("<"), default=None)
+
+
+def commit_metrics(commit: Commit) -> dict[str, float]:
+    """A commit's metrics under their full names."""
+    prefix = _PREFIX.get(commit.step, "rollout/")
+    return {name if "/" in name else prefix + name: value for name, value in commit.metrics.items()}
+
+
+def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
+    """All metrics of one iteration under the names of `METRICS`, from its commits, in no particular order."""
+    commits = sorted(commits, key=lambda commit: (commit.committed_at, commit.name))
+    metrics: dict[str, float] = {}
+    for commit in commits:
+        for name, value in commit_metrics(commit).items():
+            metric = find_metric(name)
+            adds_up = metric is not None and metric.is_count
+            metrics[name] = metrics.get(name, 0.0) + value if adds_up else value
+    return metrics | _performance(commits, metrics, config)
+
+
+def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
+    """Seconds in which at least one shard of a step was at work, by step."""
+    commits = list(commits)
+    return {step: busy for step in Step if (busy := _busy(commit for commit in commits if commit.step is step)) > 0}
+
+
+def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: RunConfig) -> dict[str, float]:
+    seconds = step_seconds(commits)
+    performance = {name: seconds[step] for name, step in _TIMES.items() if step in seconds}
+    whole = _span(commits)
+    performance["perf/step_time"] = whole
+    performance["perf/other_time"] = max(0.0, whole - _busy(commits))
+    rollout_time = _span([commit for commit in commits if commit.step in _ROLLOUT])
+    performance["perf/rollout_time"] = rollout_time
+    gpus = config.rollout.num_engines * (config.rollout.num_gpus_per_engine or 1)
+    if rollout_time > 0 and "rollout/response_tokens" in metrics:
+        performance["perf/tokens_per_gpu_per_sec"] = metrics["rollout/response_tokens"] / rollout_time / gpus
+    if seconds.get(Step.TRAIN) and "train/tokens" in metrics:
+        performance["perf/actor_train_tok_per_s"] = metrics["train/tokens"] / seconds[Step.TRAIN]
+    return performance
+
+
+def _span(commits: Sequence[Commit]) -> float:
+    """Seconds from the first start to the last commit; the time between two drivers does not count."""
+    spans = 0.0
+    for epoch in {commit.epoch for commit in commits}:
+        own = [commit for commit in commits if commit.epoch == epoch]
+        spans += max(commit.committed_at for commit in own) - min(commit.started_at for commit in own)
+    return spans
+
+
+def _busy(commits: Iterable[Commit]) -> float:
+    """Seconds covered by at least one of the commits."""
+    busy, until = 0.0, float("-inf")
+    for start, end in sorted((commit.started_at, commit.committed_at) for commit in commits):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
