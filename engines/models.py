@@ -1,0 +1,150 @@
+"""Model folders in the Hugging Face format: checked before anything starts, loaded with errors that say what to do.
+
+Weights are read from safetensors only (no pickle) and no code of the folder is run.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from engines.errors import BadModel
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def check_model_folder(path: str | Path) -> PretrainedConfig:
+    """Read a model folder's config and the headers of its weight files; no weights are loaded.
+
+    Raises:
+        BadModel: the folder or a file in it is missing, broken, or not of a causal language model.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BadModel(f"Model folder {folder} does not exist: give the path of a folder in Hugging Face format.")
+    config = _read_config(folder)
+    for file in _weight_files(folder):
+        if not file.is_file():
+            raise BadModel(f"Model folder {folder} lacks its weight file {file.name}: copy the folder again.")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise BadModel(f"Weight file {file} is broken ({error}): copy the folder again.") from error
+    return config
+
+
+def load_causal_lm(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """Load a causal language model in evaluation mode, its weights cast to `dtype`, its attention through SDPA.
+
+    Raises:
+        BadModel: as `check_model_folder`, or the weights do not fit the config.
+    """
+    config = check_model_folder(path)
+    with _quiet():
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # reported below, all of them at once
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
+            raise BadModel(f"Model folder {path} cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
+    if info["mismatched_keys"]:
+        name, found, expected = sorted(info["mismatched_keys"])[0]
+        raise BadModel(
+            f"Weight {name} in {path} has shape {tuple(found)} where config.json asks for {tuple(expected)}: "
+            "weights and config.json are not of the same model."
+        )
+    if info["missing_keys"]:
+        raise BadModel(
+            f"Model folder {path} lacks the weights {_some(sorted(info['missing_keys']))}: copy the folder again, "
+            "or correct its config.json."
+        )
+    return cast(PreTrainedModel, model.to(device).eval())
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """Longest sequence, prompt and response, in tokens.
+
+    Raises:
+        BadModel: the config names none.
+    """
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise BadModel(f"The config of model type {config.model_type} names no max_position_embeddings: add it.")
+    return length
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The model's own end tokens: those of its generation config and of its config together."""
+    sources = (model.generation_config, model.config.get_text_config())
+    ids: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    if not (folder / "config.json").is_file():
+        raise BadModel(f"Model folder {folder} has no config.json: give a folder in Hugging Face format.")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    # The library reports a broken config with whatever its many config classes raise.
+    except Exception as error:
+        raise BadModel(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise BadModel(f"Model type {config.model_type} in {folder} is not a causal language model.")
+    return config
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        raise BadModel(f"Model folder {folder} has neither {WEIGHTS} nor {INDEX}: save its weights as safetensors.")
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        return [folder / name for name in sorted(set(weight_map.values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadModel(f"{folder / INDEX} is not an index of weight files: copy the folder again.") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the library's progress bars and load reports out of the engines' output: errors say it in one sentence."""
+    verbosity = transformers_logging.get_verbosity()
+    progress_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if progress_bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,114 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from engines.errors import BadModel
+from engines.models import check_model_folder, context_length, eos_token_ids, load_causal_lm
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=96,
+        eos_token_id=3,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[5, 7])
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def set_config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+def test_a_loaded_model_has_the_weights_of_the_folder_in_the_asked_dtype(folder: Path) -> None:
+    saved = load_file(folder / "model.safetensors")
+    model = load_causal_lm(folder, torch.bfloat16)
+    assert not model.training
+    for name, weight in saved.items():
+        assert torch.equal(model.state_dict()[name], weight.to(torch.bfloat16))
+
+
+def test_end_tokens_are_those_of_the_config_and_of_the_generation_config(folder: Path) -> None:
+    assert eos_token_ids(load_causal_lm(folder, torch.float32)) == {3, 5, 7}
+
+
+def test_the_context_length_is_the_configs_and_a_config_without_one_is_refused(folder: Path) -> None:
+    assert context_length(check_model_folder(folder)) == 96
+    with pytest.raises(BadModel, match="max_position_embeddings"):
+        context_length(BertConfig(max_position_embeddings=0))
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match="nowhere does not exist"):
+        check_model_folder(tmp_path / "nowhere")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match=r"has no config\.json"):
+        check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[]", '{"model_type": "no-such-model"}', '{"model_type": "qwen3", "hidden_size": "x"}']
+)
+def test_a_broken_config_is_named(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(BadModel, match=r"config\.json cannot be read"):
+        check_model_folder(folder)
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(BadModel, match=r"clip .* is not a causal language model"):
+        check_model_folder(folder)
+
+
+def test_missing_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(BadModel, match="save its weights as safetensors"):
+        check_model_folder(folder)
+
+
+def test_a_torn_weight_file_is_named(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(BadModel, match=r"model\.safetensors is broken"):
+        check_model_folder(folder)
+
+
+def test_an_index_that_names_a_missing_shard_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BadModel, match="lacks its weight file model-00002-of-00002"):
+        check_model_folder(folder)
+
+
+def test_a_weight_that_the_file_lacks_is_named(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadModel, match=r"lacks the weights model\.norm\.weight"):
+        load_causal_lm(folder, torch.float32)
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    set_config(folder, vocab_size=65)
+    with pytest.raises(BadModel, match=r"embed_tokens\.weight .* \(64, 32\) .* \(65, 32\)"):
+        load_causal_lm(folder, torch.float32)
