@@ -1,0 +1,182 @@
+"""From a recipe and `--set` overrides to a checked configuration. Nothing else makes a RunConfig from text."""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from configs.errors import ConfigError
+from configs.options import LIST_ITEM, item_of, options, section_of
+from configs.schema.run import RunConfig
+from configs.yaml_file import parse_yaml
+
+__all__ = ["ConfigError", "load", "parse"]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a YAML file, with `a.b=value` overrides applied in order.
+
+    Values of overrides are YAML; `eval.benchmarks.0.path=…` reaches into a list. Paths inside stay as they are
+    written: relative to the working directory. ConfigError lists every problem at once.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"{path} does not exist; recipes lie in configs/recipes/"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} cannot be read as a text file: {error}"]) from None
+    try:
+        values = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"{path} is not YAML: {_place_and_problem(error)}"]) from None
+    if not isinstance(values, dict):
+        raise ConfigError([f"{path} does not hold options; it should begin with a section such as `model:`"])
+    for override in overrides:
+        _apply(values, override)
+    return parse(values)
+
+
+def parse(values: dict[str, Any]) -> RunConfig:
+    """Check a nested mapping of options, as from YAML or a run's manifest. ConfigError lists every problem at once."""
+    values = _without_empty_sections(values, RunConfig)
+    try:
+        # Strict JSON mode takes no text for a number and no truth value for a count, but any list for a tuple.
+        return RunConfig.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
+
+
+def _place_and_problem(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    """Set one `a.b=value` in nested mappings and lists, making the sections that are not there yet."""
+    name, equals, text = override.partition("=")
+    name = name.strip()
+    if not equals or not name or "" in name.split("."):
+        raise ConfigError([f"--set {override} is not of the form section.option=value"])
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([f"--set {override}: the value is not YAML: {_place_and_problem(error)}"]) from None
+    *path, last = name.split(".")
+    owner: Any = values
+    for depth, key in enumerate(path):
+        place = _place(owner, key, override, ".".join(path[:depth]))
+        if isinstance(owner, dict) and owner.get(key) is None:
+            owner[key] = {}
+        owner = owner[place]
+        if not isinstance(owner, dict | list):
+            reached = ".".join(path[: depth + 1])
+            raise ConfigError([f"--set {override}: {reached} holds {_spell(owner)}; it has no options of its own"])
+    owner[_place(owner, last, override, ".".join(path))] = value
+
+
+def _place(owner: dict[str, Any] | list[Any], key: str, override: str, name: str) -> Any:
+    """`key` as it indexes `owner`."""
+    if isinstance(owner, dict):
+        return key
+    if not key.isdecimal() or int(key) >= len(owner):
+        raise ConfigError([f"--set {override}: {name} is a list of {len(owner)}; {key} is no position in it (from 0)"])
+    return int(key)
+
+
+def _without_empty_sections(values: Any, schema: type[BaseModel]) -> Any:
+    """A section header with nothing under it reads as null in YAML and means a section of defaults."""
+    if not isinstance(values, dict):
+        return values
+    sections = {name: section for name, field in schema.model_fields.items() if (section := section_of(field))}
+    return {
+        key: _without_empty_sections({} if value is None else value, sections[key]) if key in sections else value
+        for key, value in values.items()
+    }
+
+
+class _Field(NamedTuple):
+    """What stands at a place of the schema."""
+
+    name: str
+    is_section: bool
+    description: str
+
+
+def _locate(location: Sequence[int | str]) -> _Field:
+    """Follow a pydantic error's location through the schema."""
+    schema: type[BaseModel] | None = RunConfig
+    items: type[BaseModel] | None = None
+    description = ""
+    for key in location:
+        if isinstance(key, int):
+            schema, items = items, None
+        elif schema is not None and key in schema.model_fields:
+            field = schema.model_fields[key]
+            description = " ".join((field.description or "").split())
+            schema, items = section_of(field), item_of(field)
+        else:
+            schema = items = None
+    return _Field(".".join(map(str, location)), schema is not None, description)
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """One problem as one sentence."""
+    field = _locate(error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            return _unknown(error["loc"], error["input"])
+        case "missing":
+            what = f": {field.description.partition('. ')[0].rstrip('.')}" if field.description else ""
+            return f"{field.name} is required and missing{what}"
+        case "value_error" if not field.name:
+            return message
+        case "value_error":
+            return f"{field.name}: {message}" if field.is_section else f"{field.name} {message}"
+        case "model_type" | "model_attributes_type":
+            return f"{field.name} is {_spell(error['input'])}; it must be a section with options under it"
+    must = re.sub(r"^\w+ should ", "must ", message)
+    return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}"
+
+
+def _unknown(location: Sequence[int | str], value: Any) -> str:
+    name = ".".join(map(str, location))
+    *sections, last = location
+    if isinstance(value, dict) and not sections:
+        known = [key for key, field in RunConfig.model_fields.items() if section_of(field)]
+        close = difflib.get_close_matches(str(last).lower(), known, n=1) or known
+        return f"{name} is not a section; did you mean {' or '.join(close)}?"
+    nearest = _nearest(location)
+    if nearest is None:
+        return f"{name} is not an option; docs/configuration.md lists all options"
+    return f"{name} is not an option; did you mean {nearest}?"
+
+
+def _nearest(location: Sequence[int | str]) -> str | None:
+    """The option that was probably meant: the same word in another section, or a similar one, best in this section."""
+    position = next((str(key) for key in location if isinstance(key, int)), LIST_ITEM)
+    prefix = "".join(f"{key}." for key in location[:-1])
+    word = re.sub(r"[-\s]", "_", str(location[-1])).lower().removeprefix("_")
+    names = [option.name.replace(LIST_ITEM, position) for option in options(RunConfig)]
+    scores = {name: _likeness(word, name.rpartition(".")[2]) + 0.1 * name.startswith(prefix) for name in names}
+    best = max(scores, key=lambda name: scores[name])
+    return best if scores[best] >= 0.7 else None
+
+
+def _likeness(word: str, other: str) -> float:
+    """1 for equal words, 0 for words that share nothing."""
+    return difflib.SequenceMatcher(None, word, other).ratio()
+
+
+def _spell(value: Any) -> str:
+    """A value as it would stand in YAML, cut short."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "…"

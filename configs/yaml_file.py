@@ -1,0 +1,49 @@
+"""YAML as recipes use it: the core schema of YAML 1.2, and a key that stands twice is an error."""
+
+import re
+from typing import Any, ClassVar
+
+import yaml
+
+
+class DuplicateKey(yaml.MarkedYAMLError):
+    """The same key stands twice in one mapping."""
+
+
+class _Loader(yaml.SafeLoader):
+    """`1e-4` is a number, `no` and `2026-01-02` are text, as in YAML 1.2; PyYAML follows 1.1."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise DuplicateKey(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
+for _tag, _pattern, _first in [
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+    ("merge", r"<<", ["<"]),
+]:
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value, 16 if node.value.startswith("0x") else 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document. yaml.YAMLError, with its place, where the text is none."""
+    return yaml.load(text, _Loader)

@@ -1,0 +1,198 @@
+"""The loader accepts what the schema means and answers everything else with one clear sentence a problem."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigError
+from configs.loader import load, parse
+
+RECIPE = """\
+model: {path: some/model}
+data: {path: train.jsonl}
+rollout:
+  num_rollout: 2
+  rollout_batch_size: 4
+  rollout_max_response_len: 16
+eval:
+  eval_interval: 1
+  benchmarks:
+    - {name: heldout, path: test.jsonl, max_response_len: 16}
+training:
+  lr: 1e-4
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def problems(path: Path, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    return caught.value.problems
+
+
+def test_a_recipe_sets_what_it_names_and_leaves_the_rest_at_its_default(recipe: Path) -> None:
+    config = load(recipe)
+    assert config.rollout.rollout_batch_size == 4
+    assert config.training.lr == 1e-4
+    assert config.rollout.n_samples_per_prompt == 8
+    assert config.data.path == "train.jsonl"
+
+
+def test_overrides_reach_options_sections_lists_and_free_mappings(recipe: Path) -> None:
+    config = load(
+        recipe,
+        [
+            "training.lr=2e-5",
+            "eval.benchmarks.0.path=other.jsonl",
+            "rollout.rollout_stop_token_ids=[7, 8]",
+            "reward.rm_type=exact_match",
+            "data.apply_chat_template_kwargs.enable_thinking=false",
+            "checkpoint.save_interval=",
+            "seed=1",
+            "seed=2",
+        ],
+    )
+    assert config.training.lr == 2e-5
+    assert config.eval.benchmarks[0].path == "other.jsonl"
+    assert config.rollout.rollout_stop_token_ids == (7, 8)
+    assert config.reward.rm_type == "exact_match"
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert config.checkpoint.save_interval is None
+    assert config.seed == 2
+
+
+def test_a_section_header_with_nothing_under_it_means_defaults(recipe: Path) -> None:
+    recipe.write_text(RECIPE + "retry:\n")
+    assert load(recipe).retry.retries == 3
+
+
+def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
+    config = load(recipe)
+    assert parse(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "rollout.rollout_batchsize=8",
+            "rollout.rollout_batchsize is not an option; did you mean rollout.rollout_batch_size?",
+        ),
+        ("rollout.lr=1", "rollout.lr is not an option; did you mean training.lr?"),
+        ("training.use-kl-loss=true", "training.use-kl-loss is not an option; did you mean algorithm.use_kl_loss?"),
+        ("sed=1", "sed is not an option; did you mean seed?"),
+        (
+            "eval.benchmarks.0.pth=x",
+            "eval.benchmarks.0.pth is not an option; did you mean eval.benchmarks.0.path?",
+        ),
+        ("training.zzzz=1", "training.zzzz is not an option; docs/configuration.md lists all options"),
+        ("rolout.num_rollout=1", "rolout is not a section; did you mean rollout?"),
+        ("rollout.num_rollout=three", 'rollout.num_rollout is "three"; it must be a valid integer'),
+        ("rollout.num_rollout='3'", 'rollout.num_rollout is "3"; it must be a valid integer'),
+        ("rollout.num_rollout=true", "rollout.num_rollout is true; it must be a valid integer"),
+        ("rollout.num_rollout=0", "rollout.num_rollout is 0; it must be greater than or equal to 1"),
+        ("training.lr=.nan", "training.lr is NaN; it must be a finite number"),
+        (
+            "training.lr_decay_style=step",
+            "training.lr_decay_style is \"step\"; it must be 'constant', 'linear' or 'cosine'",
+        ),
+        ("model.path=null", "model.path is null; it must be a valid string"),
+        ("reward=math", 'reward is "math"; it must be a section with options under it'),
+        ("data.label_pattern=x", "data.label_pattern needs exactly one group in parentheses, has 0"),
+        (
+            "training.min_lr=1.0",
+            "training: min_lr (1.0) is above lr (0.0001)",
+        ),
+        (
+            "training.global_batch_size=16",
+            "rollout.rollout_batch_size × rollout.n_samples_per_prompt = 4 × 8 = 32, but training.global_batch_size × "
+            "training.num_steps_per_rollout = 16 × 1 = 16; the two must be equal",
+        ),
+        (
+            "rollout.over_sampling_batch_size=3",
+            "rollout.over_sampling_batch_size (3) is below rollout.rollout_batch_size (4); it must be at least that",
+        ),
+        ("training", "--set training is not of the form section.option=value"),
+        ("training..lr=1", "--set training..lr=1 is not of the form section.option=value"),
+        (
+            "training.lr=[1",
+            "--set training.lr=[1: the value is not YAML: line 1: expected ',' or ']', but got '<stream end>'",
+        ),
+        (
+            "eval.benchmarks.1.path=x",
+            "--set eval.benchmarks.1.path=x: eval.benchmarks is a list of 1; 1 is no position in it (from 0)",
+        ),
+        (
+            "model.path.x=1",
+            '--set model.path.x=1: model.path holds "some/model"; it has no options of its own',
+        ),
+    ],
+)
+def test_each_mistake_gets_one_sentence_that_names_it(recipe: Path, override: str, sentence: str) -> None:
+    assert problems(recipe, override) == (sentence,)
+
+
+def test_all_problems_are_listed_at_once(recipe: Path) -> None:
+    found = problems(recipe, "training.lr=-1", "rollout.num_rollout=0", "modle.path=x", "eval.benchmarks.0.top_p=2")
+    assert len(found) == 4
+    assert [sentence.split()[0] for sentence in found] == [
+        "rollout.num_rollout",
+        "training.lr",
+        "eval.benchmarks.0.top_p",
+        "modle",
+    ]
+
+
+def test_a_missing_option_is_named_with_what_it_is(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {}\nrollout: {num_rollout: 1, rollout_batch_size: 1, rollout_max_response_len: 1}\n")
+    assert problems(recipe) == (
+        "model.path is required and missing: Folder of a Hugging Face causal LM with its tokenizer",
+        "data is required and missing",
+    )
+
+
+def test_a_key_that_stands_twice_is_an_error_with_its_line(recipe: Path) -> None:
+    recipe.write_text(RECIPE + "  lr: 1e-5\n")
+    assert problems(recipe) == (f"{recipe} is not YAML: line 13: the key 'lr' stands twice",)
+
+
+def test_broken_yaml_is_an_error_with_its_line(recipe: Path) -> None:
+    recipe.write_text("model:\n  path: a\n path: b\n")
+    (sentence,) = problems(recipe)
+    assert sentence.startswith(f"{recipe} is not YAML: line 3: ")
+
+
+def test_a_file_that_is_missing_or_holds_no_options_is_an_error(tmp_path: Path) -> None:
+    missing = tmp_path / "none.yaml"
+    assert problems(missing) == (f"{missing} does not exist; recipes lie in configs/recipes/",)
+    missing.write_text("- 1\n")
+    assert problems(missing) == (f"{missing} does not hold options; it should begin with a section such as `model:`",)
+    missing.write_bytes(b"\xff\xfe\x00")
+    assert problems(missing)[0].startswith(f"{missing} cannot be read as a text file: ")
+
+
+def test_yaml_values_follow_the_core_schema(recipe: Path) -> None:
+    kwargs = "data.apply_chat_template_kwargs="
+    given = "{a: 1e-4, b: no, c: 2026-01-02, d: 0x10, e: 010, f: ~, g: .5, h: 1_000, i: 1:30, j: -3}"
+    assert load(recipe, [kwargs + given]).data.apply_chat_template_kwargs == {
+        "a": 1e-4, "b": "no", "c": "2026-01-02", "d": 16, "e": 10, "f": None, "g": 0.5, "h": "1_000", "i": "1:30",
+        "j": -3,
+    }  # fmt: skip
+
+
+def test_anchors_and_merges_may_override_without_counting_as_twice(recipe: Path) -> None:
+    recipe.write_text(
+        RECIPE.replace(
+            "    - {name: heldout, path: test.jsonl, max_response_len: 16}",
+            "    - &a {name: one, path: test.jsonl, max_response_len: 16}\n    - {<<: *a, name: two}",
+        )
+    )
+    first, second = load(recipe).eval.benchmarks
+    assert (first.name, second.name, second.path) == ("one", "two", "test.jsonl")
