@@ -1,16 +1,39 @@
 """The metrics of an iteration: a view of its commits. `docs/metrics.md` is generated from `METRICS`.
 
-Steps write metrics into their commits under the full names below; a name without a prefix gets that of its step
-(`train/`, `eval/`, otherwise `rollout/`). Where several commits of an iteration hold the same name, shards and rounds
-add up if the metric is a count, and the last one stands otherwise. Everything under `perf/` is computed here.
+A step writes its metrics into its commit under short names; here they get the names under which they are shown:
+slime's where it has the metric, `train/` for those of the training engine. Shards are merged into one value. Everything
+under `perf/` is computed here, from when steps began and were committed.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from configs.schema.run import RunConfig
 from storage.commits import Commit, Step
+
+Merge = Callable[[Sequence[float], Sequence[float]], float]
+"""From the values of the shards, in the order of their commits, and their numbers of samples, to one value."""
+
+
+def _last(values: Sequence[float], samples: Sequence[float]) -> float:
+    return values[-1]
+
+
+def _sum(values: Sequence[float], samples: Sequence[float]) -> float:
+    return sum(values)
+
+
+def _max(values: Sequence[float], samples: Sequence[float]) -> float:
+    return max(values)
+
+
+def _min(values: Sequence[float], samples: Sequence[float]) -> float:
+    return min(values)
+
+
+def _mean(values: Sequence[float], samples: Sequence[float]) -> float:
+    return sum(value * n for value, n in zip(values, samples, strict=True)) / sum(samples)
 
 
 @dataclass(frozen=True)
@@ -22,44 +45,46 @@ class Metric:
     source: str
     """The step whose commit holds it, or `timings`."""
     meaning: str
-    is_count: bool = False
+    merge: Merge = _last
 
     def matches(self, name: str) -> bool:
-        pattern = re.sub(r"<\w+>", "[^/]+", re.escape(self.name).replace(r"\<", "<").replace(r"\>", ">"))
+        """Whether `name` is this metric or one of this family."""
+        pattern = "[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", self.name))
         return re.fullmatch(pattern, name) is not None
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("rollout/samples", "samples", "rollout", "Generated, all rounds, whether kept or not.", is_count=True),
-    Metric("rollout/prompt_tokens", "tokens", "rollout", "Prompt tokens of the generated samples.", is_count=True),
-    Metric("rollout/response_tokens", "tokens", "rollout", "Generated tokens, all rounds.", is_count=True),
+    Metric("rollout/raw_reward", "reward", "advantage", "Mean reward of the samples trained on, as graded."),
+    Metric("rollout/advantages", "reward", "advantage", "Mean advantage of their response tokens."),
     Metric(
-        "rollout/failed_samples", "samples", "reward", "Without a reward: generation or grader failed.", is_count=True
+        "rollout/zero_std/count_<reward>", "groups", "advantage", "Trained groups whose samples all got this reward."
     ),
-    Metric(
-        "rollout/dynamic_filter/drop_<reason>", "groups", "filter", "Dropped by the filter, by reason.", is_count=True
-    ),
+    Metric("rollout/samples", "samples", "rollout", "Generated, in all rounds.", _sum),
+    Metric("rollout/response_tokens", "tokens", "rollout", "Generated, in all rounds.", _sum),
+    Metric("rollout/response_len/mean", "tokens", "rollout", "Mean response of the generated samples.", _mean),
+    Metric("rollout/response_len/median", "tokens", "rollout", "Median; of several shards, the mean of theirs.", _mean),
+    Metric("rollout/response_len/max", "tokens", "rollout", "Longest response.", _max),
+    Metric("rollout/response_len/min", "tokens", "rollout", "Shortest response.", _min),
+    Metric("rollout/truncated_ratio", "fraction", "rollout", "Generated samples cut at the longest response.", _mean),
+    Metric("rollout/passed_over_prompts", "prompts", "rollout", "Longer than `rollout_max_prompt_len`.", _sum),
+    Metric("rollout/graded_samples", "samples", "reward", "Handed to the grader.", _sum),
+    Metric("rollout/failed_samples", "samples", "reward", "Without a reward: the grader failed or timed out.", _sum),
+    Metric("rollout/generated_reward", "reward", "reward", "Mean reward of all generated samples, kept or not.", _mean),
     Metric("rollout/rounds", "rounds", "filter", "Rounds of rollout until the batch was full."),
-    Metric("rollout/raw_reward", "reward", "filter", "Mean reward of the kept samples, as the grader gave it."),
-    Metric("rollout/truncated_ratio", "fraction", "filter", "Kept samples cut at the longest response."),
-    Metric("rollout/response_len/mean", "tokens", "filter", "Response length of the kept samples."),
-    Metric("rollout/response_len/median", "tokens", "filter", "Response length of the kept samples."),
-    Metric("rollout/response_len/max", "tokens", "filter", "Response length of the kept samples."),
-    Metric("rollout/response_len/min", "tokens", "filter", "Response length of the kept samples."),
+    Metric("rollout/groups", "groups", "filter", "Judged, those from the buffer included."),
+    Metric("rollout/buffered_groups", "groups", "filter", "Kept for the next iteration."),
+    Metric("rollout/dynamic_filter/drop_<reason>", "groups", "filter", "Dropped, by reason."),
     Metric(
-        "rollout/zero_std/count_<reward>", "groups", "filter", "Kept groups whose samples all have this same reward."
+        "rollout/log_probs", "nats", "score", "Mean log-prob of a response token under the policy before the update."
     ),
-    Metric("rollout/log_probs", "nats", "score", "Mean log-prob of a response token under the old policy."),
-    Metric("rollout/rollout_log_probs", "nats", "score", "The same as the rollout engine reported it."),
     Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
-    Metric("rollout/rewards", "reward", "advantage", "Mean reward after group normalisation."),
-    Metric("rollout/advantages", "reward", "advantage", "Mean advantage over response tokens."),
-    Metric("rollout/returns", "reward", "advantage", "Mean return over response tokens."),
     Metric("train/loss", "", "train", "What the optimizer minimises."),
     Metric("train/pg_loss", "", "train", "Policy loss after clipping."),
-    Metric("train/entropy_loss", "nats", "train", "Mean entropy of the policy over response tokens."),
-    Metric("train/pg_clipfrac", "fraction", "train", "Tokens whose ratio was clipped."),
-    Metric("train/ppo_kl", "nats", "train", "Mean of old minus current log-prob: the k1 estimate of KL(old, current)."),
+    Metric("train/entropy_loss", "nats", "train", "Mean entropy of the policy at a response token."),
+    Metric("train/pg_clipfrac", "fraction", "train", "Tokens whose probability ratio was clipped."),
+    Metric(
+        "train/ppo_kl", "nats", "train", "Mean of old minus current log-prob: the k1 estimate of KL(old ‖ current)."
+    ),
     Metric("train/kl_loss", "nats", "train", "KL divergence from the reference model, by `algorithm.kl_loss_type`."),
     Metric(
         "train/train_rollout_logprob_abs_diff",
@@ -72,32 +97,47 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/tis_clipfrac", "fraction", "train", "Tokens whose importance weight was truncated."),
     Metric("train/tis_abs", "ratio", "train", "Mean |importance weight − 1|."),
     Metric("train/grad_norm", "", "train", "Global gradient norm before clipping."),
-    Metric("train/lr-pg_<group>", "1/step", "train", "Learning rate of a parameter group."),
     Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
+    Metric("checkpoint/bytes", "bytes", "checkpoint", "Size of the restore point."),
     Metric("eval/<benchmark>", "reward", "eval", "Mean reward over the benchmark's samples."),
     Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response."),
-    Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Samples without a reward."),
-    Metric("eval/<benchmark>/response_len/<statistic>", "tokens", "eval", "Mean, median, max and min response length."),
-    Metric("perf/step_time", "s", "timings", "The iteration, from its first step's start to its last commit."),
+    Metric("eval/<benchmark>-samples", "samples", "eval", "Generated."),
+    Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Without a reward."),
+    Metric("eval/<benchmark>/response_len/mean", "tokens", "eval", "Mean response."),
+    Metric("perf/step_time", "s", "timings", "The iteration, from the start of its first step to its last commit."),
     Metric("perf/rollout_time", "s", "timings", "From the first rollout's start to the last filter's commit."),
     Metric("perf/log_probs_time", "s", "timings", "`score`."),
     Metric("perf/actor_train_time", "s", "timings", "`train`."),
     Metric("perf/save_model_time", "s", "timings", "`checkpoint`."),
     Metric("perf/update_weights_time", "s", "timings", "`sync`."),
     Metric("perf/eval_time", "s", "timings", "`eval`."),
-    Metric("perf/other_time", "s", "timings", "In no step: what orchestration costs."),
+    Metric(
+        "perf/other_time", "s", "timings", "`perf/step_time` in which no step was at work: what orchestration costs."
+    ),
     Metric(
         "perf/tokens_per_gpu_per_sec",
         "tokens/s",
         "timings",
-        "Generated tokens per second of `perf/rollout_time` and rollout GPU; per engine where engines have no GPU.",
+        "Generated tokens per second of `perf/rollout_time`, per rollout GPU; per rollout engine where it has none.",
     ),
     Metric(
         "perf/actor_train_tok_per_s", "tokens/s", "timings", "Trained tokens per second of `perf/actor_train_time`."
     ),
 )
 
-_PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/"}
+_SHOWN_AS = {
+    (Step.ROLLOUT, "tokens"): "rollout/response_tokens",
+    (Step.REWARD, "raw_reward"): "rollout/generated_reward",
+    (Step.REWARD, "samples"): "rollout/graded_samples",
+    (Step.FILTER, "buffered"): "rollout/buffered_groups",
+}
+_PREFIX = {Step.TRAIN: "train/", Step.CHECKPOINT: "checkpoint/"}
+_BENCHMARK_SUFFIX = {
+    "score": "",
+    "samples": "-samples",
+    "failed_samples": "-failed_samples",
+    "truncated_ratio": "-truncated_ratio",
+}
 _TIMES = {
     "perf/log_probs_time": Step.SCORE,
     "perf/actor_train_time": Step.TRAIN,
@@ -111,25 +151,44 @@ _ROLLOUT = (Step.ROLLOUT, Step.REWARD, Step.FILTER)
 def find_metric(name: str) -> Metric | None:
     """The entry of `METRICS` that documents `name`; a literal name goes before a family."""
     fitting = [metric for metric in METRICS if metric.matches(name)]
-    return min(fitting, key=lambda metric: metric.name.count("<"), default=None)
+    return min(fitting, key=lambda metric: (metric.name.count("<"), -len(metric.name)), default=None)
 
 
-def commit_metrics(commit: Commit) -> dict[str, float]:
-    """A commit's metrics under their full names."""
-    prefix = _PREFIX.get(commit.step, "rollout/")
-    return {name if "/" in name else prefix + name: value for name, value in commit.metrics.items()}
+def shown_metrics(commit: Commit) -> dict[str, float]:
+    """The metrics of one commit under the names of `METRICS`."""
+    return {_shown_name(commit, key): value for key, value in commit.metrics.items()}
+
+
+def _shown_name(commit: Commit, key: str) -> str:
+    if commit.step is Step.EVAL:
+        return f"eval/{commit.values['benchmark']}" + _BENCHMARK_SUFFIX.get(key, f"/{key}")
+    return _SHOWN_AS.get((commit.step, key), _PREFIX.get(commit.step, "rollout/") + key)
 
 
 def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
-    """All metrics of one iteration under the names of `METRICS`, from its commits, in no particular order."""
+    """All metrics of one iteration but its evaluations, from its commits, in no particular order."""
     commits = sorted(commits, key=lambda commit: (commit.committed_at, commit.name))
-    metrics: dict[str, float] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
     for commit in commits:
-        for name, value in commit_metrics(commit).items():
-            metric = find_metric(name)
-            adds_up = metric is not None and metric.is_count
-            metrics[name] = metrics.get(name, 0.0) + value if adds_up else value
+        if commit.step is not Step.EVAL:
+            for name, value in shown_metrics(commit).items():
+                found.setdefault(name, []).append((value, commit.metrics.get("samples", 1.0)))
+    metrics = {}
+    for name, shards in found.items():
+        metric = find_metric(name)
+        merge = metric.merge if metric is not None else _last
+        metrics[name] = merge([value for value, _ in shards], [samples for _, samples in shards])
     return metrics | _performance(commits, metrics, config)
+
+
+def eval_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[int, dict[str, float]]:
+    """The metrics of evaluations by the number of iterations that the evaluated weights were trained for."""
+    points: dict[int, dict[str, float]] = {}
+    for commit in commits:
+        if commit.step is Step.EVAL:
+            trained = (commit.weight_version_in or 0) // config.training.num_steps_per_rollout
+            points.setdefault(trained, {}).update(shown_metrics(commit))
+    return points
 
 
 def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
