@@ -1,0 +1,175 @@
+"""The commit: a small JSON marker that makes a step's snapshot exist.
+
+```
+runs/<run>/iterations/000042/rollout.00-000.json                       the commit of shard 00-000
+runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/samples.parquet   its file, written before it
+```
+
+What a reader finds, and what it means:
+
+| files | commit | meaning |
+|---|---|---|
+| none, some or all | absent | the step has not happened; its files are nobody's and may be collected |
+| all, as recorded | present, digest right | the step has happened, once and for ever |
+| missing or altered | present | damage: an error that names the file |
+| any | present, digest wrong | damage: an error that names the commit |
+
+Who writes what, and what a crash in between leaves:
+
+| moment of the crash | left behind | the next driver |
+|---|---|---|
+| while files are written | an attempt folder | starts a fresh attempt; a rollout takes over its finished groups |
+| after the files, before the commit | the same | the same |
+| while the commit is created | the commit or none: it appears whole | finds it, or starts a fresh attempt |
+| after the commit | all of it | finds it and goes on |
+
+Two drivers at one step write into attempts of their own, and one of them creates the commit; the other reads it and
+goes on from there. A commit is never rewritten. Its digest covers everything in it, the digests of its inputs' commits
+included: the commits of a run form a Merkle chain from any weights back to the prompts.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+
+from storage import canonical, layout
+from storage.errors import Damaged
+from storage.store import check_path
+
+SCHEMA_VERSION = 1
+
+
+class Step(StrEnum):
+    """A node of the iteration's DAG, in the order in which data flows."""
+
+    ROLLOUT = "rollout"
+    """Samples of a shard's prompts."""
+    REWARD = "reward"
+    """Grades of a shard's samples."""
+    FILTER = "filter"
+    """Which groups are trained on, kept for later or dropped."""
+    SCORE = "score"
+    """Log-probs of the kept samples under the old policy and the reference model."""
+    ADVANTAGE = "advantage"
+    """Per-token advantages and returns of the kept samples."""
+    TRAIN = "train"
+    """Optimizer steps; makes new weight versions."""
+    CHECKPOINT = "checkpoint"
+    """A restore point of the training state."""
+    SYNC = "sync"
+    """The weight versions that the rollout engines report."""
+    EVAL = "eval"
+    """A benchmark's samples and grades under one weight version."""
+
+
+class Record(BaseModel):
+    """A frozen value of the ledger."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class OutputFile(Record):
+    """A file of a snapshot."""
+
+    path: str
+    """Relative to the run's folder."""
+    bytes: int = Field(ge=0)
+    rows: int | None = Field(None, ge=0)
+    """Rows of a table; None where the file is no table."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the file's bytes."""
+
+    @field_validator("path")
+    @classmethod
+    def _stays_in_the_run(cls, path: str) -> str:
+        return check_path(path)
+
+
+class Environment(Record):
+    """Where a step ran. Bitwise equality is claimed between equal environments only."""
+
+    device: str
+    """Type of the machine: CPU or GPU model."""
+    threads: int
+    """CPU threads of the engine that computed."""
+    host: str | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Of the packages that compute, by name."""
+
+
+class Commit(Record):
+    """See the module. Digests are hexadecimal SHA-256, times Unix seconds."""
+
+    schema_version: int = SCHEMA_VERSION
+    run: str
+    iteration: int = Field(ge=0)
+    step: Step
+    shard: str | None = None
+    attempt: str
+    """The folder of its files; random in part, so no two drivers write the same commit."""
+    epoch: int = Field(ge=0)
+    """The driver's lease."""
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Digest of everything read, by name: commits as `000041/train` or `000042/rollout.00-000`, others such as
+    `data` as the run's manifest names them."""
+    config_digest: str
+    """Of the configuration fields that the step reads."""
+    outputs: tuple[OutputFile, ...] = ()
+    weight_version_in: int | None = None
+    weight_version_out: int | None = None
+    state_digest: str | None = None
+    """Of the training state that the step left."""
+    values: dict[str, JsonValue] = Field(default_factory=dict)
+    """Small results that later steps read."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    timings: dict[str, float] = Field(default_factory=dict)
+    """Seconds, by what they went into."""
+    started_at: float
+    committed_at: float
+    environment: Environment
+
+    @field_validator("run", "attempt")
+    @classmethod
+    def _safe(cls, name: str) -> str:
+        return layout.check_name(name, "name")
+
+    @field_validator("shard")
+    @classmethod
+    def _safe_shard(cls, shard: str | None) -> str | None:
+        return shard if shard is None else layout.check_name(shard, "shard")
+
+    @property
+    def name(self) -> str:
+        """How other commits name this one: `000042/rollout.00-000`."""
+        return layout.commit_name(self.iteration, self.step, self.shard)
+
+    @property
+    def digest(self) -> str:
+        """Of the canonical JSON of all fields."""
+        return canonical.digest(self._fields())
+
+    def to_bytes(self) -> bytes:
+        """The marker file."""
+        return canonical.seal(self._fields())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> "Commit":
+        """Read a marker. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""
+        try:
+            fields = canonical.unseal(data)
+            if fields.get("schema_version") != SCHEMA_VERSION:
+                raise ValueError(
+                    f"it has format {fields.get('schema_version')}, this Cairn reads format {SCHEMA_VERSION}; use the "
+                    "version that wrote it"
+                )
+            del fields["digest"]
+            commit = cls.model_validate(fields)
+        except (ValueError, ValidationError) as error:
+            raise Damaged(f"commit {path} cannot be trusted: {error}") from None
+        if layout.commit(commit.run, commit.iteration, commit.step, commit.shard) != path:
+            raise Damaged(f"commit {path} belongs to another place: it says {commit.name} of run {commit.run}")
+        return commit
+
+    def _fields(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")

@@ -1,0 +1,59 @@
+"""What can go wrong with a run's files, told apart by what helps."""
+
+from typing import Any
+
+
+class StoreError(Exception):
+    """The store did not answer, or not rightly; a new try may help."""
+
+
+class StoreRefused(StoreError):
+    """The store will not do this however often it is asked: credentials, bucket, permissions, space. The message says
+    what to change."""
+
+
+class Damaged(Exception):
+    """A committed piece is missing, torn or altered. The message names it with what was expected and found."""
+
+
+class StaleCommits(Exception):
+    """Committed steps whose inputs or configuration are no longer those they were made from."""
+
+    def __init__(self, commits: list[tuple[int, str, str | None, str]]):
+        """`commits`: (iteration, step, shard or None, why) of every stale step."""
+        self.commits = commits
+        names = [
+            f"{iteration:06d}/{step}{f'.{shard}' if shard else ''}: {why}" for iteration, step, shard, why in commits
+        ]
+        super().__init__(
+            f"{len(commits)} committed steps no longer match what they were made from: {'; '.join(names)}. "
+            "Undo the change, or fork the run before the first of them"
+        )
+
+
+class LeaseHeld(Exception):
+    """A live driver owns the run."""
+
+    def __init__(self, message: str, holder: Any):
+        """`holder`: the `storage.leases.Holder` that owns the run."""
+        self.holder = holder
+        super().__init__(message)
+
+
+class LeaseLost(Exception):
+    """This driver does not own the run (any more) and must stop without committing anything."""
+
+
+class RunDiffers(Exception):
+    """A run of this name exists with another configuration."""
+
+    def __init__(self, run: str, differences: list[tuple[str, Any, Any]]):
+        """`differences`: (dotted field, value in the ledger, value given) of every differing field."""
+        self.differences = differences
+        fields = "; ".join(
+            f"{field} is {recorded!r} in the ledger, {given!r} now" for field, recorded, given in differences
+        )
+        super().__init__(
+            f"run {run!r} exists with another configuration: {fields}. Give the new run another name, or use the "
+            "recorded values"
+        )

@@ -1,0 +1,126 @@
+"""Where everything of a run lies. All paths are relative to the store's root.
+
+```
+runs/<run>/run.json                                         the manifest
+runs/<run>/leases/<epoch>.json                              who owned the run from this epoch on
+runs/<run>/leases/<epoch>.renewed.json                      rewritten every few seconds by a living owner
+runs/<run>/leases/<epoch>.end.json                          how the owner ended
+runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
+runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt of a step wrote
+```
+Iterations and epochs have six digits, so that names sort like numbers. An attempt is named
+`[<shard>.]<epoch>-<random>`.
+"""
+
+import re
+
+from storage.store import check_path
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LONGEST_NAME = 100
+_LAST_NUMBER = 999_999
+
+
+def check_name(name: str, kind: str) -> str:
+    """Return a name (of a run, shard or attempt) that is safe as one part of a path, or raise ValueError. `kind` is
+    what the message calls it."""
+    if not _NAME.fullmatch(name) or ".." in name or len(name) > _LONGEST_NAME:
+        raise ValueError(
+            f"{kind} {name!r} is not a usable name: at most {_LONGEST_NAME} letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit, without '..'"
+        )
+    return name
+
+
+def _number(value: int, kind: str) -> str:
+    if not 0 <= value <= _LAST_NUMBER:
+        raise ValueError(f"{kind} {value} is not between 0 and {_LAST_NUMBER}")
+    return f"{value:06d}"
+
+
+def commit_name(iteration: int, step: str, shard: str | None = None) -> str:
+    """How commits name each other: `000042/rollout.00-000`."""
+    suffix = f".{check_name(shard, 'shard')}" if shard is not None else ""
+    return f"{_number(iteration, 'iteration')}/{step}{suffix}"
+
+
+def parse_marker(name: str) -> tuple[str, str | None]:
+    """Step and shard of a commit's file name: `rollout.00-000.json` gives (`rollout`, `00-000`)."""
+    step, _, shard = name.removesuffix(".json").partition(".")
+    return step, shard or None
+
+
+def runs() -> str:
+    """The folder of all runs."""
+    return "runs"
+
+
+def run(run: str) -> str:
+    """The folder of one run."""
+    return f"runs/{check_name(run, 'run')}"
+
+
+def in_run(name: str, path: str) -> str:
+    """Store path of a path that is relative to a run's folder, as in `OutputFile.path`."""
+    return f"{run(name)}/{check_path(path)}"
+
+
+def run_manifest(name: str) -> str:
+    """`run.json`."""
+    return f"{run(name)}/run.json"
+
+
+def leases(name: str) -> str:
+    """The folder of a run's leases."""
+    return f"{run(name)}/leases"
+
+
+def lease(name: str, epoch: int) -> str:
+    """The marker by which a driver owns the run."""
+    return f"{leases(name)}/{_number(epoch, 'epoch')}.json"
+
+
+def lease_renewal(name: str, epoch: int) -> str:
+    """The sign of life of a lease's owner."""
+    return f"{leases(name)}/{_number(epoch, 'epoch')}.renewed.json"
+
+
+def lease_end(name: str, epoch: int) -> str:
+    """The marker by which an owner gives the run back."""
+    return f"{leases(name)}/{_number(epoch, 'epoch')}.end.json"
+
+
+def iterations(name: str) -> str:
+    """The folder of all iterations of a run."""
+    return f"{run(name)}/iterations"
+
+
+def iteration(name: str, iteration: int) -> str:
+    """The folder of an iteration's commits and attempts."""
+    return f"{iterations(name)}/{_number(iteration, 'iteration')}"
+
+
+def commit(name: str, iteration: int, step: str, shard: str | None = None) -> str:
+    """The marker that makes a step's snapshot exist."""
+    return f"{iterations(name)}/{commit_name(iteration, step, shard)}.json"
+
+
+def attempts(name: str, iteration_: int, step: str) -> str:
+    """The folder of all attempts at a step, those of its shards included."""
+    return f"{iteration(name, iteration_)}/{step}"
+
+
+def attempt(name: str, iteration: int, step: str, attempt: str) -> str:
+    """The folder of the files that one attempt writes."""
+    return f"{attempts(name, iteration, step)}/{check_name(attempt, 'attempt')}"
+
+
+def attempt_name(shard: str | None, epoch: int, random: str) -> str:
+    """`[<shard>.]<epoch>-<random>`."""
+    own = f"{_number(epoch, 'epoch')}-{random}"
+    return own if shard is None else f"{check_name(shard, 'shard')}.{own}"
+
+
+def attempt_shard(attempt: str) -> str | None:
+    """The shard in an attempt's name."""
+    return attempt.rpartition(".")[0] or None

@@ -1,0 +1,255 @@
+"""Who may commit to a run: one driver at a time, the one with the newest epoch.
+
+```
+runs/<run>/leases/000003.json           created exclusively by the driver that owns the run from then on
+runs/<run>/leases/000003.renewed.json   rewritten every few seconds while that driver lives
+runs/<run>/leases/000003.end.json       its outcome, when it gives the run back
+```
+
+| newest lease | a driver that wants the run |
+|---|---|
+| none | creates epoch 1 |
+| ended | creates the next epoch |
+| its process, on this machine, is gone | creates the next epoch |
+| its process, on this machine, is there | is refused (LeaseHeld) |
+| elsewhere, renewed within its time to live | is refused |
+| elsewhere, not renewed any more | creates the next epoch |
+| any, with takeover | creates the next epoch |
+
+Of several drivers that create one epoch exactly one wins. A driver asks before each commit whether a newer epoch exists
+and stops if so; one that was suspended and taken over commits nothing when it wakes. Clocks of two machines may differ:
+a lease from elsewhere that looks expired is watched for a while first, and counts as expired only if nothing changes.
+"""
+
+import itertools
+import os
+import socket
+import threading
+import time
+import uuid
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import psutil
+from pydantic import ValidationError
+
+from storage import canonical, layout
+from storage.commits import Record
+from storage.errors import Damaged, LeaseHeld, LeaseLost, StoreError
+from storage.store import Store
+
+TIME_TO_LIVE = 30.0
+"""Seconds without renewal after which a holder on another machine counts as dead."""
+RENEWAL_INTERVAL = 5.0
+"""Seconds between renewals."""
+_MARKER = {"run", "epoch", "holder", "acquired_at", "time_to_live"}
+_SAME_START = 2.0
+"""Seconds by which two readings of one process's start time may differ: it is derived from an adjustable clock."""
+
+
+class Outcome(StrEnum):
+    """How a driver ended."""
+
+    COMPLETED = "completed"
+    """The run has all its iterations."""
+    FAILED = "failed"
+    """An error that retries did not mend."""
+    STOPPED = "stopped"
+    """Someone asked it to stop."""
+
+
+class Holder(Record):
+    """A driver's process."""
+
+    id: str
+    """Random: no two holders are equal."""
+    host: str
+    machine: str
+    """Boot of the kernel and process namespace: where equal, `pid` can be looked up."""
+    pid: int
+    process_started_at: float
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        """The calling process, with a new id."""
+        return cls(
+            id=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            process_started_at=psutil.Process().create_time(),
+        )
+
+    def is_gone(self) -> bool | None:
+        """Whether the process has ended; None where this machine cannot tell."""
+        if self.machine != _machine():
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.process_started_at) < _SAME_START
+            return not same or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+    return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class LeaseState(Record):
+    """A run's newest lease as the store has it. Times are Unix seconds by the holder's clock."""
+
+    run: str
+    epoch: int
+    holder: Holder
+    acquired_at: float
+    time_to_live: float
+    renewals: int = 0
+    renewed_at: float
+    outcome: Outcome | None = None
+    """None while the holder has not said how it ended."""
+
+    def is_over(self) -> bool:
+        """Whether nobody owns the run any more, as far as a single look can tell."""
+        if self.outcome is not None:
+            return True
+        gone = self.holder.is_gone()
+        return time.time() - self.renewed_at > self.time_to_live if gone is None else gone
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.acquired_at))
+        return f"pid {self.holder.pid} on {self.holder.host} since {since}"
+
+
+def newest_lease(store: Store, run: str) -> LeaseState | None:
+    """The lease with the newest epoch, or None if no driver ever owned the run. Raises Damaged."""
+    names = store.list(layout.leases(run))
+    epochs = [int(name.partition(".")[0]) for name in names if name.count(".") == 1]
+    if not epochs:
+        return None
+    epoch = max(epochs)
+    fields = _read(store, layout.lease(run, epoch))
+    fields["renewed_at"] = fields["acquired_at"]
+    for path in (layout.lease_renewal(run, epoch), layout.lease_end(run, epoch)):
+        if PurePosixPath(path).name in names:
+            fields |= _read(store, path)
+    try:
+        return LeaseState.model_validate(fields)
+    except ValidationError as error:
+        raise Damaged(f"lease {layout.lease(run, epoch)} cannot be read: {error}") from None
+
+
+def _read(store: Store, path: str) -> dict[str, Any]:
+    try:
+        fields = canonical.unseal(store.read(path))
+    except ValueError as error:
+        raise Damaged(f"{path} cannot be trusted: {error}") from None
+    del fields["digest"]
+    return fields
+
+
+class Lease:
+    """The right to commit to a run, held by this process until `release` or until a newer epoch takes it."""
+
+    def __init__(self, store: Store, state: LeaseState, renewal_interval: float):
+        """Use `Lease.acquire`."""
+        self.run = state.run
+        self.epoch = state.epoch
+        self.holder = state.holder
+        self._store = store
+        self._time_to_live = state.time_to_live
+        self._interval = renewal_interval
+        self._renewed = time.monotonic()
+        self._failure: Exception | None = None
+        self._ended = threading.Event()
+        # A daemon: it must not keep a process alive whose driver has ended.
+        self._renewer = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
+        self._renewer.start()
+
+    @classmethod
+    def acquire(
+        cls,
+        store: Store,
+        run: str,
+        takeover: bool = False,
+        *,
+        time_to_live: float = TIME_TO_LIVE,
+        renewal_interval: float = RENEWAL_INTERVAL,
+    ) -> "Lease":
+        """Own the run from now on. Raises LeaseHeld if a live driver owns it, unless `takeover`, and if another driver
+        was faster. Takes a third of the holder's time to live where it lived on another machine."""
+        newest = newest_lease(store, run)
+        if newest is not None and not takeover:
+            _require_over(store, newest)
+        now = time.time()
+        state = LeaseState(
+            run=run,
+            epoch=newest.epoch + 1 if newest else 1,
+            holder=Holder.this_process(),
+            acquired_at=now,
+            time_to_live=time_to_live,
+            renewed_at=now,
+        )
+        marker = canonical.seal(state.model_dump(mode="json", include=_MARKER))
+        if not store.create(layout.lease(run, state.epoch), marker):
+            winner = newest_lease(store, run)
+            assert winner is not None
+            raise _held(winner)
+        return cls(store, state, renewal_interval)
+
+    def check(self) -> None:
+        """Raise LeaseLost if this driver does not own the run any more, StoreError if its signs of life have not
+        reached the store for longer than the time to live. One request."""
+        if self._ended.is_set():
+            raise LeaseLost(f"this driver has given run {self.run!r} back")
+        if self._store.exists(layout.lease(self.run, self.epoch + 1)):
+            newest = newest_lease(self._store, self.run)
+            raise LeaseLost(
+                f"run {self.run!r} was taken over by {newest}; this driver stops, nothing committed is lost"
+            )
+        silent = time.monotonic() - self._renewed
+        if silent > self._time_to_live and self._failure is not None:
+            raise StoreError(
+                f"the lease on run {self.run!r} could not be renewed for {silent:.0f} s: {self._failure}"
+            ) from self._failure
+
+    def release(self, outcome: Outcome) -> None:
+        """Give the run back and say how it went. A second call does nothing."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._renewer.join(self._interval)
+        end = canonical.seal({"outcome": outcome, "renewed_at": time.time()})
+        self._store.create(layout.lease_end(self.run, self.epoch), end)
+
+    def _renew(self) -> None:
+        for renewals in itertools.count(1):
+            if self._ended.wait(self._interval):
+                return
+            sign = canonical.seal({"renewals": renewals, "renewed_at": time.time()})
+            try:
+                self._store.write(layout.lease_renewal(self.run, self.epoch), sign)
+                self._renewed, self._failure = time.monotonic(), None
+            except Exception as error:  # `check` raises it when it lasts; until then the next renewal may succeed
+                self._failure = error
+
+
+def _require_over(store: Store, newest: LeaseState) -> None:
+    if not newest.is_over():
+        raise _held(newest)
+    if newest.outcome is None and newest.holder.is_gone() is None:
+        time.sleep(newest.time_to_live / 3)
+        later = newest_lease(store, newest.run)
+        if later is not None and (later.epoch, later.renewals) != (newest.epoch, newest.renewals) and not later.outcome:
+            raise _held(later)
+
+
+def _held(state: LeaseState) -> LeaseHeld:
+    return LeaseHeld(
+        f"run {state.run!r} is driven by {state}; wait until it ends, stop it, or take the run over with --takeover",
+        state.holder,
+    )

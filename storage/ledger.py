@@ -1,0 +1,236 @@
+"""All commits of a run, read as one history. See `storage.commits` for the layout and `storage.layout` for every path.
+
+A step is made once: look its commit up with `find`; if there is none, write files into an `attempt` and `commit` them.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pydantic import JsonValue, ValidationError
+
+from storage import canonical, layout
+from storage.commits import SCHEMA_VERSION, Commit, Environment, OutputFile, Record, Step
+from storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
+from storage.leases import Lease
+from storage.snapshots import Attempt
+from storage.store import Store
+from storage.version import CodeVersion, code_version
+
+_REQUESTS = 8
+"""Commits read at a time: an object store answers one after tens of milliseconds."""
+
+
+class Parent(Record):
+    """Where a run was forked from."""
+
+    run: str
+    iteration: int
+    """The last iteration that the fork shares with its parent."""
+
+
+class Manifest(Record):
+    """What a run is: frozen when it is created."""
+
+    schema_version: int = SCHEMA_VERSION
+    run: str
+    config: dict[str, JsonValue]
+    inputs: dict[str, str]
+    """Digest of everything read from outside the ledger, such as `data` and `model`."""
+    code_version: CodeVersion
+    parent: Parent | None = None
+    created_at: float
+    """Unix seconds."""
+
+
+class Ledger:
+    """The history of one run. Safe to use from several threads."""
+
+    def __init__(self, store: Store, manifest: Manifest):
+        """Use `Ledger.create` or `Ledger.open`."""
+        self.store = store
+        self.manifest = manifest
+        self.run = manifest.run
+        self.lease: Lease | None = None
+        """Set by `acquire`; commits need it."""
+
+    @classmethod
+    def create(
+        cls,
+        store: Store,
+        run: str,
+        config: Mapping[str, Any],
+        inputs: Mapping[str, str] | None = None,
+        parent: Parent | None = None,
+    ) -> "Ledger":
+        """Start a run, or open it if it exists with the same configuration and inputs. Raises RunDiffers if it exists
+        with others, ValueError if the name is not usable."""
+        path = layout.run_manifest(run)
+        if not store.exists(path):
+            manifest = Manifest(
+                run=run,
+                config=dict(config),
+                inputs=dict(inputs or {}),
+                code_version=code_version(),
+                parent=parent,
+                created_at=time.time(),
+            )
+            if store.create(path, canonical.seal(manifest.model_dump(mode="json"))):
+                return cls(store, manifest)
+        return cls.open(store, run, config, inputs)
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        run: str,
+        config: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, str] | None = None,
+    ) -> "Ledger":
+        """Open a run. Raises FileNotFoundError if there is none, RunDiffers if `config` or `inputs` are given and not
+        those recorded, and Damaged."""
+        path = layout.run_manifest(run)
+        try:
+            data = store.read(path)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them") from None
+        try:
+            fields = canonical.unseal(data)
+            del fields["digest"]
+            manifest = Manifest.model_validate(fields)
+        except (ValueError, ValidationError) as error:
+            raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
+        differences = [] if config is None else _differences(manifest.config, dict(config))
+        if inputs is not None:
+            differences += _differences(dict(manifest.inputs), dict(inputs), "digest of ")
+        if differences:
+            raise RunDiffers(run, differences)
+        return cls(store, manifest)
+
+    def acquire(self, takeover: bool = False) -> Lease:
+        """Own the run, so that commits are allowed. Raises LeaseHeld."""
+        self.lease = Lease.acquire(self.store, self.run, takeover)
+        return self.lease
+
+    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
+        """A step's commit, or None. Raises Damaged if its bytes are not those committed. One request."""
+        return self._read(layout.commit(self.run, iteration, step, shard))
+
+    def commits(self, iteration: int) -> list[Commit]:
+        """All commits of an iteration, sorted by step (in the order of the DAG) and shard. One request for the list
+        and one for each commit."""
+        folder = layout.iteration(self.run, iteration)
+        paths = [f"{folder}/{name}" for name in self.store.list(folder) if name.endswith(".json")]
+        with ThreadPoolExecutor(_REQUESTS) as readers:
+            found = [commit for commit in readers.map(self._read, paths) if commit is not None]
+        order = list(Step)
+        return sorted(found, key=lambda commit: (order.index(commit.step), commit.shard or ""))
+
+    def iterations(self) -> list[int]:
+        """Numbers of all iterations that have files, sorted. One request a thousand iterations: the store lists
+        folders, not what is in them."""
+        return [int(name.removesuffix("/")) for name in self.store.list(layout.iterations(self.run))]
+
+    def last_iteration(self) -> int | None:
+        """The newest iteration with a commit, or None. Lists folders: ten requests at 10,000 iterations, and one or two
+        to look into the newest."""
+        for iteration in reversed(self.iterations()):
+            names = self.store.list(layout.iteration(self.run, iteration))
+            if any(name.endswith(".json") for name in names):
+                return iteration
+        return None
+
+    def attempt(self, iteration: int, step: Step, shard: str | None = None) -> Attempt:
+        """A fresh folder for the files of a step. Raises LeaseLost if this driver does not own the run."""
+        name = layout.attempt_name(shard, self._held_lease().epoch, uuid.uuid4().hex[:12])
+        return Attempt(self.store, self.run, iteration, step, shard, name)
+
+    def commit(
+        self,
+        *,
+        iteration: int,
+        step: Step,
+        shard: str | None,
+        attempt: Attempt,
+        inputs: Mapping[str, str],
+        config_digest: str,
+        environment: Environment,
+        started_at: float,
+        outputs: Sequence[OutputFile] = (),
+        weight_version_in: int | None = None,
+        weight_version_out: int | None = None,
+        state_digest: str | None = None,
+        values: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        timings: Mapping[str, float] | None = None,
+    ) -> Commit:
+        """Make a snapshot exist: create its commit exclusively. Returns the commit that the ledger now has, which is
+        another driver's if that was first (its `attempt` then differs). See `Commit` for the fields.
+
+        Raises LeaseLost, without writing, if a newer driver owns the run.
+        """
+        lease = self._held_lease()
+        commit = Commit(
+            run=self.run,
+            iteration=iteration,
+            step=step,
+            shard=shard,
+            attempt=attempt.name,
+            epoch=lease.epoch,
+            inputs=dict(inputs),
+            config_digest=config_digest,
+            outputs=tuple(outputs),
+            weight_version_in=weight_version_in,
+            weight_version_out=weight_version_out,
+            state_digest=state_digest,
+            values=dict(values or {}),
+            metrics=dict(metrics or {}),
+            timings=dict(timings or {}),
+            started_at=started_at,
+            committed_at=time.time(),
+            environment=environment,
+        )
+        lease.check()
+        path = layout.commit(self.run, iteration, step, shard)
+        if not self.store.create(path, commit.to_bytes()):
+            first = self._read(path)
+            if first is None:
+                raise StoreError(f"{path} could not be created, yet it is not there")
+            commit = first
+        attempt.discard_superseded()
+        return commit
+
+    def folder_of(self, commit: Commit) -> str:
+        """Store path of the folder in which a commit's files lie."""
+        return layout.attempt(commit.run, commit.iteration, commit.step, commit.attempt)
+
+    def _held_lease(self) -> Lease:
+        if self.lease is None:
+            raise LeaseLost(f"this process does not own run {self.run!r}; acquire its lease first")
+        return self.lease
+
+    def _read(self, path: str) -> Commit | None:
+        try:
+            data = self.store.read(path)
+        except FileNotFoundError:
+            return None
+        return Commit.from_bytes(data, path)
+
+
+def list_runs(store: Store) -> list[str]:
+    """Names of all runs in a store, sorted."""
+    names = [name.removesuffix("/") for name in store.list(layout.runs()) if name.endswith("/")]
+    return [name for name in names if store.exists(layout.run_manifest(name))]
+
+
+def _differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted fields in which two JSON values differ, with both values; None where one has no such field."""
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        names = sorted({*recorded, *given})
+        prefix = f"{field}." if field and not field.endswith(" ") else field
+        return [
+            found for name in names for found in _differences(recorded.get(name), given.get(name), f"{prefix}{name}")
+        ]
+    return [] if recorded == given else [(field, recorded, given)]

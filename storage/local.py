@@ -1,0 +1,183 @@
+"""A store on local files.
+
+Bytes go to a hidden temporary file in the target's folder, are synced, and get their name by a rename (replace) or a
+hard link (exclusive create); then the folder is synced. A crash can leave only hidden temporary files, which `list` and
+`find` do not show.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from storage.errors import StoreError, StoreRefused
+from storage.store import check_path
+
+_REFUSALS = {
+    errno.ENOSPC: "no space is left on the device; free some",
+    errno.EDQUOT: "the disk quota is used up; free some space",
+    errno.EROFS: "the file system is read-only; choose another store",
+    errno.EACCES: "permission is denied; check the folder's owner and mode",
+    errno.EPERM: "the operation is not permitted there; check the folder's owner, mode and file system",
+    errno.ENOTDIR: "a part of the path is a file, not a folder; choose another store",
+    errno.EISDIR: "a folder is in the way of a file; choose another store",
+    errno.ENAMETOOLONG: "the name is too long for the file system; choose shorter names",
+    errno.ENOTSUP: "the file system has no hard links, which exclusive creation needs; choose another store",
+}
+
+
+@contextmanager
+def _named_errors(action: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            raise StoreRefused(f"cannot {action} {path}: {_REFUSALS[error.errno]}") from error
+        raise StoreError(f"cannot {action} {path}: {error.strerror}") from error
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
+    """Like `mkdir -p`, and durable: each new folder's parent is synced."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[Path]:
+    """A path beside the target, removed at the end if it still exists."""
+    _make_folder(target.parent)
+    temporary = target.parent / f".{uuid.uuid4().hex}.tmp"
+    try:
+        yield temporary
+    finally:
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy_synced(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+class LocalStore:
+    """See `storage.store.Store`."""
+
+    def __init__(self, url: str):
+        self.root = Path(url).expanduser().resolve()
+        self.url = str(self.root)
+
+    def _path(self, path: str) -> Path:
+        return self.root / check_path(path)
+
+    def check(self) -> None:
+        with _named_errors("use", self.root):
+            _make_folder(self.root)
+            if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def read(self, path: str) -> bytes:
+        target = self._path(path)
+        with _named_errors("read", target):
+            try:
+                return target.read_bytes()
+            except (NotADirectoryError, IsADirectoryError):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target)) from None
+
+    def write(self, path: str, data: bytes) -> None:
+        target = self._path(path)
+        with _named_errors("write", target), _temporary(target) as temporary:
+            _write_synced(temporary, data)
+            os.replace(temporary, target)
+            _sync_folder(target.parent)
+
+    def create(self, path: str, data: bytes) -> bool:
+        target = self._path(path)
+        if not data:
+            raise ValueError(f"cannot create {path} without content")
+        with _named_errors("create", target), _temporary(target) as temporary:
+            _write_synced(temporary, data)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                # On a network file system the link can exist although its reply was lost: count the links instead.
+                if temporary.stat().st_nlink != 2:
+                    return False
+            _sync_folder(target.parent)
+            return True
+
+    def exists(self, path: str) -> bool:
+        return self._path(path).is_file()
+
+    def list(self, folder: str) -> list[str]:
+        target = self._path(folder)
+        with _named_errors("list", target):
+            try:
+                with os.scandir(target) as entries:
+                    names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(name for name in names if not _is_temporary(name))
+
+    def find(self, folder: str) -> dict[str, int]:
+        sizes = {}
+        for name in self.list(folder):
+            child = f"{folder}/{name.removesuffix('/')}"
+            if name.endswith("/"):
+                sizes.update(self.find(child))
+            else:
+                with suppress(FileNotFoundError):  # deleted since it was listed
+                    sizes[child] = self._path(child).stat().st_size
+        return dict(sorted(sizes.items()))
+
+    def delete(self, path: str) -> None:
+        target = self._path(path)
+        with _named_errors("delete", target), suppress(FileNotFoundError, NotADirectoryError):
+            target.unlink()
+
+    def sha256(self, path: str) -> tuple[int, str]:
+        target = self._path(path)
+        with _named_errors("read", target), open(target, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return file.tell(), digest
+
+    def put_file(self, local: Path, path: str) -> None:
+        target = self._path(path)
+        with _named_errors("write", target), _temporary(target) as temporary:
+            _copy_synced(local, temporary)
+            os.replace(temporary, target)
+            _sync_folder(target.parent)
+
+    def get_file(self, path: str, local: Path) -> None:
+        source = self._path(path)
+        with _named_errors("read", source), _temporary(local.absolute()) as temporary:
+            _copy_synced(source, temporary)
+            os.replace(temporary, local)

@@ -1,0 +1,242 @@
+"""The files of a step's attempt. They exist for nobody until a commit names them with their digests.
+
+A rollout shard also keeps a write-ahead log while it runs:
+```
+runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/000000.<sha256>.arrow
+```
+A part is an Arrow IPC file of finished groups, written whole. Its name carries the SHA-256 of its bytes, its schema's
+metadata the digest of the inputs that the rows were made from.
+
+| a later attempt finds | meaning |
+|---|---|
+| digest right, same inputs | its groups are finished: taken over |
+| digest right, other inputs or schema | made under another configuration: ignored |
+| digest wrong | torn: ignored, its groups are generated again |
+| a group for the second time | the first counts |
+
+Parts are never committed: the shard's commit names one compacted file, and then the parts are removed.
+"""
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage import layout, tables
+from storage.commits import OutputFile
+from storage.errors import Damaged, StoreError
+from storage.schemas import ROLLOUT
+from storage.store import Store, check_path
+
+_PARTS = "write_ahead"
+_INPUTS_KEY = b"inputs_digest"
+_READERS = 8
+"""Parts read at a time: an object store answers one after tens of milliseconds."""
+
+
+class Attempt:
+    """A fresh folder for the files of one attempt at a step."""
+
+    def __init__(self, store: Store, run: str, iteration: int, step: str, shard: str | None, name: str):
+        self.store = store
+        self.run = run
+        self.iteration = iteration
+        self.step = step
+        self.shard = shard
+        self.name = name
+        self.folder = layout.attempt(run, iteration, step, name)
+        """Store path of the folder, for engines that write files of their own."""
+        self.superseded: list[str] = []
+        """Store paths of write-ahead parts that nobody needs once this attempt is committed."""
+
+    def path(self, name: str) -> str:
+        """Store path of a file of this attempt."""
+        return f"{self.folder}/{check_path(name)}"
+
+    def write_table(self, name: str, table: pa.Table) -> OutputFile:
+        """Write a table as Parquet."""
+        return self._written(name, tables.to_parquet(table), table.num_rows)
+
+    def write_bytes(self, name: str, data: bytes) -> OutputFile:
+        """Write a file."""
+        return self._written(name, data, None)
+
+    def put_file(self, name: str, local: Path) -> OutputFile:
+        """Copy a local file of any size."""
+        with open(local, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
+        self.store.put_file(local, self.path(name))
+        return OutputFile(path=self._in_run(name), bytes=size, sha256=sha256)
+
+    def adopt(self, name: str) -> OutputFile:
+        """Describe a file that someone else, such as an engine, wrote into the folder; its bytes are read back.
+        `name` is relative to the folder, or a store path inside it. Raises FileNotFoundError."""
+        name = name.removeprefix(f"{self.folder}/")
+        size, sha256 = self.store.sha256(self.path(name))
+        return OutputFile(path=self._in_run(name), bytes=size, sha256=sha256)
+
+    def discard_superseded(self) -> None:
+        """Remove the write-ahead parts that a commit made useless, in the background and as far as it succeeds:
+        whatever is left, a collector removes."""
+        paths, self.superseded = self.superseded, []
+        if paths:
+            threading.Thread(target=_delete_all, args=(self.store, paths), name="discard-parts", daemon=True).start()
+
+    def _in_run(self, name: str) -> str:
+        return self.path(name).removeprefix(f"{layout.run(self.run)}/")
+
+    def _written(self, name: str, data: bytes, rows: int | None) -> OutputFile:
+        self.store.write(self.path(name), data)
+        return OutputFile(path=self._in_run(name), bytes=len(data), rows=rows, sha256=hashlib.sha256(data).hexdigest())
+
+
+def _delete_all(store: Store, paths: list[str]) -> None:
+    with suppress(StoreError):
+        for path in paths:
+            store.delete(path)
+
+
+def read_bytes(store: Store, run: str, output: OutputFile) -> bytes:
+    """A committed file. Raises Damaged, naming it, if it is missing or not what was committed."""
+    path = layout.in_run(run, output.path)
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        raise Damaged(f"{path} is committed but missing; expected {output.bytes} bytes") from None
+    check_bytes(path, output, len(data), hashlib.sha256(data).hexdigest())
+    return data
+
+
+def check_bytes(path: str, output: OutputFile, size: int, sha256: str) -> None:
+    """Raise Damaged unless size and digest found at a path are those committed."""
+    if (size, sha256) != (output.bytes, output.sha256):
+        raise Damaged(
+            f"{path} is not what was committed: expected {output.bytes} bytes with sha256 {output.sha256}, "
+            f"found {size} bytes with sha256 {sha256}"
+        )
+
+
+def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """A committed table, or some of its columns. Raises Damaged, naming the file, if it is missing or not what was
+    committed: the whole file is checked whatever columns are wanted."""
+    return tables.from_parquet(read_bytes(store, run, output), columns)
+
+
+class WriteAhead:
+    """The write-ahead log of a rollout shard: groups are durable the moment they finish.
+
+    Whatever was appended while the last part was written goes out as the next part, so the log keeps up with any rate
+    with one write at a time, and generation never waits for it. See the module for what a part is.
+
+    `append` and `close` raise the error that stopped the background writer, if any. As a context manager it closes
+    itself.
+    """
+
+    def __init__(self, attempt: Attempt, inputs_digest: str, *, deadline: float = 120.0):
+        """`inputs_digest`: of everything the rows depend on; only parts made from the same inputs are taken over.
+        `deadline`: seconds that `close` may take."""
+        self._attempt = attempt
+        self._inputs_digest = inputs_digest
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._waiting: list[pa.Table] = []
+        self._closed = False
+        self._error: Exception | None = None
+        # A daemon: a process that ends must not wait for a store that does not answer.
+        self._writer = threading.Thread(target=self._write_parts, name="write-ahead", daemon=True)
+        self._writer.start()
+
+    def __enter__(self) -> "WriteAhead":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def append(self, table: pa.Table) -> None:
+        """Hand over finished groups, each of them whole, in the ROLLOUT schema. Returns at once."""
+        with self._changed:
+            self._raise_error()
+            if self._closed:
+                raise ValueError("the write-ahead log is closed")
+            self._waiting.append(table)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Return when everything appended is durable. Raises StoreError if that takes longer than the deadline."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._writer.join(self._deadline)
+        with self._changed:
+            self._raise_error()
+        if self._writer.is_alive():
+            raise StoreError(f"writing finished groups to {self._attempt.folder} did not end in {self._deadline:.0f} s")
+
+    def recover(self) -> pa.Table:
+        """The rows that earlier attempts at this shard finished from the same inputs; perhaps none."""
+        attempt = self._attempt
+        folder = layout.attempts(attempt.run, attempt.iteration, attempt.step)
+        paths = []
+        for name in (entry.removesuffix("/") for entry in attempt.store.list(folder)):
+            if name != attempt.name and layout.attempt_shard(name) == attempt.shard:
+                parts = f"{folder}/{name}/{_PARTS}"
+                paths += [f"{parts}/{part}" for part in attempt.store.list(parts)]
+        found = [ROLLOUT.empty_table()]
+        seen: set[int] = set()
+        with ThreadPoolExecutor(_READERS) as readers:
+            for path, table in zip(paths, readers.map(self._read_part, paths), strict=True):
+                if table is None:
+                    continue
+                attempt.superseded.append(path)
+                groups = set(table["group_id"].to_pylist()) - seen
+                seen |= groups
+                found.append(table.filter(pc.is_in(table["group_id"], pa.array(groups, pa.int64()))))
+        return pa.concat_tables(found).combine_chunks()
+
+    def _read_part(self, path: str) -> pa.Table | None:
+        data = self._attempt.store.read(path)
+        if hashlib.sha256(data).hexdigest() != PurePosixPath(path).name.split(".")[1]:
+            return None
+        table = pa.ipc.open_file(data).read_all()
+        metadata = table.schema.metadata or {}
+        table = table.replace_schema_metadata(None)
+        mine = metadata.get(_INPUTS_KEY) == self._inputs_digest.encode() and table.schema.equals(ROLLOUT)
+        return table if mine else None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _write_parts(self) -> None:
+        try:
+            for number in itertools.count():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._closed)
+                    waiting, self._waiting = self._waiting, []
+                if not waiting:
+                    return
+                self._write_part(number, pa.concat_tables(waiting))
+        except Exception as error:
+            with self._changed:
+                self._error = error
+
+    def _write_part(self, number: int, table: pa.Table) -> None:
+        sink = pa.BufferOutputStream()
+        table = table.replace_schema_metadata({_INPUTS_KEY: self._inputs_digest})
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+            writer.write_table(table.combine_chunks())
+        data = sink.getvalue().to_pybytes()
+        path = self._attempt.path(f"{_PARTS}/{number:06d}.{hashlib.sha256(data).hexdigest()}.arrow")
+        self._attempt.store.write(path, data)
+        self._attempt.superseded.append(path)

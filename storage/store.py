@@ -1,0 +1,115 @@
+"""Bytes under a root, on local files or on an object store: no JSON, no knowledge of runs.
+
+Everything durable rests on two promises that both kinds of store keep: a file appears with all of its bytes or not at
+all, and of several creators of one path exactly one wins.
+"""
+
+import uuid
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from storage.errors import StoreRefused
+
+
+class Store(Protocol):
+    """Paths are relative to the root, with "/" between names (see `check_path`).
+
+    Any method raises StoreRefused (credentials, missing bucket, permissions, no space: a new try will not help) or
+    StoreError (no right answer after bounded retries). A store may be pickled; the copy opens connections of its own.
+    Calls are safe from several threads.
+
+    What costs what: on an object store `read`, `exists`, `create`, `delete` and a small `write` are one request each,
+    `list` and `find` one request a thousand entries, and `put_file` one request a part. Nothing is cached: a call sees
+    what other processes did before it.
+    """
+
+    url: str
+    """The root: an absolute folder, or `s3://bucket/prefix`."""
+
+    def check(self) -> None:
+        """Ask the store to answer at all. Raises StoreRefused, soon, where credentials, bucket, folder or endpoint are
+        wrong: other calls treat an endpoint out of reach as an outage and wait for it."""
+
+    def read(self, path: str) -> bytes:
+        """All bytes of a file. Raises FileNotFoundError."""
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write or replace a file. Atomic: a reader sees the old bytes or the new. Durable when it returns. Of several
+        writers the last wins; nothing says which was last."""
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Write a file unless one is there; True if this call created it. Atomic, durable, and exclusive: of all who
+        create a path exactly one wins.
+
+        On an object store the reply may be lost after the object was made. Then, as after any refusal, the object is
+        read again and this call has won if it holds exactly `data`. So data must be unlike anyone else's (a random id
+        or a digest in it makes sure), small (one PUT carries it) and not empty.
+        """
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file (not a folder) at the path."""
+
+    def list(self, folder: str) -> list[str]:
+        """Names of a folder's direct children, sorted; folders end in "/". An absent folder has none."""
+
+    def find(self, folder: str) -> dict[str, int]:
+        """Path and size in bytes of every file at any depth below a folder, sorted by path."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file if it is there."""
+
+    def sha256(self, path: str) -> tuple[int, str]:
+        """Size in bytes and hexadecimal SHA-256 of a file, streamed. Raises FileNotFoundError."""
+
+    def put_file(self, local: Path, path: str) -> None:
+        """Copy a local file of any size into the store, streamed. Atomic and durable, like `write`."""
+
+    def get_file(self, path: str, local: Path) -> None:
+        """Copy a file of any size out of the store, streamed. `local` appears complete or not at all. Raises
+        FileNotFoundError."""
+
+
+def check_path(path: str) -> str:
+    """Return a path that stays below its root, or raise ValueError: names between single slashes, none of them empty,
+    "." or "..", no backslash or control character."""
+    names = path.split("/")
+    if any(name in ("", ".", "..") for name in names) or "\\" in path or any(ord(char) < 32 for char in path):
+        raise ValueError(f"{path!r} is not a path inside a store: names between single slashes, without '.' and '..'")
+    return path
+
+
+def open_store(url: str) -> Store:
+    """The store at a local folder (relative ones are made absolute) or at `s3://bucket/prefix`.
+
+    For S3, keys, region and endpoint come from the environment or the profile that AWS tools use (`AWS_ACCESS_KEY_ID`,
+    `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE`, `AWS_ENDPOINT_URL`, …). Opens no connection.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme == "s3":
+        from storage.s3 import S3Store  # s3fs takes a second to import
+
+        return S3Store(url)
+    if "://" in url:
+        raise StoreRefused(f"store {scheme}://… is of an unknown kind; give a folder or s3://bucket/prefix")
+    from storage.local import LocalStore
+
+    return LocalStore(url)
+
+
+def probe(store: Store) -> None:
+    """Make sure that the store can carry a run: it answers, holds what is written, and refuses a second exclusive
+    create. Leaves nothing behind. Raises StoreRefused."""
+    store.check()
+    path = f"probe-{uuid.uuid4().hex}"
+    first, second = f"first {path}".encode(), f"second {path}".encode()
+    try:
+        if not store.create(path, first) or store.read(path) != first:
+            raise StoreRefused(f"store {store.url} does not give back what was written; use another store")
+        if store.create(path, second) or store.read(path) != first:
+            raise StoreRefused(
+                f"store {store.url} lets a second writer create a file that exists, so two drivers could overwrite "
+                "each other; use a store that honours If-None-Match (AWS S3, Ceph, SeaweedFS 4.29 or later) or local files"
+            )
+    finally:
+        store.delete(path)
