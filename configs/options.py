@@ -22,6 +22,8 @@ class Option:
     default: Any
     """PydanticUndefined where a value is required."""
     description: str
+    section: type[BaseModel]
+    """The schema that declares it."""
 
     @property
     def required(self) -> bool:
@@ -37,7 +39,7 @@ def options(schema: type[BaseModel], prefix: str = "") -> Iterator[Option]:
         else:
             default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
             description = " ".join((field.description or "").split())
-            yield Option(f"{prefix}{name}", _type_name(field), default, description)
+            yield Option(f"{prefix}{name}", _type_name(field), default, description, schema)
         if item is not None:
             yield from options(item, f"{prefix}{name}.{LIST_ITEM}.")
 
@@ -63,8 +65,8 @@ def _type_name(field: FieldInfo) -> str:
     def spell(annotation: Any) -> str:
         if annotation in names:
             return names[annotation]
-        if (model := _model(annotation)) is not None:
-            return model.__name__
+        if _model(annotation) is not None:
+            return "sections"
         args = get_args(annotation)
         origin = getattr(annotation, "__origin__", None)
         if origin is tuple:

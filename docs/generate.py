@@ -1,0 +1,78 @@
+"""Write docs/configuration.md and docs/metrics.md from the code: `python docs/generate.py`."""
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from configs.options import LIST_ITEM, Option, options
+from configs.schema.run import RunConfig
+from flows.metrics import METRICS
+
+DOCS = Path(__file__).parent
+GENERATED = "<!-- Written by docs/generate.py; change the code, not this file. -->"
+
+
+def configuration() -> str:
+    """Every option of a recipe, by section."""
+    intro = f"""\
+# Configuration
+
+{GENERATED}
+
+A run is described by one YAML file, a recipe; `configs/recipes/` holds some. `--set section.option=value` on the
+command line changes single options (`--set training.lr=1e-5`, `--set eval.benchmarks.0.path=test.jsonl`); the value is
+YAML. An option that is not in these tables is an error. `cairn validate RECIPE` checks a recipe and prints it with all
+defaults filled in. Relative paths start from the working directory.
+
+The configuration is frozen in the ledger when the run is created.
+"""
+    parts = [intro]
+    for name, group in groupby(options(RunConfig), key=lambda option: option.name.rpartition(".")[0]):
+        section = list(group)
+        title = f"`{name.replace('.' + LIST_ITEM, '[]')}`" if name else "Top level"
+        about = " ".join((section[0].section.__doc__ or "").split())
+        rows = [[f"`{o.name.rpartition('.')[2]}`", o.type, _default(o), o.description] for o in section]
+        parts.append(f"## {title}\n\n{about}\n\n{_table(['option', 'type', 'default', 'meaning'], rows)}")
+    return "\n".join(parts)
+
+
+def metrics() -> str:
+    """Every metric of a run."""
+    intro = f"""\
+# Metrics
+
+{GENERATED}
+
+Metrics are a view of the ledger: every step writes its numbers into its commit, and TensorBoard and `cairn status` show
+what the commits hold, so a run that was killed and resumed shows every iteration once. Event files lie in
+`tracking.tensorboard_dir`, one folder a run: `tensorboard --logdir tensorboard`. Names are slime's where slime has the
+metric.
+
+The step of a point is its iteration, counted from 0. Evaluations (`eval/`) stand at the number of iterations that the
+weights were trained for: 0 is the initial weights.
+
+*Source* names the step whose commit holds the number; several shards are merged. *Timings* are computed from when the
+iteration's steps began and were committed; time in which no driver was alive does not count.
+"""
+    rows = [[f"`{metric.name}`", metric.unit or "–", metric.source, metric.meaning] for metric in METRICS]
+    return f"{intro}\n{_table(['metric', 'unit', 'source', 'meaning'], rows)}"
+
+
+PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "metrics.md": metrics}
+
+
+def _default(option: Option) -> str:
+    if option.required:
+        return "required"
+    return f"`{json.dumps(option.default, ensure_ascii=False)}`"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
