@@ -18,7 +18,8 @@ class Option:
 
     name: str
     """Dotted, from the root: `rollout.rollout_batch_size`."""
-    type: str
+    values: str
+    """What it takes, in words."""
     default: Any
     """PydanticUndefined where a value is required."""
     description: str
@@ -39,7 +40,7 @@ def options(schema: type[BaseModel], prefix: str = "") -> Iterator[Option]:
         else:
             default = field.get_default(call_default_factory=True) if not field.is_required() else PydanticUndefined
             description = " ".join((field.description or "").split())
-            yield Option(f"{prefix}{name}", _type_name(field), default, description, schema)
+            yield Option(f"{prefix}{name}", _values(field), default, description, schema)
         if item is not None:
             yield from options(item, f"{prefix}{name}.{LIST_ITEM}.")
 
@@ -58,7 +59,7 @@ def _model(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _type_name(field: FieldInfo) -> str:
+def _values(field: FieldInfo) -> str:
     """`int ≥ 1`, `"a" or "b"`, `list of int`, `text or null`."""
     names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
 

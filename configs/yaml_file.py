@@ -1,7 +1,7 @@
 """YAML as recipes use it: the core schema of YAML 1.2, and a key that stands twice is an error."""
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -12,8 +12,6 @@ class DuplicateKey(yaml.MarkedYAMLError):
 
 class _Loader(yaml.SafeLoader):
     """`1e-4` is a number, `no` and `2026-01-02` are text, as in YAML 1.2; PyYAML follows 1.1."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -26,6 +24,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+_Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in [
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),

@@ -32,8 +32,8 @@ The configuration is frozen in the ledger when the run is created.
         section = list(group)
         title = f"`{name.replace('.' + LIST_ITEM, '[]')}`" if name else "Top level"
         about = " ".join((section[0].section.__doc__ or "").split())
-        rows = [[f"`{o.name.rpartition('.')[2]}`", o.type, _default(o), o.description] for o in section]
-        parts.append(f"## {title}\n\n{about}\n\n{_table(['option', 'type', 'default', 'meaning'], rows)}")
+        rows = [[f"`{o.name.rpartition('.')[2]}`", o.values, _default(o), o.description] for o in section]
+        parts.append(f"## {title}\n\n{about}\n\n{_table(['option', 'values', 'default', 'meaning'], rows)}")
     return "\n".join(parts)
 
 
