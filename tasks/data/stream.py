@@ -1,0 +1,78 @@
+"""The endless stream of prompts that a run draws from: one pass through the data after the other.
+
+A position in the stream is a cursor: epoch `cursor // n`, place `cursor % n` in that epoch's order. Every position has
+one row, fixed by the seed, so the cursor is all that a run has to remember, and it is the group's id too.
+"""
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasks.data.files import BadData
+from tasks.data.prompts import PromptData, PromptRow
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """A prompt at its position in the stream."""
+
+    group_id: int
+    """The position: unique in a run."""
+    epoch: int
+    row: PromptRow
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Consecutive prompts of the stream."""
+
+    rows: list[DrawnRow]
+    cursor: int
+    """Where the next draw begins."""
+    passed_over: int
+    """Prompts that were too long."""
+
+
+@functools.lru_cache(maxsize=4)
+def order(seed: int, epoch: int, n: int) -> np.ndarray:
+    """[n] int64, read-only: the rows of one epoch in their random order, the same on every machine and version.
+
+    The rows are sorted by the raw output of the counter-based generator Philox, whose stream numpy guarantees never to
+    change (NEP 19; it gives no such guarantee for `permutation`).
+    """
+    key = np.frombuffer(hashlib.blake2b(f"order/{seed}/{epoch}".encode(), digest_size=16).digest(), "<u8")
+    permutation = np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")
+    permutation.flags.writeable = False
+    return permutation
+
+
+def draw(data: PromptData, cursor: int, count: int, *, seed: int, shuffle: bool, max_prompt_len: int | None) -> Draw:
+    """The next `count` prompts of at most `max_prompt_len` tokens after `cursor`; longer ones are passed over.
+
+    A pure function of its arguments. A draw may span any number of epochs.
+
+    Raises:
+        BadData: no prompt of the data is short enough.
+    """
+    n = len(data)
+    rows: list[DrawnRow] = []
+    position, last_taken, shortest = cursor, cursor - 1, None
+    while len(rows) < count:
+        epoch, place = divmod(position, n)
+        row = data.row(int(order(seed, epoch, n)[place]) if shuffle else place)
+        length = len(row.prompt_ids)
+        if max_prompt_len is None or length <= max_prompt_len:
+            rows.append(DrawnRow(position, epoch, row))
+            last_taken = position
+        else:
+            shortest = length if shortest is None else min(shortest, length)
+        position += 1
+        # So many positions in a row hold at least one whole epoch, wherever they begin.
+        if position - last_taken >= 2 * n:
+            raise BadData(
+                f"{data.path}: every prompt is longer than {max_prompt_len} tokens, the shortest has {shortest}: raise "
+                "rollout_max_prompt_len, lower rollout_max_response_len, or use a model with a longer context"
+            )
+    return Draw(rows, position, position - cursor - len(rows))

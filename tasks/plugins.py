@@ -1,0 +1,81 @@
+"""User code by name: `package.module.function` on the import path, or `file.py:function`."""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class BadPlugin(Exception):
+    """User code that a configuration names cannot be had. The message says why and what to do."""
+
+
+def load_callable(path: str) -> Callable[..., Any]:
+    """Import the callable that `path` names.
+
+    Raises:
+        BadPlugin: there is no such file, module or name, the code fails when it is imported, or the name is not
+            callable.
+    """
+    by_file = ".py:" in path
+    place, _, name = path.rpartition(":" if by_file else ".")
+    if not place or not name:
+        raise BadPlugin(f"{path!r} names no function: write package.module.function or file.py:function")
+    module = _load_file(Path(place).expanduser().resolve()) if by_file else _import_module(place, path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        what = "is not callable" if hasattr(module, name) else "is not there"
+        raise BadPlugin(f"{path!r} cannot be loaded: {name} {what} in {module.__file__ or place}; correct the name")
+    return function
+
+
+def source_digest(function: Callable[..., Any]) -> str:
+    """sha256, in hex, of the file that defines the callable, or of its class's. Raises BadPlugin if it has none."""
+    function = inspect.unwrap(function)
+    owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    try:
+        file = inspect.getsourcefile(owner)
+    except TypeError:
+        file = None
+    if file is None:
+        raise BadPlugin(f"{function!r} has no Python source file: wrap it in a function of your own")
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _import_module(name: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise BadPlugin(
+            f"{path!r} cannot be loaded: no module named {error.name!r}; install it, put its folder on PYTHONPATH, "
+            "or write file.py:function"
+        ) from error
+    # Whatever user code raises while it is imported is the user's to see.
+    except Exception as error:
+        raise BadPlugin(f"{path!r} cannot be loaded: importing {name} failed with {error!r}; correct it") from error
+
+
+@functools.cache
+def _load_file(file: Path) -> ModuleType:
+    if not file.is_file():
+        raise BadPlugin(f"there is no file {file}; correct the path of the function")
+    # The name is that of this very file: two files of one name do not meet.
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    # Whatever user code raises while it is imported is the user's to see.
+    except Exception as error:
+        del sys.modules[name]
+        raise BadPlugin(f"{file} cannot be loaded: running it failed with {error!r}; correct it") from error
+    return module

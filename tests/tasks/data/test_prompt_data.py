@@ -1,0 +1,240 @@
+"""What a data file's rows become, and what is said when they cannot be used."""
+
+import functools
+import hashlib
+import json
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from configs.schema.data import RowFormat
+from tasks.data import BadData, PromptData
+
+PLAIN = RowFormat(apply_chat_template=False)
+ROWS = [{"prompt": f"prompt {i}", "label": str(i * i), "metadata": {"n": i}} for i in range(10)]
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]], row_group_size: int = 3) -> str:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_size)
+    return str(path)
+
+
+@pytest.fixture
+def http_folder(tmp_path: Path) -> Iterator[str]:
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("place", ["local", "memory", "http"])
+def test_every_format_at_every_url_gives_the_same_rows(tmp_path, tokenizer, http_folder, suffix, place):
+    local = tmp_path / f"rows.{suffix}"
+    (write_jsonl if suffix == "jsonl" else write_parquet)(local, ROWS)
+    if place == "memory":
+        with fsspec.open(f"memory://{tmp_path.name}/rows.{suffix}", "wb") as file:
+            file.write(local.read_bytes())
+    url = {
+        "local": str(local),
+        "memory": f"memory://{tmp_path.name}/rows.{suffix}",
+        "http": f"{http_folder}/rows.{suffix}",
+    }[place]
+    data = PromptData.open(PLAIN, url, tokenizer)
+    assert len(data) == 10
+    assert data.fingerprint == hashlib.sha256(local.read_bytes()).hexdigest()
+    for index in (7, 0, 9, 3):
+        row = data.row(index)
+        assert (row.index, row.prompt, row.label, row.metadata) == (
+            index,
+            f"prompt {index}",
+            str(index**2),
+            {"n": index},
+        )
+        assert tokenizer.decode(row.prompt_ids) == row.prompt_text == f"prompt {index}"
+
+
+@pytest.mark.parametrize("slice_", ["[2:5]", "[-3:]", "[:4]", "[:-8]", "[7:100]", "[:]"])
+def test_a_slice_takes_the_rows_that_python_would(tmp_path, tokenizer, slice_):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    data = PromptData.open(PLAIN, f"{path}@{slice_}", tokenizer)
+    expected = eval(f"list(range(10)){slice_}")
+    assert [data.row(i).metadata["n"] for i in range(len(data))] == expected
+    assert [data.row(i).index for i in range(len(data))] == list(range(len(expected)))
+
+
+def test_the_fingerprint_tells_any_two_files_apart(tmp_path, tokenizer):
+    one = write_jsonl(tmp_path / "one.jsonl", ROWS)
+    two = write_jsonl(tmp_path / "two.jsonl", [*ROWS[:-1], {**ROWS[-1], "label": "82"}])
+    assert PromptData.open(PLAIN, one, tokenizer).fingerprint != PromptData.open(PLAIN, two, tokenizer).fingerprint
+
+
+def test_a_string_becomes_one_user_message_of_the_chat_template(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "hé?", "label": "1"}])
+    format = RowFormat(apply_chat_template_kwargs={"suffix": " thinks"})
+    row = PromptData.open(format, path, tokenizer).row(0)
+    assert row.prompt_text == "<user>hé?<assistant thinks>"
+    assert len(row.prompt_ids) == len("<user>hé?<assistant thinks>".encode())
+
+
+@pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
+def test_messages_and_tools_reach_the_template_and_tools_the_metadata(tmp_path, tokenizer, writer):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi", "name": "ann"}]
+    tools = [{"name": "add"}, {"name": "sub"}]
+    rows = [{"prompt": messages, "label": None, "metadata": {"n": 1}, "tools": tools}]
+    path = writer(tmp_path / ("rows.jsonl" if writer is write_jsonl else "rows.parquet"), rows)
+    row = PromptData.open(RowFormat(tool_key="tools"), path, tokenizer).row(0)
+    assert row.prompt_text == "<tools>add,sub</tools><system>be brief<user>hi<assistant>"
+    assert row.prompt == messages
+    assert row.metadata == {"n": 1, "tools": tools}
+    assert row.label is None
+
+
+def test_keys_and_label_pattern_cut_the_answer_out(tmp_path, tokenizer):
+    rows = [{"question": "1+1?", "answer": "one and one\n#### 1,002 \n"}]
+    format = RowFormat(input_key="question", label_key="answer", label_pattern=r"####\s*(.+)")
+    assert PromptData.open(format, write_jsonl(tmp_path / "r.jsonl", rows), tokenizer).row(0).label == "1,002"
+
+
+@pytest.mark.parametrize(("label", "text"), [(72, "72"), (0.5, "0.5"), ("0.50", "0.50"), (True, "true"), ([1], "[1]")])
+def test_a_label_is_text_as_the_file_writes_it(tmp_path, tokenizer, label, text):
+    path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "p", "label": label}])
+    assert PromptData.open(PLAIN, path, tokenizer).row(0).label == text
+
+
+def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path, tokenizer):
+    path = tmp_path / "r.jsonl"
+    path.write_text('\n{"prompt": "a", "label": "1"}\n  \n{"prompt": "b", "label": "2"}\n\n')
+    data = PromptData.open(PLAIN, str(path), tokenizer)
+    assert [data.row(i).prompt for i in range(len(data))] == ["a", "b"]
+    path.write_text('{"prompt": "a", "label": "1"}\n\n{"prompt": "b"\n')
+    with pytest.raises(BadData, match=r"r\.jsonl, line 3 is not JSON"):
+        PromptData.open(PLAIN, str(path), tokenizer)
+
+
+GOOD = {"prompt": "p", "label": "l"}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([GOOD, [1]], {}, r"line 2 holds list instead of an object"),
+        (
+            [GOOD, {"prompt": "p", "answer": 1}],
+            {},
+            r"line 2 has no field 'label'.*has answer, prompt: set label_key",
+        ),
+        ([GOOD], {"input_key": "question"}, r"line 1 has no field 'question'.*it has label, prompt: set input_key"),
+        ([GOOD, {**GOOD, "prompt": 3}], {}, r"line 2: 'prompt' is neither a string nor a list"),
+        ([{**GOOD, "prompt": []}], {}, r"line 1: 'prompt' is neither a string nor a list"),
+        ([{**GOOD, "prompt": ["hi"]}], {}, r"line 1: 'prompt' is neither a string nor a list"),
+        (
+            [{**GOOD, "prompt": MESSAGES}],
+            {},
+            "line 1: 'prompt' is a list of messages but apply_chat_template is",
+        ),
+        ([GOOD], {"label_pattern": "#(.)"}, r"line 1: 'label' has no match for label_pattern '#\(\.\)'"),
+        ([{**GOOD, "label": None}], {"label_pattern": "(.)"}, r"line 1: 'label' has no match"),
+        ([{**GOOD, "metadata": [1]}], {}, r"line 1: 'metadata' is no mapping"),
+        ([{**GOOD, "tools": "[1"}], {"tool_key": "tools"}, r"line 1: 'tools' is no list"),
+        ([], {}, r"has no rows"),
+    ],
+)
+def test_a_bad_row_is_named_when_the_file_is_opened(tmp_path, tokenizer, rows, options, message):
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(BadData, match=message):
+        PromptData.open(PLAIN.model_copy(update=options), path, tokenizer)
+
+
+def test_a_bad_parquet_row_is_named_when_the_file_is_opened(tmp_path, tokenizer):
+    missing = write_parquet(tmp_path / "a.parquet", [{"prompt": "p", "other": 1}])
+    with pytest.raises(BadData, match=r"a\.parquet has no field 'label'.*it has other, prompt"):
+        PromptData.open(PLAIN, missing, tokenizer)
+    null = write_parquet(tmp_path / "b.parquet", [GOOD, {"prompt": None, "label": "x"}])
+    with pytest.raises(BadData, match=r"b\.parquet, row 2: 'prompt' is neither"):
+        PromptData.open(PLAIN, null, tokenizer)
+    torn = tmp_path / "c.parquet"
+    torn.write_bytes(Path(null).read_bytes()[:-20])
+    with pytest.raises(BadData, match=r"c\.parquet is not a whole Parquet file"):
+        PromptData.open(PLAIN, str(torn), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("absent.jsonl", "absent.jsonl does not exist"),
+        ("rows.csv", r"rows.csv is neither a .jsonl nor a .parquet"),
+        ("rows.jsonl@[20:30]", r"rows.jsonl@\[20:30\] selects none of the 10 rows"),
+        ("folder.jsonl", "is a folder"),
+        ("nowhere://bucket/rows.jsonl", "nowhere://bucket/rows.jsonl cannot be read"),
+        ("memory://absent/rows.jsonl", "memory://absent/rows.jsonl does not exist"),
+    ],
+)
+def test_a_bad_path_is_one_sentence(tmp_path, tokenizer, monkeypatch, path, message):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(BadData, match=message):
+        PromptData.open(PLAIN, path, tokenizer)
+
+
+def test_rows_that_are_not_needed_by_the_reward_may_lack_a_label(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "p"}])
+    assert PromptData.open(RowFormat(label_key=None), path, tokenizer).row(0).label is None
+
+
+def test_a_template_that_refuses_a_row_names_it(tmp_path, tokenizer):
+    rows = [GOOD, {**GOOD, "prompt": [{"role": "nobody", "content": "x"}]}]
+    data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", rows), tokenizer)
+    with pytest.raises(BadData, match=r"r\.jsonl, row 2: the chat template refuses the prompt \(who is nobody\?\)"):
+        data.row(1)
+
+
+def test_a_tokenizer_without_a_template_is_refused_unless_none_is_wanted(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "r.jsonl", ROWS)
+    bare = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(BadData, match="no chat template: set apply_chat_template to false"):
+        PromptData.open(RowFormat(), path, bare)
+    assert PromptData.open(PLAIN, path, bare).row(0).prompt_text == "prompt 0"
+
+
+def test_a_file_changed_in_place_is_not_read_on(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "r.jsonl", ROWS)
+    data = PromptData.open(PLAIN, path, tokenizer)
+    data.row(1)
+    write_jsonl(tmp_path / "r.jsonl", ROWS[::-1])
+    with pytest.raises(BadData, match=r"r\.jsonl was changed while it was in use"):
+        data.row(1)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_is_not_held_in_memory(tmp_path, tokenizer, suffix):
+    path = tmp_path / f"big.{suffix}"
+    rows = [{"prompt": f"{i:06d}" + "x" * 3000, "label": str(i)} for i in range(10_000)]
+    (write_jsonl if suffix == "jsonl" else functools.partial(write_parquet, row_group_size=1000))(path, rows)
+    del rows
+    tracemalloc.start()
+    try:
+        data = PromptData.open(PLAIN, str(path), tokenizer)
+        assert data.row(9_876).label == "9876"
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # 30 MB of prompts: 8 bytes a row are held; while a Parquet file is opened, one batch of rows is alive.
+    assert held < 1_000_000
+    assert peak < 12_000_000
