@@ -42,6 +42,16 @@ def _named_errors(action: str, path: Path) -> Iterator[None]:
         raise StoreError(f"cannot {action} {path}: {error.strerror}") from error
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """What is no file is an absent file, as on an object store."""
+    with _named_errors("read", path):
+        try:
+            yield
+        except (NotADirectoryError, IsADirectoryError):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+
+
 def _is_temporary(name: str) -> bool:
     return name.startswith(".") and name.endswith(".tmp")
 
@@ -106,11 +116,8 @@ class LocalStore:
 
     def read(self, path: str) -> bytes:
         target = self._path(path)
-        with _named_errors("read", target):
-            try:
-                return target.read_bytes()
-            except (NotADirectoryError, IsADirectoryError):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target)) from None
+        with _reading(target):
+            return target.read_bytes()
 
     def write(self, path: str, data: bytes) -> None:
         target = self._path(path)
@@ -165,7 +172,7 @@ class LocalStore:
 
     def sha256(self, path: str) -> tuple[int, str]:
         target = self._path(path)
-        with _named_errors("read", target), open(target, "rb") as file:
+        with _reading(target), open(target, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return file.tell(), digest
 
@@ -178,6 +185,6 @@ class LocalStore:
 
     def get_file(self, path: str, local: Path) -> None:
         source = self._path(path)
-        with _named_errors("read", source), _temporary(local.absolute()) as temporary:
+        with _reading(source), _temporary(local.absolute()) as temporary:
             _copy_synced(source, temporary)
             os.replace(temporary, local)

@@ -109,7 +109,7 @@ def probe(store: Store) -> None:
         if store.create(path, second) or store.read(path) != first:
             raise StoreRefused(
                 f"store {store.url} lets a second writer create a file that exists, so two drivers could overwrite "
-                "each other; use a store that honours If-None-Match (AWS S3, Ceph, SeaweedFS 4.29 or later) or local files"
+                "each other; use one that honours If-None-Match (AWS S3, Ceph, SeaweedFS 4.29 or later) or local files"
             )
     finally:
         store.delete(path)

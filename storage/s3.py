@@ -1,0 +1,283 @@
+"""A store on an object store that speaks S3, through s3fs.
+
+Exclusive creation is a PUT with `If-None-Match: *`. How a store says that an object is there already differs (412, 409
+or 400), and a reply may be lost after the object was made; so after anything but success the object is read again, and
+the creator is whoever's bytes it holds.
+
+A request that fails for a moment (5xx, throttling, timeouts, broken connections) is tried again by botocore; an
+operation that still failed, or whose body was cut off, is tried again here until `PATIENCE` is used up. Both are
+counted.
+"""
+
+import hashlib
+import itertools
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import s3fs
+from aiohttp import ClientError as BrokenConnection
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+
+from storage.errors import StoreError, StoreRefused
+from storage.store import check_path
+
+T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds for which an operation is tried again before it counts as failed: longer than a store's restart."""
+_REQUEST_ATTEMPTS = 4
+"""Times that botocore sends one request; its waits add up to 7 s at most."""
+_CONNECT_TIMEOUT, _READ_TIMEOUT = 5, 30
+_CONNECTIONS = 32
+_CHUNK = 16 * 2**20
+"""Bytes of one ranged read of a big file."""
+_READS_AHEAD = 4
+_LARGEST_MARKER = 5 * 2**20
+"""A created file must fit into one PUT: stores ignore the condition on multipart uploads."""
+
+_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)"
+_REGION = "it lies in another region; set AWS_REGION to the bucket's"
+_REFUSALS = {
+    "InvalidAccessKeyId": f"the access key is unknown; {_KEYS}",
+    "SignatureDoesNotMatch": f"the secret key is wrong; {_KEYS}",
+    "ExpiredToken": "the session token has expired; log in again",
+    "InvalidToken": "the session token is not valid; log in again",
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+    "NoSuchBucket": "there is no such bucket; create it or name another",
+    "InvalidBucketName": "the bucket's name is not valid; name another",
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "QuotaExceeded": "its quota is used up; free some space or raise it",
+    "XMinioStorageFull": "no space is left there; free some",
+}
+_REFUSED_STATUS = {
+    401: f"access is denied; {_KEYS}",
+    403: f"access is denied; {_KEYS} and the bucket's policy",
+    507: "no space is left there; free some",
+}
+_MOMENTARY = {"RequestTimeout", "IncompleteBody", "BadDigest", "PreconditionFailed", "ConditionalRequestConflict"}
+_MOMENTARY_STATUS = {400, 408, 409, 412, 429}
+
+
+class S3Store:
+    """See `storage.store.Store`."""
+
+    def __init__(self, url: str):
+        parts = urlsplit(url)
+        if parts.scheme != "s3" or not parts.hostname or parts.query or parts.fragment:
+            raise StoreRefused(f"store {parts.scheme}://{parts.hostname or ''}… is not of the form s3://bucket/prefix")
+        if "@" in parts.netloc:
+            raise StoreRefused(f"keys do not belong into a store's address; {_KEYS}")
+        self._bucket = parts.netloc
+        prefix = parts.path.strip("/")
+        self._prefix = f"{check_path(prefix)}/" if prefix else ""
+        self.url = f"s3://{self._bucket}/{prefix}".rstrip("/")
+        self.retries = 0
+        """Requests and operations that were tried again."""
+        self._counting = threading.Lock()
+        self._connection: s3fs.S3FileSystem | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["url"])  # type: ignore[misc]
+
+    def check(self) -> None:
+        try:
+            self._list_page(self._prefix, {"MaxKeys": 1})
+        except StoreRefused:
+            raise
+        except StoreError as error:
+            raise StoreRefused(f"{error}; check AWS_ENDPOINT_URL and the network") from None
+
+    def read(self, path: str) -> bytes:
+        return self._retrying(lambda: self._get(path))
+
+    def write(self, path: str, data: bytes) -> None:
+        self._retrying(lambda: self._call(path, self._s3.pipe_file, self._full(path), data))
+
+    def create(self, path: str, data: bytes) -> bool:
+        if not 0 < len(data) <= _LARGEST_MARKER:
+            raise ValueError(f"cannot create {path} from {len(data)} bytes: one to {_LARGEST_MARKER} are possible")
+
+        def create_once() -> bool:
+            try:
+                self._call(path, self._s3.pipe_file, self._full(path), data, mode="create")
+                return True
+            except StoreError as refusal:
+                try:
+                    return self._get(path) == data
+                except FileNotFoundError:
+                    raise refusal from None
+
+        return self._retrying(create_once)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._size(path)
+            return True
+        except FileNotFoundError:
+            return False
+
+    def list(self, folder: str) -> list[str]:
+        prefix = self._key(folder) + "/"
+        names = []
+        for page in self._pages(prefix, Delimiter="/"):
+            names += [entry["Prefix"].removeprefix(prefix) for entry in page.get("CommonPrefixes", [])]
+            names += [entry["Key"].removeprefix(prefix) for entry in page.get("Contents", [])]
+        return sorted(name for name in names if name)
+
+    def find(self, folder: str) -> dict[str, int]:
+        prefix, root = self._key(folder) + "/", len(self._prefix)
+        pages = self._pages(prefix)
+        return {entry["Key"][root:]: entry["Size"] for page in pages for entry in page.get("Contents", [])}
+
+    def delete(self, path: str) -> None:
+        self._retrying(
+            lambda: self._call(path, self._s3.call_s3, "delete_object", Bucket=self._bucket, Key=self._key(path))
+        )
+
+    def sha256(self, path: str) -> tuple[int, str]:
+        digest, size = hashlib.sha256(), 0
+        for chunk in self._chunks(path):
+            digest.update(chunk)
+            size += len(chunk)
+        return size, digest.hexdigest()
+
+    def put_file(self, local: Path, path: str) -> None:
+        self._retrying(lambda: self._call(path, self._s3.put_file, str(local), self._full(path)))
+
+    def get_file(self, path: str, local: Path) -> None:
+        descriptor, temporary = tempfile.mkstemp(dir=local.parent, prefix=".", suffix=".tmp")
+        try:
+            with open(descriptor, "wb") as file:
+                for chunk in self._chunks(path):
+                    file.write(chunk)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, local)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    @property
+    def _s3(self) -> s3fs.S3FileSystem:
+        with self._counting:
+            if self._connection is None:
+                self._connection = self._connect()
+            return self._connection
+
+    def _connect(self) -> s3fs.S3FileSystem:
+        connection = s3fs.S3FileSystem(
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            config_kwargs={
+                "connect_timeout": _CONNECT_TIMEOUT,
+                "read_timeout": _READ_TIMEOUT,
+                "max_pool_connections": _CONNECTIONS,
+                "retries": {"mode": "standard", "total_max_attempts": _REQUEST_ATTEMPTS},
+                # Stores other than AWS refuse the checksum trailers that botocore adds by default.
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_required",
+            },
+        )
+        connection.retries = 1  # s3fs's own retries would multiply botocore's, uncounted
+        try:
+            connection.connect()
+        except (BotoCoreError, ValueError) as error:
+            raise StoreRefused(f"store {self.url} cannot be opened: {error}") from None
+        connection.s3.meta.events.register("after-call.s3", self._count_request_retries)
+        return connection
+
+    def _key(self, path: str) -> str:
+        return self._prefix + check_path(path)
+
+    def _full(self, path: str) -> str:
+        return f"{self._bucket}/{self._key(path)}"
+
+    def _get(self, path: str) -> bytes:
+        # With one connection s3fs sends one GET; with more it asks for the size first.
+        return self._call(path, self._s3.cat_file, self._full(path), max_concurrency=1)
+
+    def _size(self, path: str) -> int:
+        where = {"Bucket": self._bucket, "Key": self._key(path)}
+        return self._retrying(lambda: self._call(path, self._s3.call_s3, "head_object", **where))["ContentLength"]
+
+    def _chunks(self, path: str) -> Iterator[bytes]:
+        """A file's bytes in order, read ahead by a few ranged requests."""
+        size = self._size(path)
+
+        def read(start: int) -> bytes:
+            part = {"start": start, "end": min(start + _CHUNK, size)}
+            return self._retrying(lambda: self._call(path, self._s3.cat_file, self._full(path), **part))
+
+        with ThreadPoolExecutor(_READS_AHEAD) as readers:
+            starts = iter(range(0, size, _CHUNK))
+            while window := list(itertools.islice(starts, _READS_AHEAD)):
+                yield from readers.map(read, window)
+
+    def _pages(self, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:
+        token: dict[str, str] = {}
+        while True:
+            page = self._retrying(lambda token=token: self._list_page(prefix, options | token))  # type: ignore[misc]
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _list_page(self, prefix: str, options: dict[str, Any]) -> dict[str, Any]:
+        return self._call(prefix, self._s3.call_s3, "list_objects_v2", Bucket=self._bucket, Prefix=prefix, **options)
+
+    def _retrying(self, operation: Callable[[], T]) -> T:
+        return Retrying(
+            retry=retry_if_exception(lambda e: isinstance(e, StoreError) and not isinstance(e, StoreRefused)),
+            stop=stop_after_delay(PATIENCE),
+            wait=wait_exponential_jitter(initial=0.1, max=10),
+            before_sleep=self._count_retry,
+            reraise=True,
+        )(operation)
+
+    def _call(self, path: str, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return request(*args, **kwargs)
+        except (OSError, BotoCoreError, ClientError, BrokenConnection) as error:
+            raise self._named(error, path) from None
+
+    def _named(self, error: Exception, path: str) -> Exception:
+        """The error in this module's terms. Its text is our own: a server's may quote what it was sent."""
+        reply = error if isinstance(error, ClientError) else error.__cause__
+        if isinstance(reply, ClientError):
+            code = reply.response.get("Error", {}).get("Code", "")
+            status = reply.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            if code in _REFUSALS:
+                return StoreRefused(f"store {self.url} cannot be used: {_REFUSALS[code]}")
+            if status == 404:
+                return FileNotFoundError(f"{self.url} has no {path}")
+            if status in _REFUSED_STATUS:
+                return StoreRefused(f"store {self.url} cannot be used: {_REFUSED_STATUS[status]}")
+            if code in _MOMENTARY or status in _MOMENTARY_STATUS or status >= 500:
+                return StoreError(f"store {self.url} failed at {path}: HTTP {status} {code}")
+            return StoreRefused(f"store {self.url} refuses {path}: HTTP {status} {code}")
+        if isinstance(error, SSLError):
+            return StoreRefused(f"store {self.url} cannot be used: its certificate is not valid")
+        if isinstance(error, HTTPClientError | OSError | BrokenConnection):
+            return StoreError(f"store {self.url} does not answer at {path}: {type(error).__name__}")
+        return StoreRefused(f"store {self.url} cannot be used: {error}")
+
+    def _count_retry(self, state: RetryCallState) -> None:
+        with self._counting:
+            self.retries += 1
+
+    def _count_request_retries(self, parsed: dict[str, Any], **_: Any) -> None:
+        with self._counting:
+            self.retries += parsed.get("ResponseMetadata", {}).get("RetryAttempts", 0)

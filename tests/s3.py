@@ -1,0 +1,95 @@
+"""Fixtures with an S3 server: moto, over real HTTP, in a process of its own.
+
+`s3_server` is the server of the whole session, `s3_url` a store's address in a fresh bucket on it, with the environment
+set so that `open_store(s3_url)` and child processes reach it.
+"""
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import s3fs
+
+_MOTO = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print("%s:%d" % server.get_host_and_port(), flush=True)
+sys.stdin.read()  # ends with the test process, however that ends
+server.stop()
+"""
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Where an S3 server answers, and to whom."""
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables with which `open_store("s3://…")` reaches this server."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def client(self) -> s3fs.S3FileSystem:
+        """A connection beside the store's own, for what tests do behind its back."""
+        return s3fs.S3FileSystem(
+            endpoint_url=self.endpoint,
+            key=self.access_key,
+            secret=self.secret_key,
+            client_kwargs={"region_name": "us-east-1"},
+            config_kwargs={"request_checksum_calculation": "when_required"},
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+
+    def new_bucket(self) -> str:
+        """Create a bucket and return its name."""
+        bucket = f"test-{uuid.uuid4().hex}"
+        self.client().call_s3("create_bucket", Bucket=bucket)
+        return bucket
+
+
+def use_server(monkeypatch: pytest.MonkeyPatch, server: S3Server) -> None:
+    """Point the environment of this process and its children at the server."""
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A moto server."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _MOTO],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address, "moto did not start"
+        yield S3Server(f"http://{address}", "testkey", "testsecret")
+        process.stdin.close()
+        process.wait(timeout=30)
+
+
+@pytest.fixture
+def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Address of a store in a fresh bucket of `s3_server`."""
+    use_server(monkeypatch, s3_server)
+    return f"s3://{s3_server.new_bucket()}/some/prefix"
