@@ -1,0 +1,34 @@
+"""Pictures of a run, drawn from its ledger."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from configs.schema.run import RunConfig
+from flows.views import benchmark_scores
+from storage.commits import Step
+from storage.ledger import Ledger
+
+_REQUESTS = 8
+
+
+def reward_curve(ledger: Ledger, path: str | Path) -> None:
+    """Draw the mean reward of every iteration, and every benchmark's score, into an image file; the suffix of `path`
+    chooses the format."""
+    config = RunConfig.model_validate(ledger.manifest.config)
+    last = ledger.last_iteration()
+    iterations = range(0 if last is None else last + 1)
+    with ThreadPoolExecutor(_REQUESTS) as readers:
+        commits = list(readers.map(lambda iteration: ledger.find(iteration, Step.ADVANTAGE), iterations))
+    rewards = [(commit.iteration, commit.metrics["raw_reward"]) for commit in commits if commit is not None]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*rewards, strict=True), label="training reward") if rewards else None
+    for name, points in benchmark_scores(ledger, config).items():
+        axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", linestyle="--", label=name)
+    axes.set(title=ledger.run, xlabel="iteration", ylabel="mean reward")
+    axes.grid(alpha=0.3)
+    if rewards:
+        axes.legend(loc="best")
+    figure.savefig(path, dpi=150)

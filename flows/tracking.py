@@ -1,0 +1,102 @@
+"""TensorBoard: a view of the ledger in event files.
+
+```
+<tracking.tensorboard_dir>/<run>/events.out.tfevents.…    one file a driver, appended to when an iteration is done
+```
+
+An iteration is one event, an evaluation another. A driver first reads which of them the folder has and writes those
+that are missing, whoever ran them: after a kill nothing is doubled and nothing is lost, and a folder that was deleted
+comes back whole.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event as TensorBoardEvent
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.scalar.summary import scalar_pb
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from configs.errors import ConfigError
+from configs.schema.run import RunConfig
+from flows.events import Event, IterationDone, OnEvent, RunStarted
+from flows.metrics import eval_metrics, iteration_metrics
+from storage.commits import Commit
+from storage.ledger import Ledger
+
+
+@contextmanager
+def tracked(ledger: Ledger, config: RunConfig) -> Iterator[OnEvent]:
+    """Write the run's metrics as `tracking` says while the block feeds the driver's events to what is yielded.
+
+    Raises ConfigError if the folder cannot be written.
+    """
+    if config.tracking.tensorboard_dir is None:
+        yield lambda event: None
+        return
+    folder = Path(config.tracking.tensorboard_dir) / ledger.run
+    try:
+        board = TensorBoard(folder, ledger, config)
+    except OSError as error:
+        raise ConfigError(
+            [f"tracking.tensorboard_dir cannot be written ({error}); name another folder, or null for none"]
+        ) from None
+    try:
+        yield board
+    finally:
+        board.close()
+
+
+class TensorBoard:
+    """The event files of one run. Takes the driver's events."""
+
+    def __init__(self, folder: Path, ledger: Ledger, config: RunConfig) -> None:
+        self._ledger = ledger
+        self._config = config
+        self._iterations, self._evaluations = written_steps(folder)
+        self._writer = EventFileWriter(str(folder))
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            for iteration in range(event.iteration):
+                if iteration not in self._iterations:
+                    self._add(iteration, self._ledger.commits(iteration))
+        elif isinstance(event, IterationDone):
+            self._add(event.iteration, event.commits)
+
+    def close(self) -> None:
+        """End the file."""
+        self._writer.close()
+
+    def _add(self, iteration: int, commits: Iterable[Commit]) -> None:
+        commits = list(commits)
+        wall_time = max(commit.committed_at for commit in commits)
+        for trained, metrics in eval_metrics(commits, self._config).items():
+            if trained not in self._evaluations:
+                self._write(trained, metrics, wall_time)
+                self._evaluations.add(trained)
+        if iteration not in self._iterations:
+            self._write(iteration, iteration_metrics(commits, self._config), wall_time)
+            self._iterations.add(iteration)
+        self._writer.flush()
+
+    def _write(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
+        summary = Summary()
+        for name, value in sorted(metrics.items()):
+            summary.MergeFrom(scalar_pb(name, value))
+        self._writer.add_event(TensorBoardEvent(wall_time=wall_time, step=step, summary=summary))
+
+
+def written_steps(folder: Path) -> tuple[set[int], set[int]]:
+    """Steps of the iterations and of the evaluations that the folder's event files hold. A torn end is passed over."""
+    iterations: set[int] = set()
+    evaluations: set[int] = set()
+    for file in folder.glob("events.out.tfevents.*"):
+        for record in RawEventFileLoader(str(file)).Load():
+            event = TensorBoardEvent.FromString(record)
+            if event.summary.value:
+                is_evaluation = event.summary.value[0].tag.startswith("eval/")
+                (evaluations if is_evaluation else iterations).add(event.step)
+    return iterations, evaluations

@@ -1,0 +1,221 @@
+"""Read-only views of runs: where one stands, and what all of a store are.
+
+Reading a run's status takes its newest iteration's commits, a few single ones and folder listings: it costs the same
+after ten iterations as after ten thousand.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+
+from pydantic import Field
+
+from configs.schema.evaluation import BenchmarkConfig
+from configs.schema.run import RunConfig
+from storage.commits import Commit, Record, Step
+from storage.errors import Damaged
+from storage.leases import LeaseState, Outcome, newest_lease
+from storage.ledger import Ledger, list_runs
+from storage.store import Store
+from tasks.evaluate import eval_due, eval_shard
+from tasks.recovery import checkpoint_due
+from tasks.score import needs_scores
+
+_RUNS_AT_A_TIME = 8
+
+
+class RunState(StrEnum):
+    """Where a run stands."""
+
+    RUNNING = "running"
+    """A live driver owns it."""
+    COMPLETED = "completed"
+    """Every iteration is done."""
+    FAILED = "failed"
+    """Its driver ended with an error; `cairn resume` goes on from the last commit."""
+    INTERRUPTED = "interrupted"
+    """Its driver was stopped or killed; `cairn resume` goes on from the last commit."""
+    DAMAGED = "damaged"
+    """A piece of the ledger is missing or altered; `cairn verify` says which."""
+
+
+class Driver(Record):
+    """The process that owns the run, or was the last to own it."""
+
+    epoch: int
+    host: str
+    pid: int
+    since: float
+    """Unix seconds."""
+    outcome: Outcome | None
+
+
+class Scores(Record):
+    """A benchmark's mean reward; None where it is not there yet."""
+
+    first: float | None
+    last: float | None
+
+
+class RunStatus(Record):
+    """A run at a glance. Times are Unix seconds."""
+
+    run: str
+    state: RunState
+    iterations: int = 0
+    """Complete ones."""
+    num_rollout: int = 0
+    """All that the run is to have."""
+    iteration: int | None = None
+    """The one it stands in; None when all are done."""
+    step: Step | None = None
+    """The next one there."""
+    weight_version: int = 0
+    state_digest: str | None = None
+    reward: float | None = None
+    """Mean of the newest training batch."""
+    eval: dict[str, Scores] = Field(default_factory=dict)
+    last_commit: str | None = None
+    last_commit_at: float | None = None
+    driver: Driver | None = None
+
+
+def run_status(store: Store, run: str) -> RunStatus:
+    """Where a run stands. Raises FileNotFoundError if there is none of this name, Damaged if its newest commits are."""
+    ledger = Ledger.open(store, run)
+    config = RunConfig.model_validate(ledger.manifest.config)
+    lease = newest_lease(store, run)
+    last = ledger.last_iteration()
+    commits = ledger.commits(last) if last is not None else []
+    iteration, step = _place(config, last, commits)
+    trained = _newest(ledger, Step.TRAIN, last, commits)
+    graded = _newest(ledger, Step.ADVANTAGE, last, commits)
+    newest = max(commits, key=lambda commit: commit.committed_at, default=None)
+    return RunStatus(
+        run=run,
+        state=_state(lease, done=iteration is None),
+        iterations=config.rollout.num_rollout if iteration is None else iteration,
+        num_rollout=config.rollout.num_rollout,
+        iteration=iteration,
+        step=step,
+        weight_version=trained.weight_version_out or 0 if trained else 0,
+        state_digest=trained.state_digest if trained else None,
+        reward=graded.metrics.get("raw_reward") if graded else None,
+        eval=first_and_last_scores(ledger, config, last),
+        last_commit=newest.name if newest else None,
+        last_commit_at=newest.committed_at if newest else None,
+        driver=_driver(lease),
+    )
+
+
+def all_runs(store: Store) -> list[RunStatus]:
+    """The status of every run in a store, by name."""
+
+    def status(run: str) -> RunStatus:
+        try:
+            return run_status(store, run)
+        except Damaged:
+            return RunStatus(run=run, state=RunState.DAMAGED)
+
+    with ThreadPoolExecutor(_RUNS_AT_A_TIME) as readers:
+        return list(readers.map(status, list_runs(store)))
+
+
+def next_step(config: RunConfig, iteration: int, commits: Sequence[Commit]) -> Step | None:
+    """The first step of an iteration that is not committed, None if all are. Shards being rolled out, graded and
+    filtered at the same time count as `rollout`."""
+    present = {commit.step for commit in commits}
+    evaluated = {commit.shard for commit in commits if commit.step is Step.EVAL}
+    places = [version for at, version in evaluations(config) if at == iteration]
+    missing = [v for v in places if not evaluated.issuperset(eval_shard(b, v) for b in config.eval.benchmarks)]
+    if 0 in missing:
+        return Step.EVAL
+    if not any(commit.step is Step.FILTER and commit.values["full"] for commit in commits):
+        return Step.ROLLOUT
+    due = {
+        Step.SCORE: needs_scores(config),
+        Step.ADVANTAGE: True,
+        Step.TRAIN: True,
+        Step.CHECKPOINT: checkpoint_due(config, iteration),
+        Step.SYNC: True,
+    }
+    left = [step for step, is_due in due.items() if is_due and step not in present]
+    return left[0] if left else Step.EVAL if missing else None
+
+
+def evaluations(config: RunConfig) -> Iterator[tuple[int, int]]:
+    """(iteration, weight version) of every evaluation of a run; the first iteration holds that of the initial weights
+    too."""
+    if config.eval.eval_interval is None:
+        return
+    if not config.eval.skip_eval_before_train:
+        yield 0, 0
+    for iteration in range(config.rollout.num_rollout):
+        if eval_due(config, iteration):
+            yield iteration, (iteration + 1) * config.training.num_steps_per_rollout
+
+
+def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, float]]:
+    """Every score of every benchmark, by the iterations that the weights were trained for."""
+    last = ledger.last_iteration()
+    if last is None:
+        return {}
+    scores: dict[str, dict[int, float]] = {benchmark.name: {} for benchmark in config.eval.benchmarks}
+    for iteration, version in evaluations(config):
+        for benchmark in config.eval.benchmarks if iteration <= last else ():
+            commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
+            if commit is not None and "score" in commit.metrics:
+                trained = version // config.training.num_steps_per_rollout
+                scores[benchmark.name][trained] = commit.metrics["score"]
+    return scores
+
+
+def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -> dict[str, Scores]:
+    """The first and the newest score of every benchmark, reading no others."""
+    places = [place for place in evaluations(config) if last is not None and place[0] <= last]
+
+    def score(benchmark: BenchmarkConfig, places: Sequence[tuple[int, int]]) -> float | None:
+        for iteration, version in places:
+            commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
+            if commit is not None:
+                return commit.metrics.get("score")
+        return None
+
+    return {
+        benchmark.name: Scores(first=score(benchmark, places[:1]), last=score(benchmark, places[::-1]))
+        for benchmark in config.eval.benchmarks
+    }
+
+
+def _place(config: RunConfig, last: int | None, commits: Sequence[Commit]) -> tuple[int | None, Step | None]:
+    """The iteration in which a run stands and its next step; None twice when all is done."""
+    iteration = last or 0
+    step = next_step(config, iteration, commits)
+    if step is not None:
+        return iteration, step
+    if iteration + 1 == config.rollout.num_rollout:
+        return None, None
+    return iteration + 1, Step.ROLLOUT
+
+
+def _newest(ledger: Ledger, step: Step, last: int | None, commits: Sequence[Commit]) -> Commit | None:
+    """The newest commit of an unsharded step: in the newest iteration, or else in the one before."""
+    found = next((commit for commit in commits if commit.step is step), None)
+    return found or (ledger.find(last - 1, step) if last else None)
+
+
+def _state(lease: LeaseState | None, done: bool) -> RunState:
+    if lease is not None and not lease.is_over():
+        return RunState.RUNNING
+    if done:
+        return RunState.COMPLETED
+    if lease is not None and lease.outcome is Outcome.FAILED:
+        return RunState.FAILED
+    return RunState.INTERRUPTED
+
+
+def _driver(lease: LeaseState | None) -> Driver | None:
+    if lease is None:
+        return None
+    holder = lease.holder
+    return Driver(epoch=lease.epoch, host=holder.host, pid=holder.pid, since=lease.acquired_at, outcome=lease.outcome)
