@@ -5,7 +5,7 @@ A step is made once: look its commit up with `find`; if there is none, write fil
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
 from storage.leases import Lease
 from storage.snapshots import Attempt
 from storage.store import Store
+from storage.verification import Verified, verify
 from storage.version import CodeVersion, code_version
 
 _REQUESTS = 8
@@ -205,6 +206,10 @@ class Ledger:
     def folder_of(self, commit: Commit) -> str:
         """Store path of the folder in which a commit's files lie."""
         return layout.attempt(commit.run, commit.iteration, commit.step, commit.attempt)
+
+    def verify(self) -> Iterator[Verified]:
+        """Read the whole run again and hold it against its digests; see `storage.verification.verify`."""
+        return verify(self.store, self.run)
 
     def _held_lease(self) -> Lease:
         if self.lease is None:

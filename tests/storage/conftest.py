@@ -1,7 +1,5 @@
 """The stores that the contract tests run on."""
 
-from pathlib import Path
-
 import pytest
 
 from storage.store import Store, open_store

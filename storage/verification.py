@@ -1,0 +1,126 @@
+"""Reading a whole run again and holding it against its digests."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+
+from storage import canonical, layout
+from storage.commits import Commit, OutputFile, Record
+from storage.errors import Damaged
+from storage.store import Store
+
+_REQUESTS = 8
+_COMMIT_NAME = re.compile(r"\d{6}/")
+
+
+class Fault(StrEnum):
+    """What can be wrong with a run."""
+
+    UNREADABLE = "unreadable"
+    """A manifest or commit is not what was written."""
+    MISSING = "missing"
+    """A committed file is gone."""
+    ALTERED = "altered"
+    """A committed file has other bytes."""
+    INPUT_MISSING = "input_missing"
+    """A commit was made from one that is gone."""
+    INPUT_DIFFERS = "input_differs"
+    """A commit was made from one that has another digest now."""
+
+
+class Finding(Record):
+    """One fault."""
+
+    fault: Fault
+    path: str
+    """Store path of what is wrong."""
+    message: str
+    """One sentence with what was expected and found."""
+
+
+class Verified(Record):
+    """What reading one commit (or the manifest) and its files again found."""
+
+    name: str
+    """`run.json`, or the commit as `000042/rollout.00-000`."""
+    files: int
+    """Files read, the marker included."""
+    bytes: int
+    findings: tuple[Finding, ...] = ()
+
+
+def verify(store: Store, run: str) -> Iterator[Verified]:
+    """Read every marker and every committed file of a run, in the order of iterations, and compare them with their
+    digests, and each commit's inputs with the commits they name. Yields as it goes; reads everything, changes nothing.
+    Raises FileNotFoundError if there is no such run."""
+    yield _verify_manifest(store, run)
+    digests: dict[str, str] = {}
+    with ThreadPoolExecutor(_REQUESTS) as readers:
+        for iteration in store.list(layout.iterations(run)):
+            folder = f"{layout.iterations(run)}/{iteration.removesuffix('/')}"
+            paths = [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".json")]
+            commits = list(readers.map(lambda path: _read_commit(store, path), paths))
+            for commit in commits:
+                if isinstance(commit, Commit):
+                    digests[commit.name] = commit.digest
+            for path, commit in zip(paths, commits, strict=True):
+                if isinstance(commit, Finding):
+                    yield Verified(name=_name(run, path), files=1, bytes=0, findings=(commit,))
+                    continue
+                files = readers.map(lambda output: _verify_file(store, run, output), commit.outputs)
+                faults = [finding for finding in files if finding is not None]
+                faults += _verify_inputs(commit, path, digests)
+                yield Verified(
+                    name=commit.name,
+                    files=1 + len(commit.outputs),
+                    bytes=len(commit.to_bytes()) + sum(output.bytes for output in commit.outputs),
+                    findings=tuple(faults),
+                )
+
+
+def _name(run: str, path: str) -> str:
+    return path.removeprefix(f"{layout.iterations(run)}/").removesuffix(".json")
+
+
+def _verify_manifest(store: Store, run: str) -> Verified:
+    path = layout.run_manifest(run)
+    data = store.read(path)
+    findings = []
+    try:
+        canonical.unseal(data)
+    except ValueError as error:
+        findings.append(Finding(fault=Fault.UNREADABLE, path=path, message=f"{path} cannot be trusted: {error}"))
+    return Verified(name="run.json", files=1, bytes=len(data), findings=tuple(findings))
+
+
+def _read_commit(store: Store, path: str) -> Commit | Finding:
+    try:
+        return Commit.from_bytes(store.read(path), path)
+    except Damaged as error:
+        return Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
+
+
+def _verify_file(store: Store, run: str, output: OutputFile) -> Finding | None:
+    path = layout.in_run(run, output.path)
+    expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
+    try:
+        size, sha256 = store.sha256(path)
+    except FileNotFoundError:
+        return Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing: {expected}")
+    if (size, sha256) == (output.bytes, output.sha256):
+        return None
+    found = f"found {size} bytes with sha256 {sha256}"
+    return Finding(fault=Fault.ALTERED, path=path, message=f"{path} is altered: {expected}, {found}")
+
+
+def _verify_inputs(commit: Commit, path: str, digests: dict[str, str]) -> Iterator[Finding]:
+    for name, digest in commit.inputs.items():
+        if not _COMMIT_NAME.match(name):
+            continue
+        made_from = f"{commit.name} was made from {name} with digest {digest}"
+        if name not in digests:
+            yield Finding(fault=Fault.INPUT_MISSING, path=path, message=f"{made_from}, which cannot be read")
+        elif digests[name] != digest:
+            message = f"{made_from}, which has digest {digests[name]} now"
+            yield Finding(fault=Fault.INPUT_DIFFERS, path=path, message=message)
