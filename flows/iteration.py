@@ -1,0 +1,122 @@
+"""One iteration: the DAG of steps, top to bottom."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from storage.commits import Commit, Step
+from tasks.advantage import advantage
+from tasks.batch import trained_shards
+from tasks.checkpoint import checkpoint
+from tasks.context import RunContext
+from tasks.evaluate import eval_due, eval_shard, evaluate
+from tasks.filter import filter_groups
+from tasks.recovery import checkpoint_due
+from tasks.reward import reward
+from tasks.rollout import rollout
+from tasks.score import needs_scores, score
+from tasks.step import DurableStep
+from tasks.sync import sync
+from tasks.train import train
+
+
+class Pending(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> Any:
+        """Its commit; raises what the step raised."""
+        ...
+
+
+class StepRunner(Protocol):
+    """How steps are executed: as Prefect tasks, or called directly."""
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        """Execute a step and return its commit."""
+        ...
+
+    def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Pending:
+        """Start a step beside others; arguments may be pending steps."""
+        ...
+
+
+def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """Execute iteration `index`; return the commits that its metrics come from. Steps already committed do not run."""
+    config = run.config
+    weights = run.committed(index - 1, Step.TRAIN) if index else None
+    previous = last_selection(run, index - 1) if index else None
+
+    evals = []
+    if index == 0 and config.eval.eval_interval is not None and not config.eval.skip_eval_before_train:
+        evals += evaluate_all(run, steps, index, None)
+
+    generated: list[Commit] = []
+    graded: list[Commit] = []
+    selection = previous
+    for round in itertools.count():
+        shards = plan_round(run, selection if round else None, previous, round)
+        pending = [
+            steps.submit(rollout, index, shard, weights, [selection] if selection else [], **part)
+            for shard, part in shards
+        ]
+        rewarded = [
+            steps.submit(reward, index, shard, samples) for (shard, _), samples in zip(shards, pending, strict=True)
+        ]
+        generated += [samples.result() for samples in pending]
+        graded += [rewards.result() for rewards in rewarded]
+        selection = steps.call(filter_groups, index, f"{round:02d}", previous, generated, graded, round=round)
+        if selection.values["full"]:
+            break
+
+    rollouts, rewards = trained_shards(run, selection)
+    scores = steps.call(score, index, None, weights, selection, rollouts) if needs_scores(config) else None
+    advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
+    trained = steps.call(train, index, None, weights, selection, rollouts, advantages, scores)
+    saved = [steps.call(checkpoint, index, None, trained, selection)] if checkpoint_due(config, index) else []
+    synced = steps.call(sync, index, None, trained)
+    if eval_due(config, index):
+        evals += evaluate_all(run, steps, index, trained)
+    scored = [scores] if scores else []
+    return [*generated, *graded, selection, *scored, advantages, trained, *saved, synced, *evals]
+
+
+def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit | None) -> list[Commit]:
+    """Every benchmark on the weights that `weights` left."""
+    version = weights.weight_version_out if weights and weights.weight_version_out else 0
+    return [
+        steps.call(evaluate, index, eval_shard(benchmark, version), weights, name=benchmark.name)
+        for benchmark in run.config.eval.benchmarks
+    ]
+
+
+def plan_round(
+    run: RunContext, selection: Commit | None, previous: Commit | None, round: int
+) -> Sequence[tuple[str, dict[str, int]]]:
+    """The shards of a round: their names, and which prompts after the cursor each generates.
+
+    The first round draws `over_sampling_batch_size` prompts less what the buffer holds; a later one draws in the same
+    proportion to what is missing.
+    """
+    config = run.config.rollout
+    first = config.over_sampling_batch_size or config.rollout_batch_size
+    if selection is not None:
+        count = math.ceil(selection.values["missing"] * first / config.rollout_batch_size)
+    else:
+        count = max(0, first - (previous.values["buffered"] if previous else 0))
+    before = selection or previous
+    cursor = before.values["cursor"] if before else 0
+    parts = min(count, config.shards_per_round or config.num_engines)
+    return [
+        (f"{round:02d}-{part:03d}", {"cursor": cursor, "count": count, "part": part, "parts": parts})
+        for part in range(parts)
+    ]
+
+
+def last_selection(run: RunContext, index: int) -> Commit:
+    """The filter step that filled the batch of iteration `index`."""
+    for round in itertools.count():
+        selection = run.committed(index, Step.FILTER, f"{round:02d}")
+        if selection.values["full"]:
+            return selection
+    raise AssertionError("unreachable")

@@ -1,0 +1,60 @@
+"""`advantage`: per-token advantages and returns of the kept samples, a pure function of rewards and scores."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from storage.commits import Commit, Step
+from storage.schemas import ADVANTAGE, Status
+from tasks.advantages import get_estimator
+from tasks.batch import rows_of_groups
+from tasks.step import Outcome, StepCall, durable
+
+
+@durable(Step.ADVANTAGE, reads=("algorithm",))
+def advantage(
+    step: StepCall, selection: Commit, rollouts: list[Commit], rewards: list[Commit], scores: Commit | None
+) -> Outcome:
+    """Estimate advantages with `algorithm.advantage_estimator`, one row a sample in the order of the batch."""
+    run = step.run
+    graded = list(rows_of_groups(run, selection, rewards, ["reward"]))
+    columns = ["response_ids", "log_probs", "status"]
+    samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
+    lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
+    estimate = get_estimator(run.config.algorithm.advantage_estimator)
+    rewards_per_group = [group.column("reward").to_numpy() for group in graded]
+    advantages, returns = estimate(rewards_per_group, lengths, run.config.algorithm)
+    rewards_flat = np.concatenate(rewards_per_group)
+    table = pa.table(
+        {
+            "group_id": samples.column("group_id"),
+            "sample_index": samples.column("sample_index"),
+            "reward": rewards_flat.astype(np.float32),
+            "advantages": pa.array(advantages, ADVANTAGE.field("advantages").type),
+            "returns": pa.array(returns, ADVANTAGE.field("returns").type),
+        },
+        ADVANTAGE,
+    )
+    return Outcome(
+        tables={"advantages.parquet": table},
+        metrics={
+            "raw_reward": float(rewards_flat.mean()),
+            "advantages": float(np.concatenate(advantages).mean()),
+            "returns": float(np.concatenate(returns).mean()),
+            "rollout_log_probs": float(samples.column("log_probs").combine_chunks().flatten().to_numpy().mean()),
+            "truncated_ratio": samples.column("status").to_pylist().count(Status.TRUNCATED) / samples.num_rows,
+            "response_len/mean": float(lengths.mean()),
+            "response_len/median": float(np.median(lengths)),
+            "response_len/max": int(lengths.max()),
+            "response_len/min": int(lengths.min()),
+            **_constant_groups(rewards_per_group),
+        },
+    )
+
+
+def _constant_groups(rewards_per_group: Sequence[np.ndarray]) -> dict[str, int]:
+    """Groups whose samples all have one reward, by that reward: they teach nothing."""
+    constant = Counter(float(group[0]) for group in rewards_per_group if np.ptp(group) == 0)
+    return {f"zero_std/count_{reward:g}": count for reward, count in sorted(constant.items())}

@@ -1,0 +1,21 @@
+"""`checkpoint`: a restore point. Data cursor and buffer are its inputs by digest, so one commit holds them all."""
+
+from storage.commits import Commit, Step
+from tasks.recovery import restore_trainer
+from tasks.step import Outcome, StepCall, durable
+
+
+@durable(Step.CHECKPOINT, reads=("model", "training.optimizer"))
+def checkpoint(step: StepCall, trained: Commit, selection: Commit) -> Outcome:
+    """Save the training state that `trained` committed. `selection` fixes cursor and buffer."""
+    run = step.run
+    with run.weights_lock:
+        restore_trainer(run, trained)
+        files = run.fleet.training.save(run.ledger.store.url, step.attempt.folder)
+    return Outcome(
+        files=[step.attempt.adopt(file) for file in files],
+        values={"cursor": selection.values["cursor"]},
+        weight_version_in=trained.weight_version_out,
+        weight_version_out=trained.weight_version_out,
+        state_digest=trained.state_digest,
+    )

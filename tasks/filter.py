@@ -1,0 +1,166 @@
+"""`filter`: decide which groups are trained on, and whether the batch needs another round of rollout.
+
+A round sees all groups of the iteration so far, those left over from the iteration before first. A group with a failed
+sample is dropped; the dynamic-sampling filter judges the rest; the first `rollout_batch_size` kept ones make the batch
+and the surplus waits in the buffer for the next iteration.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from storage.commits import Commit, Step
+from storage.schemas import FILTER, Disposition
+from tasks.context import RunContext
+from tasks.filters import FilterDecision, get_filter
+from tasks.step import Outcome, StepCall, durable
+
+
+class BatchNotFilled(Exception):
+    """Every allowed round is done and the filter has kept too few groups; more of the same will not help."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group and what was decided about it. `iteration` and `shard` say where its samples lie."""
+
+    group_id: int
+    iteration: int
+    shard: str
+    mean_reward: float | None
+    std_reward: float | None
+    reason: str | None
+    kept: bool
+    spare: bool = False
+    """Not kept, but better than an unfilled batch."""
+    disposition: Disposition = Disposition.DROP
+
+
+@durable(
+    Step.FILTER,
+    reads=("rollout", "algorithm.advantage_estimator"),
+    plugins=("rollout.dynamic_sampling_filter",),
+)
+def filter_groups(
+    step: StepCall, previous: Commit | None, rollouts: Sequence[Commit], rewards: Sequence[Commit], *, round: int
+) -> Outcome:
+    """Judge all groups so far. `previous` is the last filter step of the iteration before, None in the first.
+
+    `rollouts` and `rewards` are this iteration's shards, in pairs. The commit's values tell the flow how to go on:
+    `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`.
+    """
+    config = step.run.config.rollout
+    groups = [*buffered_groups(step.run, previous)]
+    for generated, graded in zip(rollouts, rewards, strict=True):
+        assert generated.shard is not None
+        groups += _judged_groups(step.run, step.iteration, generated.shard, graded)
+    last_round = round + 1 >= config.max_refill_rounds
+    groups = fill_batch(groups, config.rollout_batch_size, use_spare=last_round)
+    dispositions = Counter(group.disposition for group in groups)
+    missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
+    reasons = Counter(group.reason for group in groups if group.reason)
+    if missing and last_round:
+        raise BatchNotFilled(
+            f"iteration {step.iteration}: after {round + 1} rounds only {dispositions[Disposition.TRAIN]} of "
+            f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); raise rollout.max_refill_rounds, use "
+            "check_reward_nonzero_std_with_fallback, or choose prompts of another difficulty"
+        )
+    return Outcome(
+        tables={"groups.parquet": _table(groups)},
+        values={
+            "full": missing == 0,
+            "missing": missing,
+            "cursor": max(commit.values["cursor"] for commit in rollouts) if rollouts else previous.values["cursor"],  # type: ignore[union-attr]
+            "round": round,
+            "buffered": dispositions[Disposition.BUFFER],
+        },
+        metrics={
+            "groups": len(groups),
+            "rounds": round + 1,
+            "buffered": dispositions[Disposition.BUFFER],
+            **{f"dynamic_filter/drop_{reason}": count for reason, count in sorted(reasons.items())},
+        },
+    )
+
+
+def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool) -> list[Group]:
+    """Give every group its disposition: the first kept ones train, the surplus is buffered, the rest dropped.
+
+    With `use_spare`, groups that the filter would rather not keep fill what is still missing.
+    """
+    chosen = [i for i, group in enumerate(groups) if group.kept][:batch_size]
+    if use_spare:
+        chosen += [i for i, group in enumerate(groups) if group.spare][: batch_size - len(chosen)]
+    train = set(chosen)
+
+    def disposition(index: int, group: Group) -> Disposition:
+        if index in train:
+            return Disposition.TRAIN
+        return Disposition.BUFFER if group.kept else Disposition.DROP
+
+    return [replace(group, disposition=disposition(i, group)) for i, group in enumerate(groups)]
+
+
+def buffered_groups(run: RunContext, previous: Commit | None) -> list[Group]:
+    """The surplus that the iteration before left, oldest first."""
+    if previous is None or not previous.values["buffered"]:
+        return []
+    return [
+        Group(row["group_id"], row["iteration"], row["shard"], row["mean"], row["std"], None, kept=True)
+        for row in run.read(previous).to_pylist()
+        if row["disposition"] == Disposition.BUFFER
+    ]
+
+
+def trained_groups(run: RunContext, selection: Commit) -> list[tuple[int, str, int]]:
+    """(iteration, shard, group_id) of the groups to train on, in the order of the batch."""
+    rows = run.read(selection).to_pylist()
+    return [
+        (row["iteration"], row["shard"], row["group_id"]) for row in rows if row["disposition"] == Disposition.TRAIN
+    ]
+
+
+def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) -> list[Group]:
+    decide = get_filter(run.config.rollout.dynamic_sampling_filter)
+    rewards: dict[int, list[float | None]] = {}
+    for row in run.read(graded, ["group_id", "reward"]).to_pylist():
+        rewards.setdefault(row["group_id"], []).append(row["reward"])
+    groups = []
+    for group_id, values in rewards.items():
+        if any(value is None for value in values):
+            groups.append(Group(group_id, iteration, shard, None, None, "failed_sample", kept=False))
+            continue
+        group_rewards = np.asarray(values, np.float64)
+        decision: FilterDecision = decide(group_rewards)
+        groups.append(
+            Group(
+                group_id,
+                iteration,
+                shard,
+                float(group_rewards.mean()),
+                float(group_rewards.std()),
+                None if decision.keep else decision.reason,
+                kept=decision.keep,
+                spare=not decision.keep and decision.keep_when_insufficient,
+            )
+        )
+    return groups
+
+
+def _table(groups: Sequence[Group]) -> pa.Table:
+    return pa.table(
+        {
+            "group_id": [g.group_id for g in groups],
+            "iteration": [g.iteration for g in groups],
+            "shard": [g.shard for g in groups],
+            "kept": [g.disposition != Disposition.DROP for g in groups],
+            "disposition": [str(g.disposition) for g in groups],
+            "reason": [g.reason for g in groups],
+            "mean": [g.mean_reward for g in groups],
+            "std": [g.std_reward for g in groups],
+        },
+        FILTER,
+    )

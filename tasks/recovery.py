@@ -1,0 +1,113 @@
+"""Bring the training engine to a committed state: from its own, or from the newest checkpoint and the steps since.
+
+the engine stands at              what is done
+the wanted version and digest     nothing
+anything else                     it is discarded: restarted, restored from the newest checkpoint at or below
+                                  (without one: from the initial weights), and the committed train steps after it
+                                  are replayed from their snapshots, each checked against its state digest
+"""
+
+from configs.schema.run import RunConfig
+from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.types import Position
+from storage.commits import Commit, Step
+from tasks.batch import train_batch
+from tasks.context import RunContext
+from tasks.events import Message
+from tasks.step import input_digest
+
+
+class ReplayDiverged(Exception):
+    """A committed train step, done again from its snapshot, gave another state. Nothing was changed in the ledger."""
+
+
+def checkpoint_due(config: RunConfig, iteration: int) -> bool:
+    """Whether the iteration ends with a restore point."""
+    interval = config.checkpoint.save_interval
+    last = iteration + 1 == config.rollout.num_rollout
+    return last or (interval is not None and (iteration + 1) % interval == 0)
+
+
+def version_of(weights: Commit | None) -> int:
+    """The weight version that a train step left; 0 for the initial weights."""
+    if weights is None:
+        return 0
+    assert weights.weight_version_out is not None
+    return weights.weight_version_out
+
+
+def current_position(run: RunContext) -> Position | None:
+    """Where the training engine stands, or None where it cannot say: restarted, or left in the middle of a step."""
+    training = run.fleet.training
+    training.ensure_alive()
+    try:
+        return training.position()
+    except (EngineDied, EngineTimeout):
+        raise
+    except EngineError as error:
+        run.emit(Message(f"The training engine is discarded: {error}", "warning"))
+        return None
+
+
+def restore_trainer(run: RunContext, weights: Commit | None) -> None:
+    """Make the training engine hold exactly the state that `weights` committed; None means the initial weights.
+
+    Callers hold `run.weights_lock`. Raises ReplayDiverged, Damaged, and EngineError where a new try may help.
+    """
+    version = version_of(weights)
+    position = current_position(run)
+    if position is not None and position.weight_version == version:
+        if weights is None or position.state_digest == weights.state_digest:
+            return
+        run.emit(Message("The training engine holds another state than the ledger; it is discarded", "warning"))
+    training = run.fleet.training
+    if position is None or position.weight_version != 0 or position.last_input_digest is not None:
+        training.restart()
+    if weights is None:
+        return
+    replay_from = 0
+    saved = newest_checkpoint(run, weights.iteration)
+    if saved is not None:
+        training.load(run.ledger.store.url, run.ledger.folder_of(saved))
+        _require_state(saved, training.position().state_digest, saved.state_digest)
+        replay_from = saved.iteration + 1
+    todo = weights.iteration + 1 - replay_from
+    if saved is not None or todo:
+        origin = f"the checkpoint of iteration {saved.iteration}" if saved else "the initial weights"
+        run.emit(Message(f"Restoring weight version {version} from {origin}; {todo} committed step(s) to replay"))
+    for iteration in range(replay_from, weights.iteration + 1):
+        replay(run, run.committed(iteration, Step.TRAIN))
+
+
+def newest_checkpoint(run: RunContext, iteration: int) -> Commit | None:
+    """The newest committed checkpoint at or below the iteration."""
+    for candidate in range(iteration, -1, -1):
+        if checkpoint_due(run.config, candidate):
+            saved = run.find(candidate, Step.CHECKPOINT)
+            if saved is not None:
+                return saved
+    return None
+
+
+def replay(run: RunContext, committed: Commit) -> None:
+    """Do a committed train step again on the engine, from its snapshots, and hold the result against its digest."""
+    inputs = [run.input_commit(committed, name) for name in committed.inputs if "/" in name]
+    by_step = {commit.step: commit for commit in inputs if commit.iteration == committed.iteration}
+    rollouts = [commit for commit in inputs if commit.step == Step.ROLLOUT]
+    batch = train_batch(run, by_step[Step.FILTER], rollouts, by_step[Step.ADVANTAGE], by_step.get(Step.SCORE))
+    assert committed.weight_version_in is not None
+    result = run.fleet.training.train(
+        batch,
+        num_steps=run.config.training.num_steps_per_rollout,
+        expected_version=committed.weight_version_in,
+        input_digest=input_digest(committed.inputs, committed.config_digest),
+    )
+    _require_state(committed, result.state_digest, committed.state_digest)
+
+
+def _require_state(commit: Commit, found: str, expected: str | None) -> None:
+    if found != expected:
+        raise ReplayDiverged(
+            f"{commit.name}: expected state digest {expected}, found {found}. The same machine type, thread count and "
+            "package versions as in the commit's environment give equal weights; see docs/recovery.md"
+        )

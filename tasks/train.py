@@ -1,0 +1,56 @@
+"""`train`: the optimizer updates of one iteration, exactly once.
+
+The engine may be ahead of the ledger: the driver died after the update and before the commit. If it was the very input
+that is to be trained now, its result is committed and nothing is trained again. An engine in any other state is brought
+back to the committed weights first.
+"""
+
+from engines.types import TrainResult
+from storage.commits import Commit, Step
+from tasks.batch import train_batch
+from tasks.events import Message
+from tasks.recovery import current_position, restore_trainer, version_of
+from tasks.step import Outcome, StepCall, durable
+
+
+@durable(
+    Step.TRAIN,
+    reads=("model", "algorithm", "training", "rollout.rollout_temperature"),
+    externals=("model",),
+)
+def train(
+    step: StepCall,
+    weights: Commit | None,
+    selection: Commit,
+    rollouts: list[Commit],
+    advantages: Commit,
+    scores: Commit | None,
+) -> Outcome:
+    """Update the weights that `weights` left on the selected samples."""
+    run, num_steps, version = step.run, step.run.config.training.num_steps_per_rollout, version_of(weights)
+    with run.weights_lock:
+        result = _uncommitted_result(step, version + num_steps)
+        if result is None:
+            restore_trainer(run, weights)
+            result = run.fleet.training.train(
+                train_batch(run, selection, rollouts, advantages, scores),
+                num_steps=num_steps,
+                expected_version=version,
+                input_digest=step.input_digest,
+            )
+    return Outcome(
+        metrics={**result.metrics, "tokens": result.tokens},
+        timings={"update": result.seconds},
+        weight_version_in=version,
+        weight_version_out=result.weight_version,
+        state_digest=result.state_digest,
+    )
+
+
+def _uncommitted_result(step: StepCall, version: int) -> TrainResult | None:
+    """The result of this very step, if the engine has done it and nobody committed it."""
+    position = current_position(step.run)
+    if position is None or position.weight_version != version or position.last_input_digest != step.input_digest:
+        return None
+    step.run.emit(Message(f"Iteration {step.iteration}: the update had been done and not committed; it is adopted"))
+    return position.last_result
