@@ -1,5 +1,6 @@
 """From committed snapshots to the batch that the training engine takes."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -72,7 +73,7 @@ def arrays(table: pa.Table, column: str) -> list[np.ndarray]:
     lists = table.column(column).combine_chunks()
     values = lists.values.to_numpy(zero_copy_only=False)
     offsets = lists.offsets.to_numpy()
-    return [values[start:end] for start, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [values[start:end] for start, end in itertools.pairwise(offsets)]
 
 
 def optional_arrays(table: pa.Table, column: str) -> list[np.ndarray] | None:

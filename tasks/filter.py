@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+from pydantic import JsonValue
 
 from storage.commits import Commit, Step
 from storage.schemas import FILTER, Disposition
@@ -73,7 +74,7 @@ def filter_groups(
         values={
             "full": missing == 0,
             "missing": missing,
-            "cursor": max(commit.values["cursor"] for commit in rollouts) if rollouts else previous.values["cursor"],  # type: ignore[union-attr]
+            "cursor": _cursor(rollouts, previous),
             "round": round,
             "buffered": dispositions[Disposition.BUFFER],
         },
@@ -148,6 +149,13 @@ def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) 
             )
         )
     return groups
+
+
+def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:
+    """Where the next draw begins. The shards of a round agree on it, and the last round stands last."""
+    last = rollouts[-1] if rollouts else previous
+    assert last is not None
+    return last.values["cursor"]
 
 
 def _table(groups: Sequence[Group]) -> pa.Table:

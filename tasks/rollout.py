@@ -38,7 +38,7 @@ def rollout(
     bring_up_to_date(run, weights)
 
     with WriteAhead(step.attempt, step.input_digest) as log:
-        recovered = log.recover(ROLLOUT)
+        recovered = log.recover()
         finished = set(recovered.column("group_id").to_pylist())
         missing = [row for row in rows if row.group_id not in finished]
         tables = [recovered]

@@ -1,4 +1,4 @@
-"""`score`: log-probs of the kept samples under the old policy and the reference, only where the algorithm needs them."""
+"""`score`: log-probs of the kept samples under the old policy and the reference, where the algorithm needs them."""
 
 import numpy as np
 import pyarrow as pa
