@@ -1,0 +1,107 @@
+"""What can be known of a configuration before anything starts: model folder, tokenizer, lengths, plug-ins, data.
+
+Needs no GPU and no cluster; no weights are loaded.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from configs.errors import ConfigError
+from configs.schema.data import DataConfig
+from configs.schema.evaluation import BenchmarkConfig
+from configs.schema.run import RunConfig
+from engines.errors import BadModel
+from engines.models import check_model_folder, context_length
+from tasks.data import BadData, PromptData
+from tasks.filters import get_filter
+from tasks.plugins import BadPlugin
+from tasks.rewards import get_grader
+
+
+def require_usable(config: RunConfig) -> None:
+    """Raise ConfigError, listing every problem, unless a run of this configuration can start on this machine.
+
+    Reads local data files once, to check every row; those at other URLs are left for the run to open.
+    """
+    problems = [*_model_problems(config), *_plugin_problems(config)]
+    try:
+        tokenizer = load_tokenizer(config.model.path)
+    except BadModel as error:
+        problems.append(f"model.path: {error}")
+    else:
+        problems += _data_problems(config, tokenizer)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def load_tokenizer(path: str) -> Any:
+    """The Hugging Face tokenizer of a model folder. Raises BadModel."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
+    except Exception as error:
+        raise BadModel(
+            f"model folder {path} has no tokenizer that can be loaded ({str(error).partition(chr(10))[0]}); put the "
+            "model's tokenizer files there"
+        ) from error
+
+
+def _model_problems(config: RunConfig) -> Iterator[str]:
+    for option, path in (("model.path", config.model.path), ("model.ref_path", config.model.ref_path)):
+        if path is None:
+            continue
+        try:
+            context = context_length(check_model_folder(path))
+        except BadModel as error:
+            yield f"{option}: {error}"
+        else:
+            yield from _length_problems(config, path, context)
+
+
+def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str]:
+    rollout = config.rollout
+    response, prompt = rollout.rollout_max_response_len, rollout.rollout_max_prompt_len
+    holds = f"the context of the model in {path} holds {context} tokens"
+    if response >= context:
+        yield f"rollout.rollout_max_response_len is {response}, which leaves no room for a prompt: {holds}"
+    elif prompt is not None and prompt + response > context:
+        yield (
+            f"rollout.rollout_max_prompt_len + rollout.rollout_max_response_len = {prompt} + {response} = "
+            f"{prompt + response}, but {holds}; lower one of them"
+        )
+    for index, benchmark in enumerate(config.eval.benchmarks):
+        if benchmark.max_response_len >= context:
+            yield (
+                f"eval.benchmarks.{index}.max_response_len is {benchmark.max_response_len}, which leaves no room for "
+                f"a prompt: {holds}"
+            )
+
+
+def _plugin_problems(config: RunConfig) -> Iterator[str]:
+    try:
+        get_grader(config.reward)
+    except BadPlugin as error:
+        yield f"reward: {error}"
+    for index, benchmark in enumerate(config.eval.benchmarks):
+        if benchmark.rm_type is not None:
+            try:
+                get_grader(config.reward.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None}))
+            except BadPlugin as error:
+                yield f"eval.benchmarks.{index}: {error}"
+    try:
+        get_filter(config.rollout.dynamic_sampling_filter)
+    except BadPlugin as error:
+        yield f"rollout.dynamic_sampling_filter: {error}"
+
+
+def _data_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+    sources: dict[str, DataConfig | BenchmarkConfig] = {"data": config.data}
+    sources |= {f"eval.benchmarks.{index}": benchmark for index, benchmark in enumerate(config.eval.benchmarks)}
+    for section, source in sources.items():
+        if "://" not in source.path:
+            try:
+                PromptData.open(source, source.path, tokenizer)
+            except BadData as error:
+                yield f"{section}: {error}"
