@@ -1,0 +1,260 @@
+"""Nothing that a grader does harms the pool or another sample."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.schema.reward import RewardConfig
+from tasks.plugins import BadPlugin
+from tasks.rewards.pool import Graded, GraderFailed, GraderPool
+
+GRADER = """
+import os, re, signal, sys, time
+
+def grade(response, label, metadata):
+    if response == "hang":
+        time.sleep(60)
+    if response == "hang with the interpreter locked":
+        re.match("(a|a)*b", "a" * 60)
+    if response == "raise":
+        raise KeyError("no such thing")
+    if response == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "exit":
+        sys.exit(3)
+    if response == "exit at once":
+        os._exit(3)
+    if response == "nan":
+        return float("nan")
+    if response == "nothing":
+        return None
+    if response == "unspeakable":
+        return {"reward": 1, "what": object()}
+    if response == "components":
+        return {"reward": 0.5, "format": 1, "answer": "7"}
+    if response == "pid":
+        return os.getpid()
+    if response == "modules":
+        return {"reward": 0, "modules": sorted(sys.modules)}
+    print("noise on standard output")
+    return float(response == label) + len(metadata)
+"""
+
+
+@pytest.fixture
+def pool_of(tmp_path: Path):
+    (tmp_path / "graders.py").write_text(GRADER)
+    pools: list[GraderPool] = []
+
+    def make(**options) -> GraderPool:
+        options.setdefault("custom_rm_path", f"{tmp_path}/graders.py:grade")
+        pools.append(GraderPool(RewardConfig(**options)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_results_stand_in_the_order_of_the_samples(pool_of):
+    pool = pool_of(num_workers=2)
+    samples = [(str(i % 3), "1", {"x": 1} if i % 2 else {}) for i in range(50)]
+    expected = [Graded(float(i % 3 == 1) + (i % 2)) for i in range(50)]
+    assert pool.grade(samples) == expected
+    assert pool.grade([]) == []
+
+
+def test_components_are_recorded_beside_the_reward(pool_of):
+    (graded,) = pool_of().grade([("components", None, {})])
+    assert graded == Graded(0.5, {"format": 1, "answer": "7"})
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("raise", r"KeyError: 'no such thing' \(graders.py:10\)"),
+        ("nan", "returned nan, which is no reward"),
+        ("nothing", "TypeError"),
+        ("unspeakable", "not JSON serializable"),
+        ("crash", "died with signal 11"),
+        ("exit", "SystemExit: 3"),
+        ("exit at once", "died with exit code 3"),
+        ("hang", "took longer than 0.5 s"),
+        ("hang with the interpreter locked", "took longer than 0.5 s"),
+    ],
+)
+def test_a_failing_sample_has_an_error_and_its_neighbours_their_rewards(pool_of, response, error):
+    pool = pool_of(rm_timeout=0.5)
+    began = time.monotonic()
+    graded = pool.grade([("1", "1", {}), (response, "1", {}), ("1", "1", {}), (response, "1", {}), ("0", "1", {})])
+    assert [g.reward for g in graded] == [1.0, None, 1.0, None, 0.0]
+    for failed in (graded[1], graded[3]):
+        assert re.search(error, failed.error or ""), failed.error
+    assert time.monotonic() - began < 20
+
+
+def test_a_batch_spends_one_deadline_a_hung_sample_and_not_more(pool_of):
+    pool = pool_of(rm_timeout=1.0, num_workers=2)
+    pool.grade([("1", "1", {})] * 8)
+    began = time.monotonic()
+    graded = pool.grade([("hang", "1", {})] + [("1", "1", {})] * 63)
+    assert [g.reward for g in graded] == [None] + [1.0] * 63
+    assert 1.0 <= time.monotonic() - began < 5
+
+
+def test_processes_are_reused_from_batch_to_batch(pool_of):
+    pool = pool_of()
+    pids = {pool.grade([("pid", None, {})])[0].reward for _ in range(5)}
+    assert len(pids) == 1
+    assert pids != {os.getpid()}
+
+
+def test_batches_of_several_threads_share_the_processes(pool_of):
+    pool = pool_of(num_workers=2)
+    results: dict[int, list[Graded]] = {}
+
+    def grade(index: int) -> None:
+        results[index] = pool.grade([(str(index), str(i), {}) for i in range(20)])
+
+    threads = [threading.Thread(target=grade, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {i: [g.reward for g in graded].index(1.0) for i, graded in results.items()} == {i: i for i in range(6)}
+
+
+def test_a_grader_process_imports_its_grader_and_little_else(pool_of):
+    graded = pool_of().grade([("modules", None, {})])[0]
+    assert graded.components is not None
+    roots = {name.partition(".")[0] for name in graded.components["modules"]}
+    assert not roots & {
+        "sympy",
+        "math_verify",
+        "torch",
+        "transformers",
+        "numpy",
+        "prefect",
+        "ray",
+        "pydantic",
+        "pytest",
+    }
+
+
+def test_a_process_that_died_between_batches_is_replaced(pool_of):
+    pool = pool_of()
+    pid = pool.grade([("pid", None, {})])[0].reward
+    os.kill(int(pid), signal.SIGKILL)
+    graded = pool.grade([("1", "1", {}), ("1", "1", {})])
+    assert [g.reward for g in graded] in ([1.0, 1.0], [None, 1.0])
+
+
+def test_a_batch_of_cheap_samples_takes_milliseconds(pool_of):
+    pool = pool_of(custom_rm_path=None, rm_type="exact_match")
+    samples = [(r"the digits in order are \boxed{1 3 4 7 9}", "1 3 4 7 9", {})] * 256
+    assert all(g.reward == 1.0 for g in pool.grade(samples))
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        pool.grade(samples)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.03
+
+
+def test_math_is_graded_in_the_pool_with_the_pools_deadline(pool_of):
+    pool = pool_of(custom_rm_path=None, rm_type="math", rm_timeout=5.0)
+    graded = pool.grade([(r"\boxed{\frac12}", "0.5", {}), (r"\boxed{2}", "3", {}), ("2", None, {})])
+    assert [g.reward for g in graded] == [1.0, 0.0, None]
+    assert "needs a label" in (graded[2].error or "")
+
+
+def test_a_grader_that_cannot_be_imported_is_an_error_of_the_pool(pool_of, tmp_path):
+    with pytest.raises(BadPlugin, match="no grader 'maths'"):
+        pool_of(custom_rm_path=None, rm_type="maths")
+    (tmp_path / "elsewhere.py").write_text(
+        "import os\n"
+        "if os.environ.get('HERE') is None:\n    raise OSError('not here')\n"
+        "def grade(response, label, metadata):\n    return 1.0\n"
+    )
+    os.environ["HERE"] = "yes"
+    try:
+        pool = pool_of(custom_rm_path=f"{tmp_path}/elsewhere.py:grade")
+        assert pool.grade([("", None, {})])[0].reward == 1.0
+        os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
+    finally:
+        del os.environ["HERE"]
+    with pytest.raises(GraderFailed, match=r"elsewhere\.py:grade failed"):
+        pool.grade([("", None, {})] * 2)
+
+
+def test_close_ends_a_busy_process_at_once(pool_of):
+    pool = pool_of(rm_timeout=60)
+    pid = int(pool.grade([("pid", None, {})])[0].reward)
+    outcome: list[BaseException] = []
+
+    def grade() -> None:
+        try:
+            pool.grade([("hang", None, {})] * 3)
+        except GraderFailed as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=grade)
+    thread.start()
+    time.sleep(0.3)
+    pool.close()
+    thread.join(10)
+    assert "closed" in str(outcome[0])
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("busy_with", ["nothing", "hang", "hang with the interpreter locked"])
+def test_processes_die_with_their_driver_however_it_ends(tmp_path, busy_with):
+    (tmp_path / "graders.py").write_text(GRADER)
+    driver = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys\n"
+            "from configs.schema.reward import RewardConfig\n"
+            "from tasks.rewards.pool import GraderPool\n"
+            f"pool = GraderPool(RewardConfig(custom_rm_path={str(tmp_path / 'graders.py:grade')!r}, rm_timeout=60))\n"
+            "print(int(pool.grade([('pid', None, {})])[0].reward), flush=True)\n"
+            f"if {busy_with!r} != 'nothing': pool.grade([({busy_with!r}, None, {{}})])\n"
+            "sys.stdin.read()\n",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    pid = int(driver.stdout.readline())
+    time.sleep(0.3)
+    assert psutil.pid_exists(pid)
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate(timeout=20)
+    assert eventually(lambda: not _runs(pid))
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

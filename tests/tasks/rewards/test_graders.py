@@ -1,0 +1,125 @@
+"""What counts as a right answer."""
+
+import pytest
+
+from configs.schema.reward import RewardConfig
+from tasks.plugins import BadPlugin, load_callable
+from tasks.rewards import exact_match, get_grader, math, random
+from tasks.rewards.boxed import last_boxed
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"first \boxed{1}, then \boxed{2}.", "2"),
+        (r"\boxed{\frac{1}{2}} !", r"\frac{1}{2}"),
+        (r"\boxed{a{b}{c{d}}}}", "a{b}{c{d}}"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        (r"\boxed{}", ""),
+        (r"\boxed{\boxed{5}}", "5"),
+        ("no box", None),
+        (r"\boxed{", None),
+    ],
+)
+def test_the_last_whole_box_is_found(text, answer):
+    assert last_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        (r"so \boxed{1 3 4 7 9}", "1 3 4 7 9"),
+        (r"\boxed{ 1  3 }", "1 3"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        ("it is 12, no, 13.", "13"),
+        ("it costs 1,234.50 dollars", "1234.50"),
+        ("1234", "1,234"),
+        ("-5", "-5"),
+        ("10-5", "5"),
+        ("7, 8,9", "9"),
+    ],
+)
+def test_exact_match_takes_the_label_letter_by_letter(response, label):
+    assert exact_match.grade(response, label, {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        (r"\boxed{1 3 4 9 7}", "1 3 4 7 9"),
+        (r"\boxed{134}", "1 3 4"),
+        (r"2 \boxed{1}", "2"),
+        (r"\boxed{0.50}", "0.5"),
+        ("", "1"),
+        ("none", "1"),
+        (r"\boxed{1 3 4", "1 3 4"),
+    ],
+)
+def test_exact_match_takes_nothing_else(response, label):
+    assert exact_match.grade(response, label, {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        (r"The answer is \boxed{72}.", "72"),
+        (r"\boxed{\frac12}", "0.5"),
+        (r"\boxed{0.5}", r"we get $\boxed{\frac{1}{2}}$"),
+        (r"\boxed{1+x^2}", "x^2+1"),
+        (r"\boxed{71}, no: \boxed{72}", "72"),
+        ("so he pays 1234 dollars", "1,234"),
+        ("the answer is 33", "033"),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
+    ],
+)
+def test_math_takes_what_is_equal(response, label):
+    assert math.grade(response, label, {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [(r"\boxed{71}", "72"), (r"\boxed{72}, no: \boxed{71}", "72"), ("", "7"), ("<<<{{", "7"), (r"\boxed{}", "7")],
+)
+def test_math_takes_nothing_else(response, label):
+    assert math.grade(response, label, {}) == 0.0
+
+
+def test_a_label_that_cannot_be_met_is_an_error_and_not_a_wrong_answer():
+    for grader in (math, exact_match):
+        with pytest.raises(ValueError, match="needs a label"):
+            grader.grade("1", None, {})
+    with pytest.raises(ValueError, match="no expression in the label ''"):
+        math.grade("1", "", {})
+
+
+def test_random_is_a_fair_coin_that_falls_the_same_way_again():
+    rewards = [random.grade(f"response {i}", "label", {}) for i in range(4000)]
+    assert rewards == [random.grade(f"response {i}", "label", {}) for i in range(4000)]
+    assert set(rewards) == {0.0, 1.0}
+    # Four standard deviations of a binomial mean: 4 × sqrt(0.25 / 4000) = 0.032.
+    assert abs(sum(rewards) / 4000 - 0.5) < 0.032
+
+
+def test_every_built_in_grader_has_a_version_and_can_be_loaded():
+    graders = [get_grader(RewardConfig(rm_type=name)) for name in ("math", "exact_match", "random")]
+    assert len({grader.version for grader in graders}) == 3
+    assert "math-verify" in graders[0].version
+    for grader in graders:
+        assert load_callable(grader.path)("1", "1", {}) in (0.0, 1.0)
+
+
+def test_a_grader_of_ones_own_has_the_version_of_its_source(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def grade(response, label, metadata):\n    return 1.0\n")
+    one = get_grader(RewardConfig(custom_rm_path=f"{path}:grade"))
+    other = tmp_path / "other.py"
+    other.write_text("def grade(response, label, metadata):\n    return 0.5\n")
+    two = get_grader(RewardConfig(custom_rm_path=f"{other}:grade"))
+    assert one.version != two.version
+    assert one.name == f"{path}:grade"
+
+
+def test_an_unknown_grader_is_named_beside_the_known_ones():
+    with pytest.raises(BadPlugin, match="no grader 'maths': set rm_type to one of math, exact_match, random"):
+        get_grader(RewardConfig(rm_type="maths"))
