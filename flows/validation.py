@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from configs.errors import ConfigError
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import BenchmarkConfig
 from configs.schema.run import RunConfig
@@ -20,20 +19,32 @@ from tasks.plugins import BadPlugin
 from tasks.rewards import get_grader
 
 
-def require_usable(config: RunConfig) -> None:
-    """Raise ConfigError, listing every problem, unless a run of this configuration can start on this machine.
-
-    Reads local data files once, to check every row; those at other URLs are left for the run to open.
-    """
+def setup_problems(config: RunConfig) -> list[str]:
+    """Sentences on the model folders, the lengths against the context, and user code. Reads no data."""
     problems = [*_model_problems(config), *_plugin_problems(config)]
     try:
-        tokenizer = load_tokenizer(config.model.path)
+        load_tokenizer(config.model.path)
     except BadModel as error:
         problems.append(f"model.path: {error}")
-    else:
-        problems += _data_problems(config, tokenizer)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    return list(dict.fromkeys(problems))
+
+
+def data_problems(config: RunConfig) -> list[str]:
+    """Sentences on the data files, every row of which is read; those at other URLs are left for the run to open.
+
+    Raises BadModel where the tokenizer that prompts need cannot be loaded.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    sources: dict[str, DataConfig | BenchmarkConfig] = {"data": config.data}
+    sources |= {f"eval.benchmarks.{index}": benchmark for index, benchmark in enumerate(config.eval.benchmarks)}
+    problems = []
+    for section, source in sources.items():
+        if "://" not in source.path:
+            try:
+                PromptData.open(source, source.path, tokenizer)
+            except BadData as error:
+                problems.append(f"{section}: {error}")
+    return problems
 
 
 def load_tokenizer(path: str) -> Any:
@@ -94,14 +105,3 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
         get_filter(config.rollout.dynamic_sampling_filter)
     except BadPlugin as error:
         yield f"rollout.dynamic_sampling_filter: {error}"
-
-
-def _data_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
-    sources: dict[str, DataConfig | BenchmarkConfig] = {"data": config.data}
-    sources |= {f"eval.benchmarks.{index}": benchmark for index, benchmark in enumerate(config.eval.benchmarks)}
-    for section, source in sources.items():
-        if "://" not in source.path:
-            try:
-                PromptData.open(source, source.path, tokenizer)
-            except BadData as error:
-                yield f"{section}: {error}"

@@ -1,0 +1,10 @@
+"""`cairn`: the command line. Importing it is quick: what a command needs is imported when it runs."""
+
+from flows.cli.app import app
+from flows.cli.reading import runs, show, status, verify
+from flows.cli.training import resume, train, validate
+
+__all__ = ["app"]
+
+for command in (train, resume, validate, runs, status, show, verify):
+    app.command()(command)

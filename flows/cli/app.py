@@ -1,0 +1,118 @@
+"""The application that commands register with, the options that they share, and how errors end a command.
+
+Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 130 interrupted.
+"""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        "--store", envvar="CAIRN_STORE", metavar="URL", help="Root of the ledger: a folder or s3://bucket/prefix."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.")]
+
+
+class BadInput(Exception):
+    """What was asked for does not exist or makes no sense. The message is one clear sentence."""
+
+
+class _Commands(TyperGroup):
+    """Ends a command that met an expected error with a sentence on stderr and the error's exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            tell("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            code = exit_code(error)
+            if code is None:
+                raise
+            tell(describe(error))
+            raise typer.Exit(code) from error
+
+
+app = typer.Typer(
+    name="cairn",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def cairn() -> None:
+    """Durable reinforcement learning for language models.
+
+    Every iteration of a run is a chain of committed steps; a run that ended anywhere goes on from its last commit.
+    """
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
+    from configs.errors import ConfigError
+    from engines.errors import BadModel, EngineError
+    from storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers, StaleCommits, StoreError, StoreRefused
+    from tasks.data import BadData
+    from tasks.filter import BatchNotFilled
+    from tasks.plugins import BadPlugin
+    from tasks.recovery import ReplayDiverged
+
+    if isinstance(
+        error, BadInput | ConfigError | BadModel | BadData | BadPlugin | StoreRefused | RunDiffers | LeaseHeld
+    ):
+        return BAD_INPUT
+    if isinstance(
+        error, StoreError | Damaged | StaleCommits | LeaseLost | EngineError | BatchNotFilled | ReplayDiverged
+    ):
+        return FAILED
+    return None
+
+
+def describe(error: Exception) -> str:
+    """What went wrong, as a person should read it."""
+    from storage.errors import RunDiffers
+
+    if not isinstance(error, RunDiffers):
+        return str(error)
+    lines = [
+        f"  {field}: {_spell(recorded)} in the ledger, {_spell(given)} given"
+        for field, recorded, given in error.differences
+    ]
+    return "\n".join(
+        [
+            "the run exists with another configuration:",
+            *lines,
+            "Go on with the ledger's configuration (`cairn resume`), give the recorded values, or choose another --run",
+        ]
+    )
+
+
+def tell(text: str) -> None:
+    """Print to stderr."""
+    print(text, file=sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """Print to stdout as indented JSON."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _spell(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,121 @@
+"""Commands that look and change nothing: runs, status, show, verify."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli import tables
+from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json
+
+if TYPE_CHECKING:
+    from storage.ledger import Ledger
+
+
+def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
+    """List all runs of a store: how far each is, its reward, and when it last committed something.
+
+    States: *running* (a live driver owns it), *completed*, *failed*, *interrupted* (stopped or killed; `cairn resume`
+    goes on), *damaged* (see `cairn verify`).
+
+    Examples:
+
+    - `cairn runs`
+    - `cairn runs --store s3://bucket/experiments --json`
+    """
+    from flows.views import all_runs
+    from storage.store import open_store
+
+    found = all_runs(open_store(store))
+    if json:
+        print_json([status.model_dump(mode="json") for status in found])
+    else:
+        tables.print_runs(found, store)
+
+
+def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".") -> None:
+    """Say where a run stands: its state and driver, the step it is in, its weights, rewards and evaluations.
+
+    `state_digest` is the fingerprint of weights and optimizer: two runs with equal digests are bit for bit the same.
+
+    Examples:
+
+    - `cairn status quickstart`
+    - `cairn status quickstart --json | jq -r .state_digest`
+    """
+    from flows.views import run_status
+
+    found = run_status(open_ledger(store, run).store, run)
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        tables.print_status(found)
+
+
+def show(
+    run: RunArgument,
+    iteration: Annotated[int, typer.Argument(metavar="ITER", min=0, help="Number of the iteration, from 0.")],
+    sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Only sample number N.")] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most N samples.")] = 4,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on.
+
+    Examples:
+
+    - `cairn show quickstart 0` shows the first samples of the first iteration
+    - `cairn show quickstart 39 --sample 17`
+    - `cairn show quickstart 39 --limit 1000 --json | jq '.[].reward'`
+    """
+    from flows.samples import iteration_samples
+
+    try:
+        found = iteration_samples(open_ledger(store, run), iteration)
+    except LookupError as error:
+        raise BadInput(str(error)) from None
+    if sample is not None and sample >= len(found):
+        raise BadInput(f"iteration {iteration} of run {run!r} has samples 0 to {len(found) - 1}, no {sample}")
+    chosen = found[:limit] if sample is None else [found[sample]]
+    if json:
+        print_json([view.model_dump(mode="json") for view in chosen])
+    else:
+        tables.print_samples(chosen, len(found))
+
+
+def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".") -> None:
+    """Read all of a run again and hold every byte against its digest, and every commit against its inputs.
+
+    Exits with 1 if anything is missing, altered or made from something else than the ledger says.
+
+    Examples:
+
+    - `cairn verify quickstart`
+    - `cairn verify quickstart --json | jq '.findings'`
+    """
+    from storage.verification import verify as verified
+
+    ledger = open_ledger(store, run)
+    checks = list(tables.with_progress(verified(ledger.store, run), hidden=json))
+    findings = [finding for check in checks for finding in check.findings]
+    if json:
+        counts = {
+            "commits": len(checks) - 1,
+            "files": sum(c.files for c in checks),
+            "bytes": sum(c.bytes for c in checks),
+        }
+        print_json({"run": run, **counts, "findings": [finding.model_dump(mode="json") for finding in findings]})
+    else:
+        tables.print_verified(run, checks)
+    if findings:
+        raise typer.Exit(FAILED)
+
+
+def open_ledger(store_url: str, run: str) -> "Ledger":
+    """The ledger of a run that exists. Raises BadInput if there is none."""
+    from storage.ledger import Ledger
+    from storage.store import open_store
+
+    try:
+        return Ledger.open(open_store(store_url), run)
+    except (FileNotFoundError, ValueError) as error:
+        raise BadInput(str(error)) from None

@@ -1,0 +1,138 @@
+"""How the command line prints things for people."""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flows.samples import SampleView
+    from flows.views import RunStatus
+    from storage.verification import Verified
+
+_STATE_STYLES = {"running": "green", "completed": "blue", "failed": "red", "interrupted": "yellow", "damaged": "red"}
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def print_runs(found: Sequence["RunStatus"], store: str) -> None:
+    """A table, one run a line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    if not found:
+        print(f"no runs in {store}; `cairn train RECIPE` starts one")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("run", "state", "iterations", "reward", "eval", "last commit"):
+        table.add_column(name, justify="right" if name in ("iterations", "reward") else "left")
+    for status in found:
+        table.add_row(
+            status.run,
+            Text(status.state, _STATE_STYLES[status.state]),
+            f"{status.iterations}/{status.num_rollout}",
+            _number(status.reward),
+            ", ".join(f"{name} {_number(scores.last)}" for name, scores in status.eval.items()),
+            age(status.last_commit_at),
+        )
+    _console().print(table)
+
+
+def print_status(status: "RunStatus") -> None:
+    """All that is known of one run, a line each."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 3, 0, 0))
+    table.add_row("run", status.run)
+    table.add_row("state", Text(status.state, _STATE_STYLES[status.state]))
+    place = "" if status.iteration is None else f", in iteration {status.iteration} before {status.step}"
+    table.add_row("iterations", f"{status.iterations} of {status.num_rollout}{place}")
+    table.add_row("weight version", str(status.weight_version))
+    table.add_row("state digest", status.state_digest or "–")
+    table.add_row("reward", _number(status.reward))
+    for name, scores in status.eval.items():
+        table.add_row(f"eval {name}", f"{_number(scores.first)} → {_number(scores.last)}")
+    table.add_row("last commit", f"{status.last_commit or '–'}  {age(status.last_commit_at)}")
+    if status.driver is not None:
+        driver, ended = status.driver, f", {status.driver.outcome}" if status.driver.outcome else ""
+        table.add_row(
+            "driver", f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, since {age(driver.since)}{ended}"
+        )
+    _console().print(table)
+
+
+def print_summary(status: "RunStatus") -> None:
+    """What a run came to, and what to look at next."""
+    for name, scores in status.eval.items():
+        print(f"{name}: {_number(scores.first)} → {_number(scores.last)}")
+    last = status.num_rollout - 1
+    print(f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}")
+
+
+def print_samples(views: Sequence["SampleView"], total: int) -> None:
+    """Each sample with its texts."""
+    from rich.rule import Rule
+    from rich.text import Text
+
+    console = _console()
+    for view in views:
+        console.print(Rule(f"sample {view.number} of {total}", align="left", style="dim"))
+        fate = str(view.disposition or "not filtered yet") + (f" ({view.reason})" if view.reason else "")
+        facts = {
+            "reward": _number(view.reward),
+            "advantage": _number(view.advantage),
+            "label": view.label if view.label is not None else "–",
+            "finish": view.finish_reason,
+            "fate": fate,
+            "tokens": f"{view.prompt_tokens} + {view.response_tokens}",
+            "group": f"{view.group_id}, sample {view.sample_index}",
+        }
+        if view.error:
+            facts["error"] = view.error
+        console.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in facts.items()))
+        console.print(Text("prompt", "bold dim"), Text(view.prompt), sep="\n")
+        console.print(Text("response", "bold dim"), Text(view.response), sep="\n")
+    if len(views) < total:
+        console.print(Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim"))
+
+
+def print_verified(run: str, checks: Sequence["Verified"]) -> None:
+    """The findings, and how much was read."""
+    findings = [finding for check in checks for finding in check.findings]
+    for finding in findings:
+        print(f"{finding.fault}: {finding.message}")
+    size = sum(check.bytes for check in checks)
+    read = f"{len(checks) - 1} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
+    verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
+    print(f"run {run}: {read} read; {verdict}")
+
+
+def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verified"]:
+    """The same checks, while a line on a terminal's stderr says which was the last."""
+    from rich.console import Console
+
+    console = Console(stderr=True, quiet=hidden)
+    with console.status("reading") as line:
+        for number, check in enumerate(checks):
+            line.update(f"{number} commits read, last {check.name}")
+            yield check
+
+
+def age(moment: float | None) -> str:
+    """`3 min ago`."""
+    if moment is None:
+        return "–"
+    seconds = max(0.0, time.time() - moment)
+    size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= size), (1, "s"))
+    return f"{seconds / size:.0f} {unit} ago"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False)

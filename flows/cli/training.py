@@ -1,0 +1,177 @@
+"""Commands that start or prepare something: train, resume, validate, up."""
+
+import shlex
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.app import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    BadInput,
+    JsonOption,
+    RunArgument,
+    StoreOption,
+    describe,
+    exit_code,
+    print_json,
+    tell,
+)
+from flows.cli.tables import print_summary
+
+if TYPE_CHECKING:
+    from configs.schema.run import RunConfig
+    from flows.events import Event
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; configs/recipes/ holds some.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Change one option of the recipe; may be repeated."),
+]
+TakeoverOption = Annotated[
+    bool, typer.Option("--takeover", help="Take the run from a driver that still lives; that driver stops.")
+]
+
+
+def train(
+    recipe: RecipeArgument,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="NAME", help="Name of the run; by default that of the recipe's file.")
+    ] = None,
+    overrides: SetOption = None,
+    takeover: TakeoverOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Start a run, or go on with the run of that name from its last commit.
+
+    The configuration is frozen in the ledger at the first start. A run that exists with another configuration is left
+    alone: the difference is shown.
+
+    Examples:
+
+    - `cairn train configs/recipes/quickstart.yaml`
+    - `cairn train configs/recipes/quickstart.yaml --run warmer --set rollout.rollout_temperature=1.2`
+    - `cairn train my.yaml --store s3://bucket/experiments`
+    """
+    from configs.loader import load
+
+    config = load(recipe, overrides or [])
+    _drive(store, run or recipe.stem, config, takeover, is_new=True)
+
+
+def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOption = ".") -> None:
+    """Go on with a run from its last commit, with the configuration in its ledger.
+
+    Whatever ended it (an error, Ctrl-C, a killed machine), nothing committed is done again, and the weights end up the
+    same as those of a run that was never interrupted.
+
+    Examples:
+
+    - `cairn resume quickstart`
+    - `cairn resume quickstart --takeover` when a hung driver still holds it
+    """
+    from configs.schema.run import RunConfig
+    from flows.cli.reading import open_ledger
+
+    ledger = open_ledger(store, run)
+    _drive(store, run, RunConfig.model_validate(ledger.manifest.config), takeover, is_new=False)
+
+
+def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> None:
+    """Check a recipe without starting anything, and print it with every option filled in.
+
+    Options, their types and how they fit together; the model folder and its tokenizer; lengths against the context;
+    rewards and filters of your own; every row of local data files. Needs no GPU. Exits with 2 if something is wrong.
+
+    Examples:
+
+    - `cairn validate configs/recipes/quickstart.yaml`
+    - `cairn validate my.yaml --set training.lr=1e-5 --json`
+    """
+    import yaml
+
+    from configs.errors import ConfigError
+    from configs.loader import load
+    from flows.validation import data_problems, setup_problems
+
+    try:
+        config = load(recipe, overrides or [])
+        problems = setup_problems(config) or data_problems(config)
+        if problems:
+            raise ConfigError(problems)
+    except ConfigError as error:
+        if not json:
+            raise
+        print_json({"valid": False, "problems": list(error.problems)})
+        raise typer.Exit(BAD_INPUT) from None
+    resolved = config.model_dump(mode="json")
+    if json:
+        print_json({"valid": True, "config": resolved})
+    else:
+        print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
+        tell(
+            f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} prompts "
+            f"× {config.rollout.n_samples_per_prompt} samples, {config.training.num_steps_per_rollout} optimizer "
+            f"step(s) of {config.global_batch_size} samples each"
+        )
+
+
+def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
+    """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
+    from configs.errors import ConfigError
+    from flows.validation import setup_problems
+    from flows.views import RunState, run_status
+    from storage.layout import check_name
+    from storage.ledger import Ledger
+    from storage.store import open_store, probe
+
+    try:
+        check_name(run, "run")
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    ledger_store = open_store(store_url)
+    probe(ledger_store)
+    try:
+        Ledger.open(ledger_store, run, config.model_dump(mode="json") if is_new else None)
+    except FileNotFoundError:
+        pass
+    else:
+        if run_status(ledger_store, run).state is RunState.COMPLETED:
+            tell(f"run {run} has all its iterations; nothing is left to do")
+            return
+    problems = setup_problems(config)
+    if problems:
+        raise ConfigError(problems)
+
+    from flows.events import RunStarted
+    from flows.progress import Progress
+    from flows.train import start
+
+    again = f"cairn resume {run}" + ("" if store_url == "." else f" --store {shlex.quote(store_url)}")
+    started = False
+    progress = Progress(config)
+
+    def on_event(event: "Event") -> None:
+        nonlocal started
+        started = started or isinstance(event, RunStarted)
+        progress(event)
+
+    try:
+        with progress:
+            start(store_url, run, config if is_new else None, takeover, on_event)
+    except KeyboardInterrupt:
+        tell(f"interrupted; nothing committed is lost. Go on with: {again}")
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if not started:
+            raise
+        if exit_code(error) is None:
+            traceback.print_exception(error)
+        else:
+            tell(describe(error))
+        tell(f"run {run} failed; nothing committed is lost. Go on with: {again}")
+        raise typer.Exit(FAILED) from error
+    print_summary(run_status(ledger_store, run))
