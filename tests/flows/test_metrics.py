@@ -1,0 +1,102 @@
+"""Metrics are those of the commits, under slime's names, with shards merged and time taken from the commits."""
+
+from typing import Any
+
+import pytest
+
+from configs.loader import parse
+from flows.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
+from storage.commits import Commit, Step
+from tests.flows.written_runs import ENVIRONMENT, RECIPE, config_of, new_run, write_iteration
+
+CONFIG = parse(RECIPE)
+
+
+def commit(step: Step, start: float, end: float, *, shard: str | None = None, epoch: int = 1, **fields: Any) -> Commit:
+    return Commit(
+        run="toy", iteration=0, step=step, shard=shard, attempt="a", epoch=epoch, config_digest="0" * 64,
+        started_at=start, committed_at=end, environment=ENVIRONMENT, **fields,
+    )  # fmt: skip
+
+
+def test_shards_are_merged_as_each_metric_asks() -> None:
+    shards = [
+        {"samples": 3, "tokens": 30, "response_len/mean": 10, "response_len/max": 12, "response_len/min": 5},
+        {"samples": 1, "tokens": 2, "response_len/mean": 2, "response_len/max": 2, "response_len/min": 2},
+    ]
+    metrics = iteration_metrics(
+        [commit(Step.ROLLOUT, 0, 1, shard=f"00-00{i}", metrics=values) for i, values in enumerate(shards)], CONFIG
+    )
+    assert metrics["rollout/samples"] == 4
+    assert metrics["rollout/response_tokens"] == 32
+    assert metrics["rollout/response_len/mean"] == 8  # (3 · 10 + 1 · 2) / 4
+    assert metrics["rollout/response_len/max"] == 12
+    assert metrics["rollout/response_len/min"] == 2
+
+
+def test_of_several_filter_rounds_the_last_counts_whatever_the_order() -> None:
+    rounds = [commit(Step.FILTER, i, i + 1, shard=f"0{i}", metrics={"groups": 3 + i, "rounds": i + 1}) for i in (0, 1)]
+    for given in (rounds, rounds[::-1]):
+        metrics = iteration_metrics(given, CONFIG)
+        assert (metrics["rollout/groups"], metrics["rollout/rounds"]) == (4, 2)
+
+
+def test_a_reward_of_the_training_batch_is_told_from_that_of_everything_generated() -> None:
+    metrics = iteration_metrics(
+        [
+            commit(Step.REWARD, 0, 1, shard="00-000", metrics={"samples": 1, "raw_reward": 0.0}),
+            commit(Step.REWARD, 0, 1, shard="00-001", metrics={"samples": 3, "raw_reward": 1.0}),
+            commit(Step.ADVANTAGE, 1, 2, metrics={"raw_reward": 0.5}),
+        ],
+        CONFIG,
+    )
+    assert (metrics["rollout/generated_reward"], metrics["rollout/raw_reward"]) == (0.75, 0.5)
+
+
+def test_time_is_where_the_commits_say() -> None:
+    commits = [
+        commit(Step.ROLLOUT, 100, 103, shard="00-000", metrics={"samples": 1, "tokens": 60}),
+        commit(Step.ROLLOUT, 101, 104, shard="00-001", metrics={"samples": 1, "tokens": 40}),
+        commit(Step.REWARD, 103, 105, shard="00-000"),
+        commit(Step.FILTER, 106, 107, shard="00"),
+        commit(Step.TRAIN, 108, 110, metrics={"tokens": 50}),
+    ]
+    assert step_seconds(commits) == {Step.ROLLOUT: 4, Step.REWARD: 2, Step.FILTER: 1, Step.TRAIN: 2}
+    metrics = iteration_metrics(commits, CONFIG)
+    assert metrics["perf/step_time"] == 10
+    assert metrics["perf/rollout_time"] == 7
+    assert metrics["perf/actor_train_time"] == 2
+    assert metrics["perf/other_time"] == 2  # 105–106 and 107–108
+    assert metrics["perf/tokens_per_gpu_per_sec"] == pytest.approx(100 / 7 / 2)  # two engines
+    assert metrics["perf/actor_train_tok_per_s"] == 25
+
+
+def test_the_time_between_two_drivers_does_not_count() -> None:
+    commits = [commit(Step.ROLLOUT, 0, 2, shard="00-000"), commit(Step.TRAIN, 1000, 1003, epoch=2)]
+    metrics = iteration_metrics(commits, CONFIG)
+    assert (metrics["perf/step_time"], metrics["perf/other_time"]) == (5, 0)
+
+
+def test_evaluations_stand_at_the_iterations_that_their_weights_were_trained_for(tmp_path) -> None:
+    ledger = new_run(str(tmp_path), training={"num_steps_per_rollout": 2}, eval={"eval_interval": 1})
+    points = eval_metrics(write_iteration(ledger, 0), config_of(ledger))
+    assert {trained: metrics["eval/heldout"] for trained, metrics in points.items()} == {0: 0.25, 1: 0.5}
+    assert points[0]["eval/heldout-truncated_ratio"] == 0
+    assert points[0]["eval/heldout/response_len/mean"] == 3
+
+
+def test_every_metric_of_a_written_run_is_documented(tmp_path) -> None:
+    ledger = new_run(str(tmp_path), eval={"eval_interval": 1}, checkpoint={"save_interval": 1})
+    commits = write_iteration(ledger, 0)
+    names = {*iteration_metrics(commits, config_of(ledger))}
+    names |= {name for metrics in eval_metrics(commits, config_of(ledger)).values() for name in metrics}
+    assert len(names) > 30
+    assert [name for name in sorted(names) if find_metric(name) is None] == []
+
+
+def test_a_name_with_a_slash_in_it_does_not_fall_into_a_family() -> None:
+    assert find_metric("eval/heldout").name == "eval/<benchmark>"
+    assert find_metric("eval/heldout-samples").name == "eval/<benchmark>-samples"
+    assert find_metric("rollout/dynamic_filter/drop_zero_std_0").name == "rollout/dynamic_filter/drop_<reason>"
+    assert find_metric("eval/heldout/unheard_of") is None
+    assert len({metric.name for metric in METRICS}) == len(METRICS)

@@ -1,0 +1,132 @@
+"""TensorBoard shows what the ledger holds: each iteration once, whatever happened to its drivers."""
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from configs.errors import ConfigError
+from flows.events import IterationDone, RunStarted
+from flows.metrics import find_metric
+from flows.tracking import tracked
+from storage.ledger import Ledger
+from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
+
+
+def drive(ledger: Ledger, first: int, last: int) -> None:
+    """What a driver of the iterations [first, last) tells the tracker."""
+    config = config_of(ledger)
+    with tracked(ledger, config) as on_event:
+        on_event(RunStarted(ledger.run, 1, first, config.rollout.num_rollout))
+        for iteration in range(first, last):
+            on_event(IterationDone(iteration, tuple(ledger.commits(iteration))))
+
+
+def shown(folder: Path) -> dict[str, list[int]]:
+    """The steps of every metric as TensorBoard reads them, sorted."""
+    board = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    board.Reload()
+    return {tag: sorted(event.step for event in board.Tensors(tag)) for tag in board.Tags()["tensors"]}
+
+
+def points_in_files(folder: Path) -> list[tuple[str, int]]:
+    """Every point that the files hold, doubled ones too."""
+    return [
+        (value.tag, event.step)
+        for file in sorted(folder.glob("events.*"))
+        for event in EventFileLoader(str(file)).Load()
+        for value in event.summary.value
+    ]
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Path:
+    return tmp_path / "board" / "toy"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, board: Path) -> Ledger:
+    ledger = new_run(str(tmp_path), tracking={"tensorboard_dir": str(board.parent)})
+    write_run(ledger, 3)
+    return ledger
+
+
+def test_every_iteration_and_every_evaluation_is_one_point(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 0, 3)
+    steps = shown(board)
+    assert steps["rollout/raw_reward"] == steps["train/loss"] == steps["perf/step_time"] == [0, 1, 2]
+    assert steps["eval/heldout"] == [0, 2, 3]
+    assert steps["checkpoint/bytes"] == [1, 2]
+
+
+def test_values_and_times_are_those_of_the_commits(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 0, 3)
+    accumulator = EventAccumulator(str(board), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    score = accumulator.Tensors("eval/heldout")[1]
+    assert score.tensor_proto.float_val[0] == 0.75
+    assert score.wall_time == max(commit.committed_at for commit in ledger.commits(1))
+
+
+def test_a_resumed_run_doubles_nothing(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 0, 2)
+    drive(ledger, 1, 3)  # iteration 1 was committed, but its driver died before it knew
+    points = points_in_files(board)
+    assert len(points) == len(set(points))
+    assert shown(board)["train/loss"] == [0, 1, 2]
+
+
+def test_what_a_killed_driver_committed_and_did_not_write_is_written_by_the_next(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 0, 1)
+    drive(ledger, 2, 3)
+    assert shown(board)["train/loss"] == [0, 1, 2]
+    assert shown(board)["eval/heldout"] == [0, 2, 3]
+
+
+def test_a_deleted_folder_comes_back_whole(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 3, 3)
+    assert shown(board)["train/loss"] == [0, 1, 2]
+
+
+def test_a_torn_file_is_read_up_to_the_tear_and_the_rest_is_written_again(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 0, 3)
+    (file,) = board.glob("events.*")
+    file.write_bytes(file.read_bytes()[:-10])
+    drive(ledger, 3, 3)
+    points = points_in_files(board)
+    assert len(points) == len(set(points))
+    assert shown(board)["train/loss"] == [0, 1, 2]
+
+
+def test_an_evaluation_between_iterations_is_not_taken_for_one(tmp_path: Path, board: Path) -> None:
+    ledger = new_run(str(tmp_path), tracking={"tensorboard_dir": str(board.parent)}, eval={"eval_interval": 1})
+    write_iteration(ledger, 0)
+    drive(ledger, 0, 1)
+    write_iteration(ledger, 1)
+    drive(ledger, 1, 2)
+    assert shown(board)["train/loss"] == [0, 1]
+    assert shown(board)["eval/heldout"] == [0, 1, 2]
+
+
+def test_every_metric_shown_is_documented(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 0, 3)
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    for name in shown(board):
+        metric = find_metric(name)
+        assert metric is not None, name
+        assert f"`{metric.name}`" in page
+
+
+def test_null_writes_nothing(tmp_path: Path, board: Path) -> None:
+    ledger = new_run(str(tmp_path), "silent", tracking={"tensorboard_dir": None})
+    write_iteration(ledger, 0)
+    drive(ledger, 0, 1)
+    assert not board.parent.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    ledger = new_run(str(tmp_path), tracking={"tensorboard_dir": str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match=r"tracking\.tensorboard_dir cannot be written .* name another folder"):
+        drive(ledger, 0, 0)
