@@ -1,0 +1,41 @@
+"""What a rollout engine refuses before it generates anything."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engines.types import GenerateRequest, SamplingParams
+
+
+def validate_requests(requests: Sequence[GenerateRequest], context_length: int, vocab_size: int) -> None:
+    """Raises: ValueError: a request cannot be served; the sentence names it by its id."""
+    for request in requests:
+        if problem := _prompt_problem(request, context_length, vocab_size) or _params_problem(request.sampling_params):
+            raise ValueError(f"Request {request.request_id} cannot be served: {problem}.")
+        if any(not -(2**63) <= seed < 2**64 for seed in request.seeds):
+            raise ValueError(f"Request {request.request_id} cannot be served: a seed has more than 64 bits.")
+
+
+def _prompt_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
+    prompt = np.asarray(request.prompt_ids)
+    if len(prompt) == 0:
+        return "its prompt is empty; a model needs at least one token to continue"
+    if len(prompt) >= context_length:
+        return (
+            f"its prompt of {len(prompt)} tokens leaves no room in the context of {context_length} tokens; drop it, or "
+            "lower rollout_max_prompt_len"
+        )
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        outside = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
+        return f"its prompt holds token {outside}, outside the model's vocabulary of {vocab_size}"
+    return None
+
+
+def _params_problem(params: SamplingParams) -> str | None:
+    if params.max_new_tokens < 1:
+        return f"max_new_tokens is {params.max_new_tokens}; it must be at least 1"
+    if not params.temperature >= 0:
+        return f"temperature is {params.temperature}; it must be 0 (greedy) or more"
+    if not 0 < params.top_p <= 1:
+        return f"top_p is {params.top_p}; it must be above 0 and at most 1"
+    return None

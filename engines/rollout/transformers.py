@@ -1,0 +1,129 @@
+"""The rollout engine for any Hugging Face causal language model, on CPU or GPU, in this process."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from configs.schema.rollout import RolloutConfig
+from engines.errors import BadModel, EngineError
+from engines.models import eos_token_ids, load_causal_lm
+from engines.rollout import checks
+from engines.rollout.decoder import Decoder
+from engines.rollout.requests import validate_requests
+from engines.rollout.weights import WeightUpdate
+from engines.types import Completion, GenerateRequest
+from engines.weights.checksum import weights_checksum
+
+
+class TransformersEngine:
+    """A `RolloutEngine` that decodes with the library's own forward pass.
+
+    The engine owns its process: it sets PyTorch's number of threads. With one CPU thread its samples do not depend on
+    what else is in the batch (see `engines.rollout.decoder`); `check_batch_invariance` tells whether that holds here.
+
+    Args:
+        model_path: folder in Hugging Face format; no tokenizer is needed.
+        config: of it, `num_threads`, `dtype` and `max_running_requests` are read.
+        device: "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        BadModel: the folder cannot be used, or the model cannot be decoded with a key-value cache.
+    """
+
+    def __init__(self, model_path: str, config: RolloutConfig, device: str = "cpu") -> None:
+        torch.set_num_threads(config.num_threads)
+        self._model_path = model_path
+        self._model = load_causal_lm(model_path, getattr(torch, config.dtype), device).requires_grad_(False)
+        self._end_ids = eos_token_ids(self._model)
+        self._decoder = Decoder(self._model, config.max_running_requests)
+        self._weight_version: int | None = 0
+        self._update: WeightUpdate | None = None
+        self._in_use = threading.Lock()
+        self._aborted = threading.Event()
+        self._tokens = 0
+        self._seconds = 0.0
+        self._batch_invariant: bool | None = None
+        if problem := checks.find_decoding_error(self._decoder):
+            raise BadModel(f"Model type {self._model.config.model_type} in {model_path} cannot be decoded: {problem}.")
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        validate_requests(requests, self._decoder.context_length, self._decoder.vocab_size)
+        if self._weight_version is None:
+            raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
+        self._aborted.clear()
+        return self._generate(list(requests), self._weight_version)
+
+    def _generate(self, requests: list[GenerateRequest], weight_version: int) -> Iterator[list[Completion]]:
+        with self._alone("generate"):
+            if self._weight_version != weight_version:
+                raise EngineError("The weights changed since generate was called: call it again.")
+            start = time.perf_counter()
+            for completions in self._decoder.run(requests, self._end_ids, weight_version, self._aborted.is_set):
+                self._tokens += sum(len(completion.response_ids) for completion in completions)
+                self._seconds += time.perf_counter() - start
+                yield completions
+                start = time.perf_counter()
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def get_weight_version(self) -> int | None:
+        return self._weight_version
+
+    def begin_weight_update(self, version: int) -> None:
+        with self._alone("update weights"):
+            self._weight_version = None
+            self._update = WeightUpdate(self._model, version)
+
+    def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        self._updating().load(named_tensors)
+
+    def end_weight_update(self) -> None:
+        update = self._updating()
+        update.end()
+        self._weight_version, self._update = update.version, None
+
+    def weights_checksum(self) -> str:
+        return weights_checksum(self._model.named_parameters())
+
+    def check_batch_invariance(self) -> bool:
+        with self._alone("check batch invariance"):
+            self._batch_invariant = checks.is_batch_invariant(self._decoder)
+            return self._batch_invariant
+
+    def health(self) -> dict[str, Any]:
+        """Keys: model, model_type, dtype, device, num_threads, context_length, weight_version, running_requests
+        (samples being decoded now), tokens_generated, seconds (spent generating), batch_invariant (None before
+        `check_batch_invariance`)."""
+        return {
+            "model": str(self._model_path),
+            "model_type": self._model.config.model_type,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "device": str(self._decoder.device),
+            "num_threads": torch.get_num_threads(),
+            "context_length": self._decoder.context_length,
+            "weight_version": self._weight_version,
+            "running_requests": self._decoder.running,
+            "tokens_generated": self._tokens,
+            "seconds": self._seconds,
+            "batch_invariant": self._batch_invariant,
+        }
+
+    def _updating(self) -> WeightUpdate:
+        if self._update is None:
+            raise EngineError("No weight update has begun: call begin_weight_update first.")
+        return self._update
+
+    @contextmanager
+    def _alone(self, action: str) -> Iterator[None]:
+        """Keep the model to one user at a time."""
+        if not self._in_use.acquire(blocking=False):
+            raise EngineError(f"The engine is generating: abort that call or let it end before you {action}.")
+        try:
+            yield
+        finally:
+            self._in_use.release()
