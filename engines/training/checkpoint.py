@@ -1,0 +1,169 @@
+"""A training state in a store: parameters and moments as safetensors, whole tensors whatever the layout of ranks.
+
+<folder>/<kind>-00000.safetensors …   of each kind (parameters, exp_avg, exp_avg_sq): whole tensors by their
+                                      Hugging Face names, in files of at most 256 MiB (a larger tensor has its own)
+<folder>/training_state.json          format, weight version, state digest, and of every file its size, SHA-256 and
+                                      tensors; carries its own digest; written last
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from engines.training.sharding import copy_part, whole
+from storage.canonical import seal, unseal
+from storage.errors import Damaged
+from storage.store import Store
+
+FORMAT = 1
+STATE = "training_state.json"
+FILE_BYTES = 256 << 20
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+class CheckpointFile(BaseModel):
+    """One file of tensors."""
+
+    name: str
+    kind: str
+    bytes: int
+    sha256: str
+    tensors: list[str]
+
+
+class TrainingState(BaseModel):
+    """What `training_state.json` holds."""
+
+    format: int
+    weight_version: int
+    """Also the position of the learning-rate schedule."""
+    state_digest: str
+    files: list[CheckpointFile]
+
+
+def in_buckets(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Group tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor is a bucket by itself."""
+    bucket: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, tensor in named_tensors:
+        if bucket and held + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, held = {}, 0
+        bucket[name] = tensor
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def gather_files(kinds: dict[str, NamedTensors], *, keep: bool) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """The kind and the whole tensors, on the CPU, of one file after the other.
+
+    All ranks take part and go on to the end, since every tensor is gathered from all; only a rank that is to `keep`
+    them gets any, and holds no more than one file's at a time.
+    """
+
+    def gathered(named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in named_tensors:
+            full = whole(tensor.detach())
+            if keep:
+                yield name, full.cpu().contiguous()
+
+    for kind, named_tensors in kinds.items():
+        for bucket in in_buckets(gathered(named_tensors), FILE_BYTES):
+            yield kind, bucket
+
+
+def write_state(
+    store: Store,
+    folder: str,
+    files: Iterable[tuple[str, dict[str, torch.Tensor]]],
+    *,
+    weight_version: int,
+    state_digest: str,
+) -> list[str]:
+    """Write the files of a state and then its description; returns all paths. Raises what the store raises."""
+    written: list[CheckpointFile] = []
+    for kind, tensors in files:
+        data = save_safetensors(tensors)
+        number = sum(file.kind == kind for file in written)
+        file = CheckpointFile(
+            name=f"{kind}-{number:05d}.safetensors",
+            kind=kind,
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            tensors=sorted(tensors),
+        )
+        store.write(f"{folder}/{file.name}", data)
+        written.append(file)
+    state = TrainingState(format=FORMAT, weight_version=weight_version, state_digest=state_digest, files=written)
+    store.write(f"{folder}/{STATE}", seal(state.model_dump()))
+    return [f"{folder}/{name}" for name in [*(file.name for file in written), STATE]]
+
+
+def read_description(store: Store, folder: str) -> TrainingState:
+    """What a folder says it holds.
+
+    Raises:
+        Damaged: the description is missing, altered, or of another format.
+    """
+    path = f"{folder}/{STATE}"
+    try:
+        fields = unseal(store.read(path))
+        if fields.get("format") != FORMAT:
+            raise Damaged(f"checkpoint {path} is of format {fields.get('format')}; this version reads format {FORMAT}")
+        return TrainingState.model_validate(fields)
+    except FileNotFoundError as error:
+        raise Damaged(f"checkpoint {folder} is incomplete: {STATE} is missing") from error
+    except (ValueError, ValidationError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
+
+
+def read_state(store: Store, folder: str, state: TrainingState, kinds: dict[str, NamedTensors]) -> None:
+    """Fill tensors, or this rank's parts of them, from the files; each file is checked before a value of it is used.
+
+    Raises:
+        Damaged: a file is missing or altered, or tensors are missing, unknown, or of another shape: it names them.
+    """
+    targets = {kind: dict(named_tensors) for kind, named_tensors in kinds.items()}
+    for file in state.files:
+        path = f"{folder}/{file.name}"
+        for name, value in _read_file(store, path, file).items():
+            target = targets.get(file.kind, {}).pop(name, None)
+            if target is None:
+                raise Damaged(f"checkpoint file {path} holds {file.kind} of {name}, which the model does not have")
+            if target.shape != value.shape or target.dtype != value.dtype:
+                raise Damaged(
+                    f"checkpoint file {path} holds {name} as {value.dtype} {tuple(value.shape)}, where the model has "
+                    f"{target.dtype} {tuple(target.shape)}: it is a checkpoint of another model"
+                )
+            copy_part(target, value)
+    for kind, missing in targets.items():
+        if missing:
+            raise Damaged(
+                f"checkpoint {folder} lacks {kind} of {', '.join(sorted(missing)[:3])} ({len(missing)} in all)"
+            )
+
+
+def _read_file(store: Store, path: str, file: CheckpointFile) -> dict[str, torch.Tensor]:
+    try:
+        data = store.read(path)
+    except FileNotFoundError as error:
+        raise Damaged(f"checkpoint file {path} is missing") from error
+    found = hashlib.sha256(data).hexdigest()
+    if found != file.sha256:
+        raise Damaged(
+            f"checkpoint file {path} is damaged: {file.bytes} bytes with SHA-256 {file.sha256} were written, "
+            f"{len(data)} bytes with {found} were read"
+        )
+    try:
+        return load_safetensors(data)
+    except SafetensorError as error:
+        raise Damaged(f"checkpoint file {path} is not a safetensors file: {error}") from error

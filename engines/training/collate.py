@@ -1,0 +1,85 @@
+"""From samples to the tensors of a micro-batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engines.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A right-padded micro-batch of B samples and its N chosen response tokens, sample after sample."""
+
+    input_ids: torch.Tensor
+    """[B, L] int64."""
+    positions: torch.Tensor
+    """[N] int64 into the flattened [B * L]: where each chosen token is predicted, one before its own place."""
+    targets: torch.Tensor
+    """[N] int64: the chosen tokens."""
+    weights: torch.Tensor
+    """[N] float32: each token's weight in the loss of the optimizer step."""
+    advantages: torch.Tensor | None = None
+    """[N] float32, like the fields below."""
+    old_log_probs: torch.Tensor | None = None
+    rollout_log_probs: torch.Tensor | None = None
+    ref_log_probs: torch.Tensor | None = None
+
+    def weighted_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Scalar: this micro-batch's share of a mean over the optimizer step."""
+        return (self.weights * values).sum()
+
+
+def collate_trained(
+    batch: TrainBatch, samples: Sequence[int], weights: Sequence[float], device: torch.device
+) -> Tokens:
+    """The trained tokens of some samples.
+
+    Args:
+        weights: of each sample's tokens in the loss.
+    """
+    chosen = [batch.loss_mask[sample].astype(bool) for sample in samples]
+
+    def pick(field: list[np.ndarray] | None) -> torch.Tensor | None:
+        if field is None:
+            return None
+        values = [field[sample][mask] for sample, mask in zip(samples, chosen, strict=True)]
+        return torch.from_numpy(np.concatenate(values).astype(np.float32, copy=False)).to(device)
+
+    counts = [int(mask.sum()) for mask in chosen]
+    return Tokens(
+        *_collate(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
+        weights=torch.from_numpy(np.repeat(np.asarray(weights, np.float32), counts)).to(device),
+        advantages=pick(batch.advantages),
+        old_log_probs=pick(batch.old_log_probs),
+        rollout_log_probs=pick(batch.rollout_log_probs),
+        ref_log_probs=pick(batch.ref_log_probs),
+    )
+
+
+def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.device) -> Tokens:
+    """All response tokens of some samples, without weights or the fields of a loss."""
+    chosen = [np.arange(batch.response_lengths[sample]) for sample in samples]
+    input_ids, positions, targets = _collate(batch, samples, chosen, device)
+    return Tokens(input_ids, positions, targets, weights=torch.zeros(len(targets), device=device))
+
+
+def _collate(
+    batch: TrainBatch, samples: Sequence[int], chosen: list[np.ndarray], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`chosen`: of each sample, the response tokens, counted from the response's start."""
+    rows = [batch.input_ids[sample] for sample in samples]
+    input_ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    positions, targets = [], []
+    for row, (sample, ids, picked) in enumerate(zip(samples, rows, chosen, strict=True)):
+        input_ids[row, : len(ids)] = ids
+        places = len(ids) - batch.response_lengths[sample] + picked
+        positions.append(row * input_ids.shape[1] + places - 1)
+        targets.append(ids[places].astype(np.int64))
+    return (
+        torch.from_numpy(input_ids).to(device),
+        torch.from_numpy(np.concatenate(positions)).to(device),
+        torch.from_numpy(np.concatenate(targets)).to(device),
+    )

@@ -1,0 +1,44 @@
+"""Digests of a training state and of its weights: equal for equal bits on every layout of ranks.
+
+All ranks take part; each reads its own parts where they are, once, and only two numbers a tensor travel.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from engines.training.sharding import local_part
+from engines.weights.checksum import digest, fingerprint
+
+
+def state_digest(named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int, world_size: int) -> str:
+    """SHA-256 over the version and every tensor's name, shape, dtype and fingerprint of its bits."""
+    entries, fingerprints = [], []
+    for name, tensor in named_tensors:
+        local, offset = local_part(tensor)
+        entries.append((name, tensor.shape, str(tensor.dtype)))
+        fingerprints.append(fingerprint(local, offset))
+    return digest(entries, _sum_over_ranks(fingerprints, world_size), f"weight_version {weight_version}")
+
+
+def sharded_weights_checksum(
+    named_tensors: Iterable[tuple[str, torch.Tensor]], dtypes: Iterable[torch.dtype], world_size: int
+) -> str:
+    """`weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn."""
+    dtypes = [*dtypes, torch.float32]
+    entries, fingerprints = [], []
+    for name, tensor in named_tensors:
+        local, offset = local_part(tensor.detach())
+        for dtype in dtypes:
+            local = local.to(dtype)
+        entries.append((name, tensor.shape, "float32"))
+        fingerprints.append(fingerprint(local, offset))
+    return digest(entries, _sum_over_ranks(fingerprints, world_size))
+
+
+def _sum_over_ranks(fingerprints: list[torch.Tensor], world_size: int) -> torch.Tensor:
+    sums = torch.stack(fingerprints)
+    if world_size > 1:
+        dist.all_reduce(sums)
+    return sums

@@ -1,0 +1,21 @@
+"""A model folder in Hugging Face format."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+
+def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write config, generation config and `weights` (whole, on the CPU) so that `from_pretrained` loads them.
+
+    The library does the writing, which also undoes the renaming that it does on loading.
+    """
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,60 @@
+"""Log-probabilities of chosen tokens, from logits computed only where they are needed."""
+
+import torch
+from transformers import PreTrainedModel
+
+_ENTROPY_CHUNK = 1 << 22  # logits whose softmax is held at a time: 16 MiB
+
+
+def response_logits(model: PreTrainedModel, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[N, V] logits at N positions of a right-padded batch, in the model's number format.
+
+    Only these positions pass through the output layer. They are picked at its input, inside the model's own forward
+    pass, so that whatever the model does after it (scaling, soft-capping) is kept, and FSDP's hooks run. Padding on the
+    right needs no attention mask: a causal model never looks at it from the positions before.
+
+    Args:
+        input_ids: [B, L] int64.
+        positions: [N] int64 into the flattened [B * L].
+    """
+
+    def pick(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (args[0].flatten(0, 1).index_select(0, positions).unsqueeze(0),)
+
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(pick)
+    try:
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    return logits.squeeze(0)
+
+
+def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[N] log-probability of each target: its logit minus the log-sum-exp; a [N, V] softmax is never kept.
+
+    Args:
+        logits: [N, V] float32.
+        targets: [N] int64.
+    """
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def entropy(logits: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
+    """[N] entropy of the next-token distribution, in nats: log-sum-exp minus the expected logit.
+
+    Where no gradient is wanted it is computed a few rows at a time, so that as a mere metric it takes no memory to
+    speak of.
+
+    Args:
+        logits: [N, V] float32.
+    """
+    if differentiable:
+        return _entropy(logits)
+    rows = max(1, _ENTROPY_CHUNK // logits.shape[-1])
+    return torch.cat([_entropy(chunk) for chunk in logits.detach().split(rows)])
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    normalizer = logits.logsumexp(-1, keepdim=True)
+    return normalizer.squeeze(-1) - ((logits - normalizer).exp() * logits).sum(-1)

@@ -1,0 +1,78 @@
+"""The loss of a micro-batch and its metrics, under slime's names."""
+
+import torch
+
+from configs.schema.algorithm import AlgorithmConfig
+from engines.training.collate import Tokens
+from engines.training.log_probs import entropy, token_log_probs
+from engines.training.losses.kl import kl_divergence
+from engines.training.losses.policy import policy_loss
+from engines.training.losses.sft import sft_loss
+from engines.training.losses.tis import importance_weights
+
+Metrics = dict[str, torch.Tensor]
+
+
+def objective(
+    logits: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig, temperature: float
+) -> tuple[torch.Tensor, Metrics]:
+    """This micro-batch's share of the loss (a scalar to be differentiated) and of every metric (detached scalars).
+
+    Args:
+        logits: [T, V], of the positions that predict the trained tokens.
+        tokens: the T trained tokens.
+        temperature: divides the logits, as it did in the rollout.
+    """
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    log_probs = token_log_probs(logits, tokens.targets)
+    if algorithm.loss_type == "sft_loss":
+        loss = tokens.weighted_sum(sft_loss(log_probs))
+        return loss, {"loss": loss.detach()}
+    return _policy_objective(logits, log_probs, tokens, algorithm)
+
+
+def _policy_objective(
+    logits: torch.Tensor, log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
+) -> tuple[torch.Tensor, Metrics]:
+    current = log_probs.detach()
+    old = current if tokens.old_log_probs is None else tokens.old_log_probs
+    ppo_kl = old - log_probs
+    pg_loss, clipped = policy_loss(
+        ppo_kl,
+        _given(tokens.advantages),
+        eps_clip=algorithm.eps_clip,
+        eps_clip_high=algorithm.eps_clip_high,
+        eps_clip_c=algorithm.eps_clip_c,
+    )
+    per_token = {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}
+    if algorithm.use_tis:
+        weights, ratio = importance_weights(
+            old, _given(tokens.rollout_log_probs), low=algorithm.tis_clip_low, high=algorithm.tis_clip
+        )
+        pg_loss = pg_loss * weights
+        per_token |= {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "ois": torch.exp(-ppo_kl)}
+    if tokens.rollout_log_probs is not None:
+        trainer = current if algorithm.use_rollout_logprobs else old
+        per_token["train_rollout_logprob_abs_diff"] = (trainer - tokens.rollout_log_probs).abs()
+
+    loss = tokens.weighted_sum(pg_loss)
+    metrics = {"pg_loss": loss.detach()}
+    entropy_loss = tokens.weighted_sum(entropy(logits, differentiable=algorithm.entropy_coef > 0))
+    metrics["entropy_loss"] = entropy_loss.detach()
+    if algorithm.entropy_coef > 0:
+        loss = loss - algorithm.entropy_coef * entropy_loss
+    if algorithm.use_kl_loss:
+        learned = log_probs if algorithm.kl_loss_coef > 0 else current
+        kl_loss = tokens.weighted_sum(kl_divergence(learned, _given(tokens.ref_log_probs), algorithm.kl_loss_type))
+        metrics["kl_loss"] = kl_loss.detach()
+        if algorithm.kl_loss_coef > 0:
+            loss = loss + algorithm.kl_loss_coef * kl_loss
+    metrics["loss"] = loss.detach()
+    metrics |= {name: tokens.weighted_sum(values.detach()) for name, values in per_token.items()}
+    return loss, metrics
+
+
+def _given(values: torch.Tensor | None) -> torch.Tensor:
+    if values is None:
+        raise ValueError("the batch lacks a field that its loss reads")
+    return values

@@ -1,0 +1,56 @@
+"""Passes of micro-batches through a model: with gradients to train, without to score."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from configs.schema.algorithm import AlgorithmConfig
+from engines.training.batching import MicroBatch
+from engines.training.collate import collate_responses, collate_trained
+from engines.training.log_probs import response_logits, token_log_probs
+from engines.training.losses.objective import objective
+from engines.types import TrainBatch
+
+
+def accumulate_gradients(
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    micro_batches: Iterable[MicroBatch],
+    weights: dict[int, float],
+    algorithm: AlgorithmConfig,
+    temperature: float,
+) -> dict[str, torch.Tensor]:
+    """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric (float64).
+
+    Args:
+        weights: of each sample's trained tokens in the loss of the optimizer step.
+    """
+    totals: dict[str, torch.Tensor] = {}
+    for micro_batch in micro_batches:
+        token_weights = [weights[i] if micro_batch.counted else 0.0 for i in micro_batch.samples]
+        tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
+        logits = response_logits(model, tokens.input_ids, tokens.positions)
+        loss, metrics = objective(logits, tokens, algorithm, temperature)
+        loss.backward()
+        for name, value in metrics.items():
+            totals[name] = totals.get(name, 0.0) + value.double()
+    return totals
+
+
+@torch.no_grad()
+def score_responses(
+    model: PreTrainedModel, batch: TrainBatch, micro_batches: Iterable[MicroBatch], temperature: float
+) -> torch.Tensor:
+    """[sum of R_i] float32: log-probs of all response tokens, sample after sample; 0 where other ranks have them."""
+    ends = np.cumsum(batch.response_lengths)
+    log_probs = torch.zeros(int(ends[-1]), device=model.device)
+    for micro_batch in micro_batches:
+        tokens = collate_responses(batch, micro_batch.samples, model.device)
+        logits = response_logits(model, tokens.input_ids, tokens.positions).float()
+        values = token_log_probs(logits if temperature == 1 else logits / temperature, tokens.targets)
+        if micro_batch.counted:
+            places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
+            log_probs[torch.from_numpy(np.concatenate(places)).to(model.device)] = values
+    return log_probs

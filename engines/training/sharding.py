@@ -1,0 +1,96 @@
+"""One model over several ranks: FSDP2, and the tensors of its shards as parts of whole tensors."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from engines.errors import EngineError
+
+
+def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, device: torch.device) -> None:
+    """Shard a model over all ranks, in place, layer by layer; parameters keep their names and number format.
+
+    Forward and backward run in `dtype`. The gradients of the ranks are added up, not averaged, in float32: each rank's
+    loss is its share of the whole loss.
+
+    Raises:
+        ValueError: no process group of `world_size` ranks exists.
+    """
+    _join_process_group(world_size, device)
+    mesh = init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in [*_layers(model), model]:
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other way to leave the sum undivided
+        sharded.set_gradient_divide_factor(1.0)
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep only each layer's input for the backward pass. Unlike the library's own switch this needs no training mode,
+    which would turn dropout on."""
+    for layer in _layers(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor that `tensor` is this rank's shard of; all ranks take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's part of a tensor, and how many elements of the flattened whole come before it."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    local = tensor.to_local()
+    return local, _first_row(tensor) * (tensor.numel() // max(1, tensor.shape[0]))
+
+
+def copy_part(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill this rank's part of a tensor from the whole."""
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        local.copy_(source.narrow(0, _first_row(tensor), local.shape[0]))
+    else:
+        tensor.copy_(source)
+
+
+def raise_together(error: Exception | None, world_size: int, device: torch.device) -> None:
+    """Raise on every rank if any rank has an error, so that none waits in a collective for one that gave up.
+
+    Raises:
+        Exception: this rank's own error, or EngineError where only another rank failed.
+    """
+    if world_size > 1:
+        failed = torch.tensor(int(error is not None), device=device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed.item() and error is None:
+            raise EngineError("another rank of the training engine failed; its error says why")
+    if error is not None:
+        raise error
+
+
+def _first_row(tensor: DTensor) -> int:
+    """FSDP2 cuts the first dimension into equal chunks, the last ones shorter or empty."""
+    mesh = tensor.device_mesh
+    rows = tensor.shape[0]
+    return min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The blocks that the library itself never splits over devices: a model's layers."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _join_process_group(world_size: int, device: torch.device) -> None:
+    if not dist.is_initialized() and world_size == 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized() or dist.get_world_size() != world_size:
+        raise ValueError(f"training.world_size is {world_size}: create a process group of as many ranks first")

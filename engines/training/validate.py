@@ -1,0 +1,64 @@
+"""What a batch must hold before a training engine touches its weights."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.schema.algorithm import AlgorithmConfig
+from engines.types import TrainBatch
+
+
+def check_batch(batch: TrainBatch) -> None:
+    """Make sure that the fields of a batch fit each other.
+
+    Raises:
+        ValueError: names the field and the sample.
+    """
+    if len(batch) == 0:
+        raise ValueError("the batch holds no samples")
+    for name in ("response_lengths", "loss_mask"):
+        if len(getattr(batch, name)) != len(batch):
+            raise ValueError(f"{name} has {len(getattr(batch, name))} entries for {len(batch)} samples")
+    for sample, (ids, length) in enumerate(zip(batch.input_ids, batch.response_lengths, strict=True)):
+        if not 0 <= length < len(ids):
+            raise ValueError(
+                f"sample {sample} has {len(ids)} tokens, {length} of them in the response: its prompt must not be empty"
+            )
+    for name in ("loss_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"):
+        field: list[np.ndarray] | None = getattr(batch, name)
+        if field is None:
+            continue
+        for sample, (values, length) in enumerate(zip(field, batch.response_lengths, strict=True)):
+            if len(values) != length:
+                raise ValueError(f"{name} of sample {sample} has {len(values)} entries for {length} response tokens")
+
+
+def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: AlgorithmConfig) -> None:
+    """Make sure that a batch holds what its loss reads, and every optimizer step something to train on.
+
+    Raises:
+        ValueError: names the field or the step.
+    """
+    check_batch(batch)
+    for number, samples in enumerate(steps):
+        if not any(batch.loss_mask[sample].any() for sample in samples):
+            raise ValueError(
+                f"optimizer step {number + 1} of {len(steps)} has no trained token: the loss masks of its samples "
+                f"({samples.start} to {samples.stop - 1}) are all zero"
+            )
+    if algorithm.loss_type == "sft_loss":
+        return
+    needed = {
+        "advantages": ("loss_type=policy_loss", True),
+        "ref_log_probs": ("use_kl_loss", algorithm.use_kl_loss),
+        "rollout_log_probs": ("use_tis", algorithm.use_tis),
+        "old_log_probs": ("use_rollout_logprobs", algorithm.use_rollout_logprobs),
+    }
+    for name, (why, required) in needed.items():
+        if required and getattr(batch, name) is None:
+            raise ValueError(f"the batch has no {name}, which algorithm.{why} needs")
+    if batch.old_log_probs is None and len(steps) > 1:
+        raise ValueError(
+            f"the batch has no old_log_probs: the current policy can only stand in for the old one in a single "
+            f"optimizer step, and {len(steps)} are asked for; score the batch first"
+        )
