@@ -25,6 +25,7 @@ _REFUSALS = {
     errno.EPERM: "the operation is not permitted there; check the folder's owner, mode and file system",
     errno.ENOTDIR: "a part of the path is a file, not a folder; choose another store",
     errno.EISDIR: "a folder is in the way of a file; choose another store",
+    errno.EEXIST: "a file is in the way of a folder; choose another store",
     errno.ENAMETOOLONG: "the name is too long for the file system; choose shorter names",
     errno.ENOTSUP: "the file system has no hard links, which exclusive creation needs; choose another store",
 }
@@ -109,10 +110,8 @@ class LocalStore:
         return self.root / check_path(path)
 
     def check(self) -> None:
-        with _named_errors("use", self.root):
-            _make_folder(self.root)
-            if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with _named_errors("use", self.root), suppress(FileNotFoundError):  # made when something is written
+            os.scandir(self.root).close()
 
     def read(self, path: str) -> bytes:
         target = self._path(path)

@@ -23,7 +23,16 @@ from urllib.parse import urlsplit
 
 import s3fs
 from aiohttp import ClientError as BrokenConnection
-from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, SSLError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    SSLError,
+)
+from botocore.exceptions import ConnectionError as NoConnection
+from botocore.parsers import ResponseParserError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
 from storage.errors import StoreError, StoreRefused
@@ -250,7 +259,7 @@ class S3Store:
     def _call(self, path: str, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return request(*args, **kwargs)
-        except (OSError, BotoCoreError, ClientError, BrokenConnection) as error:
+        except (OSError, BotoCoreError, ClientError, BrokenConnection, ResponseParserError) as error:
             raise self._named(error, path) from None
 
     def _named(self, error: Exception, path: str) -> Exception:
@@ -270,7 +279,9 @@ class S3Store:
             return StoreRefused(f"store {self.url} refuses {path}: HTTP {status} {code}")
         if isinstance(error, SSLError):
             return StoreRefused(f"store {self.url} cannot be used: its certificate is not valid")
-        if isinstance(error, HTTPClientError | OSError | BrokenConnection):
+        if isinstance(error, NoCredentialsError | PartialCredentialsError):
+            return StoreRefused(f"store {self.url} cannot be used: there are no keys; {_KEYS}")
+        if isinstance(error, HTTPClientError | NoConnection | OSError | BrokenConnection | ResponseParserError):
             return StoreError(f"store {self.url} does not answer at {path}: {type(error).__name__}")
         return StoreRefused(f"store {self.url} cannot be used: {error}")
 

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
@@ -205,7 +205,7 @@ class WriteAhead:
 
     def _read_part(self, path: str) -> pa.Table | None:
         data = self._attempt.store.read(path)
-        if hashlib.sha256(data).hexdigest() != PurePosixPath(path).name.split(".")[1]:
+        if not path.endswith(f".{hashlib.sha256(data).hexdigest()}.arrow"):
             return None
         table = pa.ipc.open_file(data).read_all()
         metadata = table.schema.metadata or {}

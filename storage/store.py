@@ -28,8 +28,8 @@ class Store(Protocol):
     """The root: an absolute folder, or `s3://bucket/prefix`."""
 
     def check(self) -> None:
-        """Ask the store to answer at all. Raises StoreRefused, soon, where credentials, bucket, folder or endpoint are
-        wrong: other calls treat an endpoint out of reach as an outage and wait for it."""
+        """Ask the store to answer at all; writes nothing. Raises StoreRefused, soon, where credentials, bucket, folder
+        or endpoint are wrong: other calls treat an endpoint out of reach as an outage and wait for it."""
 
     def read(self, path: str) -> bytes:
         """All bytes of a file. Raises FileNotFoundError."""

@@ -4,10 +4,12 @@
 set so that `open_store(s3_url)` and child processes reach it.
 """
 
+import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -69,15 +71,16 @@ def use_server(monkeypatch: pytest.MonkeyPatch, server: S3Server) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    """A moto server."""
+@contextmanager
+def moto_server(**env: str) -> Iterator[S3Server]:
+    """A moto server that lives as long as the block, with further environment variables."""
     with subprocess.Popen(
         [sys.executable, "-c", _MOTO],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        env=os.environ | env,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -86,6 +89,13 @@ def s3_server() -> Iterator[S3Server]:
         yield S3Server(f"http://{address}", "testkey", "testsecret")
         process.stdin.close()
         process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """The session's moto server."""
+    with moto_server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,0 +1,130 @@
+"""What a store on S3 does when the network, the server or the person misbehaves."""
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from storage import s3
+from storage.errors import StoreError, StoreRefused
+from storage.s3 import S3Store
+from storage.store import open_store, probe
+from tests.faulty_s3 import Fault, FaultyProxy, faulty_proxy
+from tests.s3 import S3Server, moto_server, use_server
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
+    with faulty_proxy(s3_server.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def faulty_store(s3_server: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> S3Store:
+    use_server(monkeypatch, replace(s3_server, endpoint=proxy.endpoint))
+    return S3Store(f"s3://{s3_server.new_bucket()}/prefix")
+
+
+def test_a_store_that_ignores_the_condition_is_refused(faulty_store: S3Store, proxy: FaultyProxy) -> None:
+    probe(faulty_store)
+    proxy.dropped_header = "if-none-match"
+    with pytest.raises(StoreRefused, match="lets a second writer create a file that exists"):
+        probe(faulty_store)
+
+
+def test_a_create_whose_reply_was_lost_has_won(faulty_store: S3Store, proxy: FaultyProxy) -> None:
+    proxy.plan = lambda method, path: Fault.LOSE_REPLY if method == "PUT" and not proxy.happened else None
+    assert faulty_store.create("marker", b"mine")
+    assert proxy.happened == {Fault.LOSE_REPLY: 1}
+    assert proxy.requests["PUT"] == 2
+    assert not faulty_store.create("marker", b"other")
+
+
+def test_nothing_is_lost_or_torn_under_503s_and_cut_bodies(
+    faulty_store: S3Store, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    dice = random.Random(0)
+    faults = [Fault.UNAVAILABLE] * 10 + [Fault.TRUNCATE] * 10 + [Fault.DROP] * 5 + [None] * 75
+    proxy.plan = lambda method, path: dice.choice(faults)
+    contents = {f"folder/{number}": dice.randbytes(2000) for number in range(40)}
+    big = dice.randbytes(3 * s3._CHUNK)
+    (tmp_path / "big").write_bytes(big)
+
+    def write_and_read(path: str) -> bool:
+        assert faulty_store.create(path, contents[path])
+        return faulty_store.read(path) == contents[path]
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(write_and_read, contents))
+    faulty_store.put_file(tmp_path / "big", "big")
+    faulty_store.get_file("big", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == big
+    assert faulty_store.find("folder") == dict.fromkeys(sorted(contents), 2000)
+    assert set(proxy.happened) == {Fault.UNAVAILABLE, Fault.TRUNCATE, Fault.DROP}
+    assert faulty_store.retries >= 10
+
+
+def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> None:
+    ends = time.monotonic() + 3
+    proxy.plan = lambda method, path: Fault.DROP if time.monotonic() < ends else None
+    faulty_store.write("file", b"x")
+    assert time.monotonic() > ends
+    assert faulty_store.read("file") == b"x"
+    assert proxy.happened[Fault.DROP] > 1
+
+
+def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "PATIENCE", 1.0)
+    proxy.plan = lambda method, path: Fault.UNAVAILABLE
+    with pytest.raises(StoreError, match=r"failed at file: HTTP 503") as caught:
+        faulty_store.write("file", b"x")
+    assert not isinstance(caught.value, StoreRefused)
+    assert proxy.happened[Fault.UNAVAILABLE] <= 8
+
+
+def test_an_endpoint_out_of_reach_is_refused_at_start(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    use_server(monkeypatch, replace(s3_server, endpoint=f"http://127.0.0.1:{port}"))
+    began = time.monotonic()
+    with pytest.raises(StoreRefused, match=r"does not answer.*check AWS_ENDPOINT_URL"):
+        probe(open_store("s3://bucket/prefix"))
+    assert time.monotonic() - began < 20
+
+
+def test_a_missing_bucket_is_refused(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_server(monkeypatch, s3_server)
+    for call in (probe, lambda store: store.write("file", b"x"), lambda store: store.read("file")):
+        with pytest.raises(StoreRefused, match="there is no such bucket; create it or name another"):
+            call(open_store("s3://no-such-bucket/prefix"))
+
+
+def test_missing_keys_are_refused(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_server(monkeypatch, s3_server)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(StoreRefused, match="AWS_ACCESS_KEY_ID"):
+        probe(open_store("s3://bucket/prefix"))
+
+
+def test_wrong_keys_are_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with moto_server(INITIAL_NO_AUTH_ACTION_COUNT="0") as server:
+        use_server(monkeypatch, replace(server, access_key="AKIAEXAMPLE", secret_key="hunter2"))
+        with pytest.raises(StoreRefused, match="the access key is unknown; check AWS_ACCESS_KEY_ID") as caught:
+            probe(open_store("s3://bucket/prefix"))
+    assert "hunter2" not in str(caught.value)
+    assert "AKIAEXAMPLE" not in str(caught.value)
+
+
+def test_keys_in_the_address_are_refused_and_not_repeated() -> None:
+    with pytest.raises(StoreRefused, match="keys do not belong") as caught:
+        open_store("s3://AKIAEXAMPLE:hunter2@bucket/prefix")
+    assert "hunter2" not in str(caught.value)
+    assert "AKIAEXAMPLE" not in str(caught.value)

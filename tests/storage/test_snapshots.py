@@ -1,0 +1,224 @@
+"""Snapshot files and the write-ahead log, on every kind of store."""
+
+import hashlib
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from storage import layout
+from storage.commits import Step
+from storage.errors import Damaged, StoreError
+from storage.ledger import Ledger
+from storage.schemas import ADVANTAGE, ROLLOUT
+from storage.snapshots import Attempt, WriteAhead, read_table
+from storage.store import Store, open_store
+from storage.tables import to_parquet
+from tests.storage.builders import CONFIG, commit_step, rollout_table
+
+
+@pytest.fixture
+def ledger(store: Store) -> Ledger:
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    ledger.acquire()
+    return ledger
+
+
+def _attempt(ledger: Ledger, shard: str | None = "00-000") -> Attempt:
+    return ledger.attempt(0, Step.ROLLOUT, shard)
+
+
+def _parts(ledger: Ledger) -> list[str]:
+    return [path for path in ledger.store.find(layout.iterations(ledger.run)) if path.endswith(".arrow")]
+
+
+def _groups(table: pa.Table) -> list[int]:
+    return sorted(set(table["group_id"].to_pylist()))
+
+
+def test_an_altered_or_missing_table_is_damage_with_expected_and_found(ledger: Ledger) -> None:
+    output = _attempt(ledger).write_table("samples.parquet", rollout_table([1, 2]))
+    path = layout.in_run(ledger.run, output.path)
+    assert read_table(ledger.store, ledger.run, output, ["seed", "group_id"]).column_names == ["seed", "group_id"]
+    data = ledger.store.read(path)
+    assert output.sha256 == hashlib.sha256(data).hexdigest()
+    altered = data[:100] + bytes([data[100] ^ 1]) + data[101:]
+    for changed in (altered, data[:-1]):
+        ledger.store.write(path, changed)
+        found = hashlib.sha256(changed).hexdigest()
+        with pytest.raises(Damaged, match=f"{re.escape(path)} .*{output.sha256}, found {len(changed)} .*{found}"):
+            read_table(ledger.store, ledger.run, output, ["group_id"])
+    ledger.store.delete(path)
+    with pytest.raises(Damaged, match=f"{re.escape(path)} is committed but missing"):
+        read_table(ledger.store, ledger.run, output)
+
+
+def test_files_put_or_adopted_have_the_digest_of_their_bytes(ledger: Ledger, tmp_path: Path) -> None:
+    data = b"weights" * 1000
+    (tmp_path / "weights").write_bytes(data)
+    attempt = _attempt(ledger)
+    put = attempt.put_file("hf/model.safetensors", tmp_path / "weights")
+    ledger.store.write(f"{attempt.folder}/by-engine/rank-0", data)
+    adopted = attempt.adopt("by-engine/rank-0")
+    assert put.sha256 == adopted.sha256 == hashlib.sha256(data).hexdigest()
+    assert put.bytes == adopted.bytes == len(data)
+    assert attempt.adopt(f"{attempt.folder}/by-engine/rank-0") == adopted
+    assert ledger.store.read(layout.in_run(ledger.run, put.path)) == data
+
+
+def test_equal_tables_have_equal_bytes() -> None:
+    table = rollout_table([1, 2, 3], tokens=40)
+    in_pieces = pa.concat_tables([table.slice(0, 1), table.slice(1)]).replace_schema_metadata({"made": "elsewhere"})
+    assert to_parquet(in_pieces) == to_parquet(table)
+
+
+def test_a_snapshot_costs_at_most_seven_bytes_a_token() -> None:
+    samples, tokens = 2048, 512
+    rollouts = rollout_table(list(range(samples // 8)), samples=8, tokens=tokens)
+    # Independent tokens whose frequencies fall off like those of words (Zipf), and a text of one word a token.
+    ids = np.random.default_rng(0).zipf(1.3, (samples, tokens)).clip(0, 151_000).astype(np.int32)
+    words = np.asarray(
+        re.findall(r"\w+", "the sum is so we get an answer therefore let x be 12 or 7 find each cost total")
+    )
+    text = [" ".join(row) for row in words[ids % len(words)]]
+    for name, values in (("response_text", text), ("response_ids", list(ids))):
+        field = ROLLOUT.field(name)
+        rollouts = rollouts.set_column(ROLLOUT.get_field_index(name), field, pa.array(values, field.type))
+    constant = [[(n % 7) / 3] * tokens for n in range(samples)]
+    advantages = pa.table(
+        {
+            "group_id": rollouts["group_id"],
+            "sample_index": rollouts["sample_index"],
+            "reward": [1.0] * samples,
+            "advantages": constant,
+            "returns": constant,
+        },
+        ADVANTAGE,
+    )
+    assert len(to_parquet(rollouts)) + len(to_parquet(advantages)) <= 7 * samples * tokens
+    assert len(to_parquet(advantages)) <= 0.1 * samples * tokens
+    free = rollouts.select(["loss_mask", "weight_versions"])
+    assert len(to_parquet(free)) <= 0.01 * samples * tokens
+
+
+def test_finished_groups_survive_and_are_taken_over_by_the_next_attempts(ledger: Ledger) -> None:
+    tables = {group: rollout_table([group], seed=group) for group in range(6)}
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        assert log.recover().equals(ROLLOUT.empty_table())
+        for group in (0, 1):
+            log.append(tables[group])
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        assert _groups(log.recover()) == [0, 1]
+        log.append(pa.concat_tables([tables[3], tables[2]]))
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        recovered = log.recover().sort_by("group_id")
+    assert recovered.equals(pa.concat_tables([tables[group] for group in range(4)]).combine_chunks())
+
+
+def test_parts_of_other_inputs_or_shards_and_torn_ones_are_ignored(ledger: Ledger) -> None:
+    for shard, inputs, group in (("00-000", "other", 1), ("00-001", "inputs", 2), (None, "inputs", 3)):
+        with WriteAhead(_attempt(ledger, shard), inputs) as log:
+            log.append(rollout_table([group]))
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        log.append(rollout_table([4]))
+    with WriteAhead(torn := _attempt(ledger), "inputs") as log:
+        log.append(rollout_table([5]))
+    (path,) = ledger.store.find(torn.folder)
+    ledger.store.write(path, ledger.store.read(path)[:-40])
+    ledger.store.write(f"{torn.folder}/write_ahead/junk", b"junk")
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        assert _groups(log.recover()) == [4]
+
+
+def test_a_group_written_twice_counts_once(ledger: Ledger) -> None:
+    for groups in ([1, 2], [2, 3]):
+        with WriteAhead(_attempt(ledger), "inputs") as log:
+            log.append(rollout_table(groups))
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        recovered = log.recover()
+    assert sorted(recovered["group_id"].to_pylist()) == [1, 1, 2, 2, 3, 3]
+
+
+def test_the_commit_removes_the_parts_that_it_made_useless(ledger: Ledger) -> None:
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        log.append(rollout_table([1]))
+    attempt = _attempt(ledger)
+    with WriteAhead(attempt, "inputs") as log:
+        rows = [log.recover(), rollout_table([2])]
+        log.append(rows[1])
+    assert len(_parts(ledger)) == 2
+    commit_step(ledger, 0, Step.ROLLOUT, "00-000", table=pa.concat_tables(rows), attempt=attempt)
+    deadline = time.monotonic() + 20
+    while _parts(ledger):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(ledger.store.find(layout.iterations(ledger.run))) == 2
+
+
+def test_groups_that_finish_during_a_write_go_out_together(ledger: Ledger) -> None:
+    count = 300
+    began = time.perf_counter()
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        for group in range(count):
+            log.append(rollout_table([group]))
+        appended = time.perf_counter() - began
+    assert len(_parts(ledger)) < count / 2
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        assert _groups(log.recover()) == list(range(count))
+    assert appended < 3
+
+
+def test_an_error_of_the_background_writer_is_raised(tmp_path: Path) -> None:
+    ledger = Ledger.create(open_store(str(tmp_path)), "run-1", CONFIG)
+    ledger.acquire()
+    attempt = _attempt(ledger)
+    folder = tmp_path / attempt.folder
+    folder.parent.mkdir(parents=True)
+    folder.write_bytes(b"a file in the way")
+    log = WriteAhead(attempt, "inputs")
+    log.append(rollout_table([1]))
+    with pytest.raises(StoreError, match="a file is in the way"):
+        log.close()
+    with pytest.raises(StoreError, match="a file is in the way"):
+        log.append(rollout_table([2]))
+
+
+_GENERATE = """
+import sys, time
+sys.path.insert(0, {root!r})
+from storage.commits import Step
+from storage.ledger import Ledger
+from storage.snapshots import WriteAhead
+from storage.store import open_store
+from tests.storage.builders import rollout_table
+ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
+ledger.acquire()
+log = WriteAhead(ledger.attempt(0, Step.ROLLOUT, "00-000"), "inputs")
+for group in range(1000):
+    log.append(rollout_table([group], seed=group))
+    print(group, flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_a_killed_generation_loses_at_most_the_group_in_flight(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    code = _GENERATE.format(root=str(Path(__file__).parents[2]))
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(20):
+            last = int(process.stdout.readline())
+        process.kill()
+    ledger.acquire()
+    with WriteAhead(_attempt(ledger), "inputs") as log:
+        recovered = log.recover()
+    groups = _groups(recovered)
+    assert groups == list(range(len(groups)))
+    assert len(groups) >= last - 5
+    assert recovered.filter(pa.compute.field("group_id") == 7).equals(rollout_table([7], seed=7))
