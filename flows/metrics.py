@@ -1,39 +1,16 @@
 """The metrics of an iteration: a view of its commits. `docs/metrics.md` is generated from `METRICS`.
 
-A step writes its metrics into its commit under short names; here they get the names under which they are shown:
-slime's where it has the metric, `train/` for those of the training engine. Shards are merged into one value. Everything
-under `perf/` is computed here, from when steps began and were committed.
+A step writes its metrics into its commit. They are shown under the step's prefix (`train/`, `eval/`, `checkpoint/`,
+otherwise `rollout/`), slime's names where slime has the metric. Everything under `perf/` is computed here, from when
+steps began and were committed.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from configs.schema.run import RunConfig
 from storage.commits import Commit, Step
-
-Merge = Callable[[Sequence[float], Sequence[float]], float]
-"""From the values of the shards, in the order of their commits, and their numbers of samples, to one value."""
-
-
-def _last(values: Sequence[float], samples: Sequence[float]) -> float:
-    return values[-1]
-
-
-def _sum(values: Sequence[float], samples: Sequence[float]) -> float:
-    return sum(values)
-
-
-def _max(values: Sequence[float], samples: Sequence[float]) -> float:
-    return max(values)
-
-
-def _min(values: Sequence[float], samples: Sequence[float]) -> float:
-    return min(values)
-
-
-def _mean(values: Sequence[float], samples: Sequence[float]) -> float:
-    return sum(value * n for value, n in zip(values, samples, strict=True)) / sum(samples)
 
 
 @dataclass(frozen=True)
@@ -45,7 +22,8 @@ class Metric:
     source: str
     """The step whose commit holds it, or `timings`."""
     meaning: str
-    merge: Merge = _last
+    is_count: bool = False
+    """Shards add up; of other metrics the last commit's value stands."""
 
     def matches(self, name: str) -> bool:
         """Whether `name` is this metric or one of this family."""
@@ -55,29 +33,28 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     Metric("rollout/raw_reward", "reward", "advantage", "Mean reward of the samples trained on, as graded."),
-    Metric("rollout/advantages", "reward", "advantage", "Mean advantage of their response tokens."),
+    Metric("rollout/response_len/mean", "tokens", "advantage", "Their mean response."),
+    Metric("rollout/response_len/median", "tokens", "advantage", "Their median response."),
+    Metric("rollout/response_len/max", "tokens", "advantage", "Their longest response."),
+    Metric("rollout/response_len/min", "tokens", "advantage", "Their shortest response."),
+    Metric("rollout/truncated_ratio", "fraction", "advantage", "Of them cut at the longest response allowed."),
     Metric(
         "rollout/zero_std/count_<reward>", "groups", "advantage", "Trained groups whose samples all got this reward."
     ),
-    Metric("rollout/samples", "samples", "rollout", "Generated, in all rounds.", _sum),
-    Metric("rollout/response_tokens", "tokens", "rollout", "Generated, in all rounds.", _sum),
-    Metric("rollout/response_len/mean", "tokens", "rollout", "Mean response of the generated samples.", _mean),
-    Metric("rollout/response_len/median", "tokens", "rollout", "Median; of several shards, the mean of theirs.", _mean),
-    Metric("rollout/response_len/max", "tokens", "rollout", "Longest response.", _max),
-    Metric("rollout/response_len/min", "tokens", "rollout", "Shortest response.", _min),
-    Metric("rollout/truncated_ratio", "fraction", "rollout", "Generated samples cut at the longest response.", _mean),
-    Metric("rollout/passed_over_prompts", "prompts", "rollout", "Longer than `rollout_max_prompt_len`.", _sum),
-    Metric("rollout/graded_samples", "samples", "reward", "Handed to the grader.", _sum),
-    Metric("rollout/failed_samples", "samples", "reward", "Without a reward: the grader failed or timed out.", _sum),
-    Metric("rollout/generated_reward", "reward", "reward", "Mean reward of all generated samples, kept or not.", _mean),
+    Metric("rollout/advantages", "reward", "advantage", "Mean advantage of their response tokens."),
+    Metric("rollout/returns", "reward", "advantage", "Mean return of their response tokens."),
+    Metric("rollout/rollout_log_probs", "nats", "advantage", "Mean log-prob of their tokens by the rollout engine."),
+    Metric("rollout/log_probs", "nats", "score", "The same by the trainer, under the policy before the update."),
+    Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
+    Metric("rollout/samples", "samples", "rollout", "Generated, in all rounds.", is_count=True),
+    Metric("rollout/prompt_tokens", "tokens", "rollout", "Of the generated samples.", is_count=True),
+    Metric("rollout/response_tokens", "tokens", "rollout", "Generated, in all rounds.", is_count=True),
+    Metric("rollout/passed_over_prompts", "prompts", "rollout", "Longer than allowed.", is_count=True),
+    Metric("rollout/failed_samples", "samples", "reward", "Grader failed or timed out: no reward.", is_count=True),
     Metric("rollout/rounds", "rounds", "filter", "Rounds of rollout until the batch was full."),
     Metric("rollout/groups", "groups", "filter", "Judged, those from the buffer included."),
-    Metric("rollout/buffered_groups", "groups", "filter", "Kept for the next iteration."),
+    Metric("rollout/buffered", "groups", "filter", "Kept for the next iteration."),
     Metric("rollout/dynamic_filter/drop_<reason>", "groups", "filter", "Dropped, by reason."),
-    Metric(
-        "rollout/log_probs", "nats", "score", "Mean log-prob of a response token under the policy before the update."
-    ),
-    Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
     Metric("train/loss", "", "train", "What the optimizer minimises."),
     Metric("train/pg_loss", "", "train", "Policy loss after clipping."),
     Metric("train/entropy_loss", "nats", "train", "Mean entropy of the policy at a response token."),
@@ -92,18 +69,18 @@ METRICS: tuple[Metric, ...] = (
         "train",
         "Mean |trainer's − rollout engine's| log-prob of a token.",
     ),
-    Metric("train/ois", "ratio", "train", "Mean importance weight of the current over the rollout policy."),
-    Metric("train/tis", "ratio", "train", "Mean importance weight before truncation."),
+    Metric("train/ois", "ratio", "train", "Mean probability ratio of the current over the old policy."),
+    Metric("train/tis", "ratio", "train", "Mean ratio of the old over the rollout policy, before truncation."),
     Metric("train/tis_clipfrac", "fraction", "train", "Tokens whose importance weight was truncated."),
-    Metric("train/tis_abs", "ratio", "train", "Mean |importance weight − 1|."),
     Metric("train/grad_norm", "", "train", "Global gradient norm before clipping."),
+    Metric("train/lr", "", "train", "Learning rate, mean over the optimizer steps."),
     Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
     Metric("checkpoint/bytes", "bytes", "checkpoint", "Size of the restore point."),
     Metric("eval/<benchmark>", "reward", "eval", "Mean reward over the benchmark's samples."),
-    Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response."),
-    Metric("eval/<benchmark>-samples", "samples", "eval", "Generated."),
-    Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Without a reward."),
+    Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response allowed."),
+    Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Grader failed or timed out: no reward."),
     Metric("eval/<benchmark>/response_len/mean", "tokens", "eval", "Mean response."),
+    Metric("eval/<benchmark>/response_len/max", "tokens", "eval", "Longest response."),
     Metric("perf/step_time", "s", "timings", "The iteration, from the start of its first step to its last commit."),
     Metric("perf/rollout_time", "s", "timings", "From the first rollout's start to the last filter's commit."),
     Metric("perf/log_probs_time", "s", "timings", "`score`."),
@@ -125,19 +102,7 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
-_SHOWN_AS = {
-    (Step.ROLLOUT, "tokens"): "rollout/response_tokens",
-    (Step.REWARD, "raw_reward"): "rollout/generated_reward",
-    (Step.REWARD, "samples"): "rollout/graded_samples",
-    (Step.FILTER, "buffered"): "rollout/buffered_groups",
-}
-_PREFIX = {Step.TRAIN: "train/", Step.CHECKPOINT: "checkpoint/"}
-_BENCHMARK_SUFFIX = {
-    "score": "",
-    "samples": "-samples",
-    "failed_samples": "-failed_samples",
-    "truncated_ratio": "-truncated_ratio",
-}
+_PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/", Step.CHECKPOINT: "checkpoint/"}
 _TIMES = {
     "perf/log_probs_time": Step.SCORE,
     "perf/actor_train_time": Step.TRAIN,
@@ -156,28 +121,20 @@ def find_metric(name: str) -> Metric | None:
 
 def shown_metrics(commit: Commit) -> dict[str, float]:
     """The metrics of one commit under the names of `METRICS`."""
-    return {_shown_name(commit, key): value for key, value in commit.metrics.items()}
-
-
-def _shown_name(commit: Commit, key: str) -> str:
-    if commit.step is Step.EVAL:
-        return f"eval/{commit.values['benchmark']}" + _BENCHMARK_SUFFIX.get(key, f"/{key}")
-    return _SHOWN_AS.get((commit.step, key), _PREFIX.get(commit.step, "rollout/") + key)
+    prefix = _PREFIX.get(commit.step, "rollout/")
+    return {prefix + name.removeprefix(prefix): value for name, value in commit.metrics.items()}
 
 
 def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
     """All metrics of one iteration but its evaluations, from its commits, in no particular order."""
     commits = sorted(commits, key=lambda commit: (commit.committed_at, commit.name))
-    found: dict[str, list[tuple[float, float]]] = {}
+    metrics: dict[str, float] = {}
     for commit in commits:
         if commit.step is not Step.EVAL:
             for name, value in shown_metrics(commit).items():
-                found.setdefault(name, []).append((value, commit.metrics.get("samples", 1.0)))
-    metrics = {}
-    for name, shards in found.items():
-        metric = find_metric(name)
-        merge = metric.merge if metric is not None else _last
-        metrics[name] = merge([value for value, _ in shards], [samples for _, samples in shards])
+                metric = find_metric(name)
+                adds_up = metric is not None and metric.is_count
+                metrics[name] = metrics.get(name, 0.0) + value if adds_up else value
     return metrics | _performance(commits, metrics, config)
 
 

@@ -164,9 +164,9 @@ def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, f
     for iteration, version in evaluations(config):
         for benchmark in config.eval.benchmarks if iteration <= last else ():
             commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
-            if commit is not None and "score" in commit.metrics:
+            if commit is not None and benchmark.name in commit.metrics:
                 trained = version // config.training.num_steps_per_rollout
-                scores[benchmark.name][trained] = commit.metrics["score"]
+                scores[benchmark.name][trained] = commit.metrics[benchmark.name]
     return scores
 
 
@@ -178,7 +178,7 @@ def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -
         for iteration, version in places:
             commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
             if commit is not None:
-                return commit.metrics.get("score")
+                return commit.metrics.get(benchmark.name)
         return None
 
     return {

@@ -68,19 +68,18 @@ def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
     from configs.errors import ConfigError
     from engines.errors import BadModel, EngineError
+    from engines.training.errors import NotFinite
     from storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers, StaleCommits, StoreError, StoreRefused
     from tasks.data import BadData
     from tasks.filter import BatchNotFilled
     from tasks.plugins import BadPlugin
     from tasks.recovery import ReplayDiverged
 
-    if isinstance(
-        error, BadInput | ConfigError | BadModel | BadData | BadPlugin | StoreRefused | RunDiffers | LeaseHeld
-    ):
+    bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, StoreRefused, RunDiffers, LeaseHeld)
+    failure = (StoreError, Damaged, StaleCommits, LeaseLost, EngineError, NotFinite, BatchNotFilled, ReplayDiverged)
+    if isinstance(error, bad_input):
         return BAD_INPUT
-    if isinstance(
-        error, StoreError | Damaged | StaleCommits | LeaseLost | EngineError | BatchNotFilled | ReplayDiverged
-    ):
+    if isinstance(error, failure):
         return FAILED
     return None
 

@@ -89,10 +89,12 @@ def write_iteration(ledger: Ledger, iteration: int, until: Step | None = None) -
     def evaluate(inputs: list[Commit], version: int) -> None:
         for benchmark in config.eval.benchmarks:
             score = 0.25 * (1 + version // config.training.num_steps_per_rollout)
-            metrics = {"score": score, "samples": 1, "failed_samples": 0, "truncated_ratio": 0, "response_len/mean": 3}
+            name = benchmark.name
+            metrics = {name: score, f"{name}-failed_samples": 0, f"{name}-truncated_ratio": 0}
+            metrics |= {f"eval/{name}/response_len/{statistic}": 3 for statistic in ("mean", "max")}
             write(
-                Step.EVAL, eval_shard(benchmark, version), inputs, eval_table(benchmark.name, version),
-                values={"benchmark": benchmark.name}, metrics=metrics,
+                Step.EVAL, eval_shard(benchmark, version), inputs, eval_table(name, version),
+                values={"benchmark": name}, metrics=metrics,
                 weight_version_in=version, weight_version_out=version,
             )  # fmt: skip
 
@@ -115,7 +117,7 @@ def write_iteration(ledger: Ledger, iteration: int, until: Step | None = None) -
     rewards = [
         write(
             Step.REWARD, shard, [rollout], reward_table(iteration, groups),
-            metrics={"samples": 2 * len(groups), "failed_samples": 0, "raw_reward": 0.5 if shard == "00-000" else 1.0},
+            metrics={"failed_samples": 0},
         )
         for (shard, groups), rollout in zip(SHARDS.items(), rollouts, strict=True)
     ]  # fmt: skip
@@ -130,7 +132,10 @@ def write_iteration(ledger: Ledger, iteration: int, until: Step | None = None) -
         return written
     advantages = write(
         Step.ADVANTAGE, None, [selection, *rollouts, *rewards], advantage_table(iteration),
-        metrics={"raw_reward": 0.5, "advantages": 0.0},
+        metrics={
+            "raw_reward": 0.5, "advantages": 0.0, "returns": 0.0, "rollout_log_probs": -0.5, "truncated_ratio": 0.0,
+            "response_len/mean": 2.5, "response_len/median": 2.5, "response_len/max": 3, "response_len/min": 2,
+        },
     )  # fmt: skip
     if stop(Step.TRAIN):
         return written
@@ -155,18 +160,10 @@ def write_iteration(ledger: Ledger, iteration: int, until: Step | None = None) -
 
 
 def rollout_metrics(groups: tuple[int, ...]) -> dict[str, float]:
-    """As the rollout step reports them: group g's responses have g + 2 tokens."""
-    lengths = [group + 2 for group in groups for _ in range(2)]
-    return {
-        "samples": len(lengths),
-        "tokens": sum(lengths),
-        "response_len/mean": sum(lengths) / len(lengths),
-        "response_len/median": sum(lengths) / len(lengths),
-        "response_len/max": max(lengths),
-        "response_len/min": min(lengths),
-        "truncated_ratio": 0.0 if 0 in groups else 1.0,
-        "passed_over_prompts": 0,
-    }
+    """As the rollout step reports them: prompts have 3 tokens, group g's responses g + 2."""
+    tokens = sum(2 * (group + 2) for group in groups)
+    samples = 2 * len(groups)
+    return {"samples": samples, "prompt_tokens": 3 * samples, "response_tokens": tokens, "passed_over_prompts": 0}
 
 
 def rollout_table(iteration: int, groups: tuple[int, ...], version: int) -> pa.Table:
