@@ -110,7 +110,7 @@ def buffered_groups(run: RunContext, previous: Commit | None) -> list[Group]:
     if previous is None or not previous.values["buffered"]:
         return []
     return [
-        Group(row["group_id"], row["iteration"], row["shard"], row["mean"], row["std"], None, kept=True)
+        Group(row["group_id"], row["iteration"], row["shard"], row["mean_reward"], row["std_reward"], None, kept=True)
         for row in run.read(previous).to_pylist()
         if row["disposition"] == Disposition.BUFFER
     ]
@@ -167,8 +167,8 @@ def _table(groups: Sequence[Group]) -> pa.Table:
             "kept": [g.disposition != Disposition.DROP for g in groups],
             "disposition": [str(g.disposition) for g in groups],
             "reason": [g.reason for g in groups],
-            "mean": [g.mean_reward for g in groups],
-            "std": [g.std_reward for g in groups],
+            "mean_reward": [g.mean_reward for g in groups],
+            "std_reward": [g.std_reward for g in groups],
         },
         FILTER,
     )

@@ -1,0 +1,42 @@
+# Everything runs in .venv, which is made from the pinned constraints on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart tiny test test-ceph lint bench clean
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch first and alone: its CPU build satisfies the pin, so nothing pulls CUDA packages on a machine without a GPU.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Cairn needs Python 3.11 or 3.12, found {sys.version.split()[0]}; try make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $(STAMP)
+
+setup: $(STAMP) ## Make .venv with everything in it
+
+tiny: setup ## Build the tiny model and its data set (cached)
+	$(BIN)/python -m examples.quickstart.build
+
+quickstart: tiny ## Train the tiny model with the whole pipeline and show what came out
+	$(BIN)/python -m examples.quickstart.run
+
+test: setup ## Lint, check types, run all tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+test-ceph: setup ## Run the storage tests against a real Ceph RGW from Debian packages
+	$(BIN)/python -m pytest -m ceph tests/ceph
+
+bench: setup ## Run the benchmarks of bench/README.md
+	$(BIN)/python -m bench
+
+clean: ## Remove what was built; runs stay
+	rm -rf build $(VENV)

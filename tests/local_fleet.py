@@ -1,0 +1,82 @@
+"""The real engines in this process, behind the surface that tasks know of a fleet: Ray is not what these tests are about."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from configs.schema.run import RunConfig
+from engines.rollout.transformers import TransformersEngine
+from engines.training.torch import TorchEngine
+from engines.types import Completion, GenerateRequest
+from storage.store import open_store
+
+
+class LocalRollout:
+    def __init__(self, config: RunConfig, index: int) -> None:
+        self.name = f"rollout:{index}"
+        self.engine = TransformersEngine(config.model.path, config.rollout)
+        self.batch_invariant = self.engine.check_batch_invariance()
+        self.generated_groups = 0
+
+    def ensure_alive(self) -> None:
+        pass
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        self.generated_groups += len(requests)
+        return self.engine.generate(requests)
+
+
+class LocalTraining:
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.updates = 0
+        self.restart()
+
+    def restart(self) -> None:
+        config = self._config
+        self.engine = TorchEngine(
+            config.model,
+            config.training,
+            config.algorithm,
+            temperature=config.rollout.rollout_temperature,
+            total_steps=config.rollout.num_rollout * config.training.num_steps_per_rollout,
+        )
+
+    def ensure_alive(self) -> None:
+        pass
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.updates += 1
+        return self.engine.train(*args, **kwargs)
+
+    def save(self, store_url: str, folder: str) -> list[str]:
+        return self.engine.save(open_store(store_url), folder)
+
+    def load(self, store_url: str, folder: str) -> None:
+        self.engine.load(open_store(store_url), folder)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class LocalFleet:
+    """`engines.fleet.Fleet` without actors: its processes cannot die, so nothing here restarts them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.rollout = [LocalRollout(config, index) for index in range(config.rollout.num_engines)]
+        self.training = LocalTraining(config)
+
+    def ensure_rollout_alive(self) -> None:
+        pass
+
+    def rollout_versions(self) -> list[int | None]:
+        return [handle.engine.get_weight_version() for handle in self.rollout]
+
+    def sync_weights(self) -> list[int]:
+        version = self.training.engine.position().weight_version
+        for handle in self.rollout:
+            if handle.engine.get_weight_version() != version:
+                handle.engine.begin_weight_update(version)
+                for bucket in self.training.engine.export_weights(1 << 20):
+                    handle.engine.update_weights(bucket)
+                handle.engine.end_weight_update()
+        return [version] * len(self.rollout)

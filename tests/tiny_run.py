@@ -1,0 +1,141 @@
+"""A tiny run of the real thing: a random model, a few prompts, a custom reward that a random policy can earn."""
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema.run import RunConfig
+from examples.quickstart.model import build_model, build_tokenizer
+from flows.session import environment, input_digests, load_tokenizer, open_graders
+from storage.commits import Commit
+from storage.ledger import Ledger
+from storage.store import open_store
+from tasks.context import RunContext
+from tasks.data import PromptData
+from tasks.events import Message, StepCommitted, StepStarted
+from tasks.step import DurableStep
+from tests.local_fleet import LocalFleet
+
+PROMPTS = [f"Sort the digits {a} {b} {(a * b) % 10} in increasing order." for a in range(6) for b in range(4)]
+
+GRADER = '''
+"""Rewards low digits: a random policy earns different rewards within a group."""
+
+
+def grade(response, label, metadata):
+    return sum(ord(char) % 3 for char in response) / (3 * len(response) + 1)
+'''
+
+
+def write_assets(folder: Path) -> Path:
+    """Model, data and grader of the tiny run."""
+    tokenizer = build_tokenizer(PROMPTS)
+    tokenizer.save_pretrained(folder / "model")
+    build_model(tokenizer, seed=0).save_pretrained(folder / "model")
+    rows = [json.dumps({"prompt": prompt, "label": str(index)}) + "\n" for index, prompt in enumerate(PROMPTS)]
+    (folder / "train.jsonl").write_text("".join(rows))
+    (folder / "heldout.jsonl").write_text("".join(rows[:4]))
+    (folder / "grader.py").write_text(GRADER)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_assets(tmp_path_factory.mktemp("tiny"))
+
+
+def tiny_config(assets: Path, **sections: dict[str, Any]) -> RunConfig:
+    """Three iterations of 4 prompts × 4 samples on one engine; sections override."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"path": str(assets / "model")},
+        "data": {"path": str(assets / "train.jsonl")},
+        "rollout": {
+            "num_rollout": 3,
+            "rollout_batch_size": 4,
+            "n_samples_per_prompt": 4,
+            "rollout_max_response_len": 12,
+        },
+        "reward": {"custom_rm_path": f"{assets / 'grader.py'}:grade"},
+        "algorithm": {"use_rollout_logprobs": True},
+        "training": {"lr": 1e-3, "num_threads": 1},
+        "tracking": {"tensorboard_dir": None},
+    }
+    return RunConfig.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
+
+
+class DirectSteps:
+    """Calls steps one after the other, without Prefect."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        return step(self._run, index, shard, *map(_result, args), **kwargs)
+
+    def submit(
+        self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any
+    ) -> "Future[Commit]":
+        future: Future[Commit] = Future()
+        future.set_result(self.call(step, index, shard, *args, **kwargs))
+        return future
+
+
+def _result(argument: Any) -> Any:
+    return argument.result() if isinstance(argument, Future) else argument
+
+
+class Events(list[StepStarted | StepCommitted | Message]):
+    """What a driver told."""
+
+    def executed(self) -> list[str]:
+        """Names of the steps that did work."""
+        return [event.commit.name for event in self if isinstance(event, StepCommitted) and not event.adopted]
+
+    def adopted(self) -> list[str]:
+        """Names of the steps that were there."""
+        return [event.commit.name for event in self if isinstance(event, StepCommitted) and event.adopted]
+
+
+@contextmanager
+def tiny_context(
+    store_url: str, config: RunConfig, name: str = "tiny", fleet: LocalFleet | None = None
+) -> Iterator[tuple[RunContext, Events]]:
+    """A live run with the engines in this process."""
+    tokenizer = load_tokenizer(config.model.path)
+    data = PromptData.open(config.data, config.data.path, tokenizer)
+    benchmarks = {b.name: PromptData.open(b, b.path, tokenizer) for b in config.eval.benchmarks}
+    digests = input_digests(config, data, benchmarks)
+    ledger = Ledger.create(open_store(store_url), name, config.model_dump(mode="json"), inputs=digests)
+    started: Future[Any] = Future()
+    started.set_result(fleet or LocalFleet(config))
+    events = Events()
+    with ExitStack() as stack:
+        lease = ledger.acquire(takeover=True)
+        stack.callback(lease.release, "stopped")
+        yield (
+            RunContext(
+                config,
+                ledger,
+                fleet=started,
+                tokenizer=tokenizer,
+                data=data,
+                max_prompt_len=200,
+                benchmarks=benchmarks,
+                graders=open_graders(config, stack),
+                environment=environment(config),
+                emit=events.append,
+            ),
+            events,
+        )
+
+
+def train_digests(run: RunContext, iterations: Sequence[int]) -> list[str | None]:
+    """State digests of the train steps."""
+    from storage.commits import Step
+
+    return [run.committed(index, Step.TRAIN).state_digest for index in iterations]
