@@ -32,7 +32,6 @@ class Progress:
         self._config = config
         self._console = console or Console()
         self._lock = threading.RLock()
-        self._live = Live(get_renderable=self._foot, console=self._console, refresh_per_second=4, transient=True)
         self._run = ""
         self._done = self._first = 0
         self._began = time.monotonic()
@@ -40,6 +39,7 @@ class Progress:
         self._rewards: list[float] = []
         self._seconds: dict[str, float] = {}
         """Of this driver's iterations, by what they went into."""
+        self._live = Live(get_renderable=self._foot, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Progress":
         if self._console.is_terminal:
@@ -57,8 +57,8 @@ class Progress:
                 case RunStarted():
                     self._run, self._done, self._first = event.run, event.iteration, event.iteration
                     self._began = time.monotonic()
-                    where = f"going on at iteration {event.iteration}" if event.iteration else "starting"
-                    self._print(f"run {event.run}: {where} of {event.iterations}")
+                    verb = "going on" if event.iteration else "starting"
+                    self._print(f"run {event.run}: {verb} at iteration {event.iteration} of {event.iterations}")
                 case StepStarted():
                     self._working[event.step, event.shard] = time.monotonic()
                 case StepCommitted():

@@ -50,13 +50,15 @@ def data_problems(config: RunConfig) -> list[str]:
 def load_tokenizer(path: str) -> Any:
     """The Hugging Face tokenizer of a model folder. Raises BadModel."""
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
     except Exception as error:
-        raise BadModel(
-            f"model folder {path} has no tokenizer that can be loaded ({str(error).partition(chr(10))[0]}); put the "
-            "model's tokenizer files there"
-        ) from error
+        why = str(error).partition("\n")[0].rstrip(": ")
+        raise BadModel(f"{path} has no tokenizer that can be loaded ({why}): put the model's own there") from error
+    # Without files the library makes up a tokenizer without words.
+    if not tokenizer("0")["input_ids"]:
+        raise BadModel(f"{path} has no tokenizer: put the model's own there, beside its weights")
+    return tokenizer
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:

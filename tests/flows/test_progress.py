@@ -1,0 +1,64 @@
+"""The terminal shows a line an iteration, and what is going on now."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from flows.progress import Progress, sparkline
+from storage.commits import Step
+from storage.ledger import Ledger
+from tests.flows.written_runs import config_of, new_run, write_iteration
+
+
+def events(ledger: Ledger, iterations: int) -> list[Event]:
+    told: list[Event] = [RunStarted("toy", 1, 0, 3)]
+    for iteration in range(iterations):
+        commits = write_iteration(ledger, iteration)
+        for commit in commits:
+            told += [StepStarted(iteration, commit.step, commit.shard), StepCommitted(commit)]
+        told.append(IterationDone(iteration, tuple(commits)))
+    return told
+
+
+def printed(ledger: Ledger, told: list[Event], terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with Progress(config_of(ledger), console) as progress:
+        for event in told:
+            progress(event)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_every_iteration_is_one_plain_line(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path))
+    told = [*events(ledger, 2), Message("an engine restarted [x]", "warning"), RunDone("toy", 2, "abc")]
+    lines = printed(ledger, told).splitlines()
+    assert lines[0] == "run toy: starting at iteration 0 of 3"
+    assert lines[1].startswith("[1/3] iteration 0  reward 0.500  ")
+    assert "tokens/s" in lines[1]
+    assert "rollout 0." in lines[1]
+    assert "other 0." in lines[1]
+    assert lines[2].strip() == "heldout 0.250 after 0 iterations"
+    assert lines[3].startswith("[2/3] iteration 1  reward 0.500  ")
+    assert lines[4].strip() == "heldout 0.750 after 2 iterations"
+    assert lines[5:] == ["an engine restarted [x]", "run toy: done; weight version 2, state abc"]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
+    assert "run toy: going on at iteration 2 of 3" in printed(new_run(str(tmp_path)), [RunStarted("toy", 2, 2, 3)])
+
+
+def test_a_terminal_shows_the_step_at_work_the_share_of_time_and_what_is_left(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path))
+    text = printed(ledger, [*events(ledger, 1), StepStarted(1, Step.ROLLOUT, "00-001")], terminal=True)
+    assert "rollout 00-001 0 s" in text
+    assert "1/3" in text
+    assert "s left" in text
+    assert " %" in text
+
+
+def test_a_sparkline_spans_the_values() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"

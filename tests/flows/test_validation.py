@@ -1,0 +1,123 @@
+"""What cannot work is said before anything starts, one sentence a problem."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.loader import parse
+from configs.schema.run import RunConfig
+from examples.quickstart.model import build_model, build_tokenizer
+from flows.validation import data_problems, setup_problems
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer(["1 2 3"])
+    tokenizer.save_pretrained(folder)
+    build_model(tokenizer, seed=0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "1 2 3", "label": "1"}\n')
+    return path
+
+
+def config(model_folder: Path, data_file: Path, **sections: dict[str, Any]) -> RunConfig:
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model_folder)},
+        "data": {"path": str(data_file)},
+        "rollout": {"num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16},
+    }
+    return parse({name: values.get(name, {}) | sections.get(name, {}) for name in {*values, *sections}})
+
+
+def context_of(model: Path) -> int:
+    return json.loads((model / "config.json").read_text())["max_position_embeddings"]
+
+
+def test_a_usable_configuration_has_no_problems(model: Path, data: Path) -> None:
+    usable = config(model, data)
+    assert setup_problems(usable) == []
+    assert data_problems(usable) == []
+
+
+def test_a_missing_model_folder_is_named_by_its_option(tmp_path: Path, data: Path) -> None:
+    first, second = setup_problems(config(tmp_path / "none", data))
+    assert first.startswith(f"model.path: Model folder {tmp_path / 'none'} does not exist")
+    assert second.startswith(f"model.path: {tmp_path / 'none'} has no tokenizer that can be loaded")
+
+
+def test_a_missing_reference_model_is_named_by_its_option(model: Path, tmp_path: Path, data: Path) -> None:
+    (problem,) = setup_problems(
+        config(model, data, model={"ref_path": str(tmp_path / "none")}, algorithm={"use_kl_loss": True})
+    )
+    assert problem.startswith(f"model.ref_path: Model folder {tmp_path / 'none'} does not exist")
+
+
+def test_a_model_folder_without_tokenizer_is_an_error(model: Path, tmp_path: Path, data: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*", "special*"))
+    assert setup_problems(config(bare, data)) == [
+        f"model.path: {bare} has no tokenizer: put the model's own there, beside its weights"
+    ]
+    (bare / "tokenizer.json").write_text("{")
+    (problem,) = setup_problems(config(bare, data))
+    assert problem.startswith(f"model.path: {bare} has no tokenizer that can be loaded (")
+
+
+def test_lengths_are_held_against_the_context(model: Path, data: Path) -> None:
+    context = context_of(model)
+    holds = f"the context of the model in {model} holds {context} tokens"
+    rollout = {"rollout_max_prompt_len": context - 15}
+    assert setup_problems(config(model, data, rollout=rollout)) == [
+        f"rollout.rollout_max_prompt_len + rollout.rollout_max_response_len = {context - 15} + 16 = {context + 1}, "
+        f"but {holds}; lower one of them"
+    ]
+    assert setup_problems(config(model, data, rollout={"rollout_max_prompt_len": context - 16})) == []
+    assert setup_problems(config(model, data, rollout={"rollout_max_response_len": context})) == [
+        f"rollout.rollout_max_response_len is {context}, which leaves no room for a prompt: {holds}"
+    ]
+    benchmark = {"name": "b", "path": str(data), "max_response_len": context + 1}
+    assert setup_problems(config(model, data, eval={"benchmarks": [benchmark]})) == [
+        f"eval.benchmarks.0.max_response_len is {context + 1}, which leaves no room for a prompt: {holds}"
+    ]
+
+
+def test_user_code_that_cannot_be_had_is_named(model: Path, data: Path) -> None:
+    benchmark = {"name": "b", "path": str(data), "max_response_len": 4, "rm_type": "maths"}
+    problems = setup_problems(
+        config(
+            model,
+            data,
+            reward={"custom_rm_path": "no_such_module.grade"},
+            rollout={"dynamic_sampling_filter": "check_reward"},
+            eval={"benchmarks": [benchmark]},
+        )
+    )
+    assert len(problems) == 3
+    assert problems[0].startswith("reward: 'no_such_module.grade' cannot be loaded: no module named 'no_such_module'")
+    assert problems[1].startswith("eval.benchmarks.0: there is no grader 'maths'")
+    assert problems[2].startswith("rollout.dynamic_sampling_filter: there is no filter 'check_reward'")
+
+
+def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:
+    data.write_text('{"prompt": "1", "label": "1"}\n{"prompt": "1"\n')
+    (problem,) = data_problems(config(model, data))
+    assert problem.startswith(f"data: {data}, line 2 is not JSON")
+
+
+def test_every_data_file_is_looked_at(model: Path, data: Path, tmp_path: Path) -> None:
+    benchmark = {"name": "b", "path": str(tmp_path / "none.jsonl"), "max_response_len": 4}
+    problems = data_problems(config(model, data, data={"label_key": "answer"}, eval={"benchmarks": [benchmark]}))
+    assert [problem.split(":")[0] for problem in problems] == ["data", "eval.benchmarks.0"]
+
+
+def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> None:
+    assert data_problems(config(model, data, data={"path": "s3://no-such-bucket/train.jsonl"})) == []
