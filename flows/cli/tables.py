@@ -40,26 +40,26 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
 
 def print_status(status: "RunStatus") -> None:
     """All that is known of one run, a line each."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_row("run", status.run)
-    table.add_row("state", Text(status.state, _STATE_STYLES[status.state]))
     place = "" if status.iteration is None else f", in iteration {status.iteration} before {status.step}"
-    table.add_row("iterations", f"{status.iterations} of {status.num_rollout}{place}")
-    table.add_row("weight version", str(status.weight_version))
-    table.add_row("state digest", status.state_digest or "–")
-    table.add_row("reward", _number(status.reward))
+    facts: dict[str, str | Text] = {
+        "run": status.run,
+        "state": Text(status.state, _STATE_STYLES[status.state]),
+        "iterations": f"{status.iterations} of {status.num_rollout}{place}",
+        "weight version": str(status.weight_version),
+        "state digest": status.state_digest or "–",
+        "reward": _number(status.reward),
+    }
     for name, scores in status.eval.items():
-        table.add_row(f"eval {name}", f"{_number(scores.first)} → {_number(scores.last)}")
-    table.add_row("last commit", f"{status.last_commit or '–'}  {age(status.last_commit_at)}")
+        facts[f"eval {name}"] = f"{_number(scores.first)} → {_number(scores.last)}"
+    facts["last commit"] = f"{status.last_commit or '–'}, {age(status.last_commit_at)}"
     if status.driver is not None:
         driver, ended = status.driver, f", {status.driver.outcome}" if status.driver.outcome else ""
-        table.add_row(
-            "driver", f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, since {age(driver.since)}{ended}"
-        )
-    _console().print(table)
+        facts["driver"] = f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, began {age(driver.since)}{ended}"
+    console, width = _console(), max(map(len, facts))
+    for name, fact in facts.items():
+        console.print(Text.assemble(name.ljust(width + 3), fact), soft_wrap=True)
 
 
 def print_summary(status: "RunStatus") -> None:
@@ -90,9 +90,10 @@ def print_samples(views: Sequence["SampleView"], total: int) -> None:
         }
         if view.error:
             facts["error"] = view.error
-        console.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), value) for name, value in facts.items()))
-        console.print(Text("prompt", "bold dim"), Text(view.prompt), sep="\n")
-        console.print(Text("response", "bold dim"), Text(view.response), sep="\n")
+        console.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), _safe(fact)) for name, fact in facts.items()))
+        for name, text in (("prompt", view.prompt), ("response", view.response)):
+            console.print(Text(name, "bold dim"))
+            console.print(Text(_safe(text)), soft_wrap=True)
     if len(views) < total:
         console.print(Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim"))
 
@@ -132,7 +133,16 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
+def _safe(text: str) -> str:
+    """Text of a model or a data set, its control characters spelled out: they would steer the terminal."""
+    return "".join(
+        char if char in "\n\t" or ord(char) >= 160 or char.isprintable() else ascii(char)[1:-1] for char in text
+    )
+
+
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(highlight=False)
+    console = Console(highlight=False)
+    # Nothing is folded at a width that a file or a pipe does not have.
+    return console if console.is_terminal else Console(highlight=False, width=200)

@@ -1,0 +1,185 @@
+"""`cairn runs | status | show | verify`: what they print, for people and for machines, and how they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli import app
+from storage.leases import Outcome
+from tests.flows.written_runs import new_run, write_iteration, write_run
+
+CAIRN = Path(sys.executable).with_name("cairn")
+
+
+def cairn(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """A store with the finished run `toy` and the stopped run `other`."""
+    toy = new_run(str(tmp_path))
+    write_run(toy, 3)
+    toy.lease.release(Outcome.COMPLETED)
+    other = new_run(str(tmp_path), "other")
+    write_iteration(other, 0)
+    other.lease.release(Outcome.STOPPED)
+    return str(tmp_path)
+
+
+def test_status_prints_for_machines_what_they_need(store: str) -> None:
+    result = cairn("status", "toy", "--json", "--store", store)
+    assert result.exit_code == 0
+    status = json.loads(result.stdout)
+    assert status["run"] == "toy"
+    assert status["state"] == "completed"
+    assert status["iterations"] == 3
+    assert status["weight_version"] == 3
+    assert status["state_digest"] == f"{3:064x}"
+    assert status["reward"] == 0.5
+    assert status["last_commit"] == "000002/eval.heldout-v000003"
+    assert status["eval"] == {"heldout": {"first": 0.25, "last": 1.0}}
+    assert status["driver"]["pid"] == os.getpid()
+
+
+def test_status_prints_for_people_the_same(store: str) -> None:
+    text = cairn("status", "other", "--store", store).stdout
+    assert "interrupted" in text
+    assert "1 of 3, in iteration 1 before rollout" in text
+    assert f"{1:064x}" in text
+    assert "0.250 → 0.250" in text
+    assert f"pid {os.getpid()}" in text
+    assert "stopped" in text
+
+
+def test_runs_lists_every_run_of_the_store(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = json.loads(cairn("runs", "--json", "--store", store).stdout)
+    assert [(run["run"], run["state"], run["iterations"]) for run in listed] == [
+        ("other", "interrupted", 1),
+        ("toy", "completed", 3),
+    ]
+    monkeypatch.setenv("CAIRN_STORE", store)
+    lines = cairn("runs").stdout.splitlines()
+    assert lines[1].split()[:4] == ["other", "interrupted", "1/3", "0.500"]
+    assert lines[2].split()[:4] == ["toy", "completed", "3/3", "0.500"]
+
+
+def test_an_empty_store_has_no_runs(tmp_path: Path) -> None:
+    assert cairn("runs", "--json", "--store", str(tmp_path)).stdout.strip() == "[]"
+    assert cairn("runs", "--store", str(tmp_path)).stdout.startswith(f"no runs in {tmp_path}; `cairn train RECIPE`")
+
+
+def test_show_prints_samples_with_their_reward_and_advantage(store: str) -> None:
+    text = cairn("show", "toy", "1", "--limit", "2", "--store", store).stdout
+    assert "sample 0 of 6" in text
+    assert "sample 1 of 6" in text
+    assert "sample 2 of 6" not in text
+    assert "[3] 2 + 2 =" in text
+    assert "5 \\x1b[31m[bold]" in text, "neither control characters nor markup of a model reach the terminal"
+    assert "advantage -1.000" in text
+    assert "reward 0.000" in text
+    assert "label 4" in text
+    assert "tokens 3 + 2" in text
+    assert "2 of 6 samples" in text
+
+
+def test_show_picks_one_sample_and_says_why_it_was_dropped(store: str) -> None:
+    (view,) = json.loads(cairn("show", "toy", "0", "--sample", "5", "--json", "--store", store).stdout)
+    assert (view["number"], view["disposition"], view["reason"]) == (5, "drop", "zero_std_1")
+    assert "drop (zero_std_1)" in cairn("show", "toy", "0", "--sample", "5", "--store", store).stdout
+
+
+def test_verify_finds_nothing_in_a_sound_run(store: str) -> None:
+    result = cairn("verify", "toy", "--store", store)
+    assert result.exit_code == 0
+    assert "every byte is what was committed" in result.stdout
+    report = json.loads(cairn("verify", "toy", "--json", "--store", store).stdout)
+    # Per iteration 2 rollouts, 2 rewards, filter, advantage, train, sync; 2 checkpoints and 3 evaluations in all.
+    assert report["commits"] == 3 * 8 + 2 + 3
+    assert report["findings"] == []
+
+
+def test_verify_names_what_was_altered_and_fails(store: str) -> None:
+    file = next((Path(store) / "runs/toy/iterations/000001/reward").rglob("*.parquet"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    result = cairn("verify", "toy", "--store", store)
+    assert result.exit_code == 1
+    assert f"altered: runs/toy/iterations/000001/reward/{file.parent.name}/rows.parquet is altered" in result.stdout
+    assert "1 findings" in result.stdout
+    machine = cairn("verify", "toy", "--json", "--store", store)
+    assert machine.exit_code == 1
+    assert [finding["fault"] for finding in json.loads(machine.stdout)["findings"]] == ["altered"]
+
+
+@pytest.mark.parametrize("command", [["status", "none"], ["show", "none", "0"], ["verify", "none"], ["resume", "none"]])
+def test_a_run_that_does_not_exist_is_one_sentence(tmp_path: Path, command: list[str]) -> None:
+    result = cairn(*command, "--store", str(tmp_path))
+    assert result.exit_code == 2
+    assert result.stderr == f"there is no run 'none' in {tmp_path}; `cairn runs` lists them\n"
+    assert result.stdout == ""
+
+
+def test_a_name_that_cannot_be_a_run_is_one_sentence(tmp_path: Path) -> None:
+    result = cairn("status", "../x", "--store", str(tmp_path))
+    assert result.exit_code == 2
+    assert "run '../x' is not a usable name" in result.stderr
+
+
+def test_samples_that_do_not_exist_are_one_sentence(store: str) -> None:
+    result = cairn("show", "toy", "9", "--store", store)
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "run 'toy' has no samples of iteration 9; its last iteration is 2\n",
+    )
+    result = cairn("show", "toy", "0", "--sample", "6", "--store", store)
+    assert (result.exit_code, result.stderr) == (2, "iteration 0 of run 'toy' has samples 0 to 5, no 6\n")
+
+
+def test_damage_is_named_and_fails(store: str) -> None:
+    file = next((Path(store) / "runs/toy/iterations/000001/reward").rglob("*.parquet"))
+    file.unlink()
+    result = cairn("show", "toy", "1", "--store", store)
+    assert result.exit_code == 1
+    assert "is committed but missing" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_store_of_an_unknown_kind_is_one_sentence() -> None:
+    result = cairn("runs", "--store", "ftp://host/x")
+    assert result.exit_code == 2
+    assert result.stderr == "store ftp://… is of an unknown kind; give a folder or s3://bucket/prefix\n"
+
+
+def test_the_executable_reads_a_store_on_s3(s3_url: str) -> None:
+    ledger = new_run(s3_url)
+    write_iteration(ledger, 0)
+    printed = subprocess.run(
+        [CAIRN, "status", "toy", "--json"], env=os.environ | {"CAIRN_STORE": s3_url}, capture_output=True, timeout=60
+    )
+    assert printed.returncode == 0, printed.stderr
+    assert json.loads(printed.stdout)["state"] == "running"
+
+
+@pytest.mark.parametrize("command", ["train", "resume", "validate", "runs", "status", "show", "verify"])
+def test_every_command_teaches_with_an_example(command: str) -> None:
+    text = cairn(command, "--help").stdout
+    assert "Examples:" in text
+    assert f"cairn {command}" in text
+
+
+def test_help_and_the_import_of_the_command_line_are_quick() -> None:
+    heavy = "torch", "ray", "prefect", "transformers", "pyarrow", "numpy", "pydantic"
+    code = f"import sys, flows.cli; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([CAIRN, "--help"], capture_output=True, check=True, timeout=60)
+        best = min(best, time.perf_counter() - began)
+    assert best < 0.5
