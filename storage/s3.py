@@ -47,8 +47,10 @@ _REQUEST_ATTEMPTS = 4
 _CONNECT_TIMEOUT, _READ_TIMEOUT = 5, 30
 _CONNECTIONS = 32
 _CHUNK = 16 * 2**20
-"""Bytes of one ranged read of a big file."""
-_READS_AHEAD = 4
+"""Bytes of one part of a big file, in both directions."""
+_PARTS_AT_A_TIME = 4
+_MOST_PARTS = 5_000
+"""Of an upload; S3 allows 10,000."""
 _LARGEST_MARKER = 5 * 2**20
 """A created file must fit into one PUT: stores ignore the condition on multipart uploads."""
 
@@ -164,7 +166,8 @@ class S3Store:
         return size, digest.hexdigest()
 
     def put_file(self, local: Path, path: str) -> None:
-        self._retrying(lambda: self._call(path, self._s3.put_file, str(local), self._full(path)))
+        parts = {"chunksize": max(_CHUNK, local.stat().st_size // _MOST_PARTS), "max_concurrency": _PARTS_AT_A_TIME}
+        self._retrying(lambda: self._call(path, self._s3.put_file, str(local), self._full(path), **parts))
 
     def get_file(self, path: str, local: Path) -> None:
         descriptor, temporary = tempfile.mkstemp(dir=local.parent, prefix=".", suffix=".tmp")
@@ -230,9 +233,9 @@ class S3Store:
             part = {"start": start, "end": min(start + _CHUNK, size)}
             return self._retrying(lambda: self._call(path, self._s3.cat_file, self._full(path), **part))
 
-        with ThreadPoolExecutor(_READS_AHEAD) as readers:
+        with ThreadPoolExecutor(_PARTS_AT_A_TIME) as readers:
             starts = iter(range(0, size, _CHUNK))
-            while window := list(itertools.islice(starts, _READS_AHEAD)):
+            while window := list(itertools.islice(starts, _PARTS_AT_A_TIME)):
                 yield from readers.map(read, window)
 
     def _pages(self, prefix: str, **options: Any) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,3 @@
+"""`tests.storage.test_verification` on Ceph."""
+
+from tests.storage.test_verification import *  # noqa: F403
