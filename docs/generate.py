@@ -53,7 +53,8 @@ The step of a point is its iteration, counted from 0. Evaluations (`eval/`) stan
 weights were trained for: 0 is the initial weights.
 
 *Source* names the step whose commit holds the number; counts of several shards add up. *Timings* are computed from when
-the iteration's steps began and were committed; time in which no driver was alive does not count.
+the iteration's steps began and were committed, without the time in which no driver was alive, and *outputs* from the
+sizes of their files.
 """
     rows = [[f"`{metric.name}`", metric.unit or "–", metric.source, metric.meaning] for metric in METRICS]
     return f"{intro}\n{_table(['metric', 'unit', 'source', 'meaning'], rows)}"

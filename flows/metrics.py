@@ -1,8 +1,8 @@
 """The metrics of an iteration: a view of its commits. `docs/metrics.md` is generated from `METRICS`.
 
-A step writes its metrics into its commit. They are shown under the step's prefix (`train/`, `eval/`, `checkpoint/`,
-otherwise `rollout/`), slime's names where slime has the metric. Everything under `perf/` is computed here, from when
-steps began and were committed.
+A step writes its metrics into its commit. They are shown under the step's prefix (`train/`, `eval/`, otherwise
+`rollout/`), slime's names where slime has the metric. Everything under `perf/` is computed here, from when steps began
+and were committed and from the sizes of their files.
 """
 
 import re
@@ -20,7 +20,7 @@ class Metric:
     name: str
     unit: str
     source: str
-    """The step whose commit holds it, or `timings`."""
+    """The step whose commit holds it, or `timings` or `outputs` of all commits."""
     meaning: str
     is_count: bool = False
     """Shards add up; of other metrics the last commit's value stands."""
@@ -75,7 +75,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/grad_norm", "", "train", "Global gradient norm before clipping."),
     Metric("train/lr", "", "train", "Learning rate, mean over the optimizer steps."),
     Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
-    Metric("checkpoint/bytes", "bytes", "checkpoint", "Size of the restore point."),
     Metric("eval/<benchmark>", "reward", "eval", "Mean reward over the benchmark's samples."),
     Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response allowed."),
     Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Grader failed or timed out: no reward."),
@@ -102,7 +101,7 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
-_PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/", Step.CHECKPOINT: "checkpoint/"}
+_PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/"}
 _TIMES = {
     "perf/log_probs_time": Step.SCORE,
     "perf/actor_train_time": Step.TRAIN,
@@ -160,6 +159,10 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
     whole = _span(commits)
     performance["perf/step_time"] = whole
     performance["perf/other_time"] = max(0.0, whole - _busy(commits))
+    saved = _bytes(commit for commit in commits if commit.step is Step.CHECKPOINT)
+    performance["perf/snapshot_bytes"] = _bytes(commits) - saved
+    if Step.CHECKPOINT in seconds:
+        performance["perf/checkpoint_bytes"] = saved
     rollout_time = _span([commit for commit in commits if commit.step in _ROLLOUT])
     performance["perf/rollout_time"] = rollout_time
     gpus = config.rollout.num_engines * (config.rollout.num_gpus_per_engine or 1)
@@ -168,6 +171,10 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
     if seconds.get(Step.TRAIN) and "train/tokens" in metrics:
         performance["perf/actor_train_tok_per_s"] = metrics["train/tokens"] / seconds[Step.TRAIN]
     return performance
+
+
+def _bytes(commits: Iterable[Commit]) -> int:
+    return sum(output.bytes for commit in commits for output in commit.outputs)
 
 
 def _span(commits: Sequence[Commit]) -> float:

@@ -1,13 +1,16 @@
 """Metrics are those of the commits, under slime's names, with shards merged and time taken from the commits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.loader import parse
+from flows.iteration import iteration
 from flows.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
-from storage.commits import Commit, Step
+from storage.commits import Commit, OutputFile, Step
 from tests.flows.written_runs import ENVIRONMENT, RECIPE, config_of, new_run, write_iteration
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 CONFIG = parse(RECIPE)
 
@@ -39,12 +42,11 @@ def test_metrics_are_shown_under_the_prefix_of_their_step() -> None:
         [
             commit(Step.ADVANTAGE, 1, 2, metrics={"response_len/mean": 2.5}),
             commit(Step.TRAIN, 2, 3, metrics={"pg_loss": 0.1}),
-            commit(Step.CHECKPOINT, 3, 4, metrics={"bytes": 7}),
         ],
         CONFIG,
     )
     shown = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
-    assert shown == {"rollout/response_len/mean": 2.5, "train/pg_loss": 0.1, "checkpoint/bytes": 7}
+    assert shown == {"rollout/response_len/mean": 2.5, "train/pg_loss": 0.1}
 
 
 def test_time_is_where_the_commits_say() -> None:
@@ -65,13 +67,25 @@ def test_time_is_where_the_commits_say() -> None:
     assert metrics["perf/actor_train_tok_per_s"] == 25
 
 
+def test_bytes_are_those_of_the_committed_files() -> None:
+    def file(size: int) -> OutputFile:
+        return OutputFile(path="a/b", bytes=size, sha256="0" * 64)
+
+    commits = [
+        commit(Step.ROLLOUT, 0, 1, shard="00-000", outputs=(file(3), file(4))),
+        commit(Step.CHECKPOINT, 1, 2, outputs=(file(100),)),
+    ]
+    metrics = iteration_metrics(commits, CONFIG)
+    assert (metrics["perf/snapshot_bytes"], metrics["perf/checkpoint_bytes"]) == (7, 100)
+
+
 def test_the_time_between_two_drivers_does_not_count() -> None:
     commits = [commit(Step.ROLLOUT, 0, 2, shard="00-000"), commit(Step.TRAIN, 1000, 1003, epoch=2)]
     metrics = iteration_metrics(commits, CONFIG)
     assert (metrics["perf/step_time"], metrics["perf/other_time"]) == (5, 0)
 
 
-def test_evaluations_stand_at_the_iterations_that_their_weights_were_trained_for(tmp_path) -> None:
+def test_evaluations_stand_at_the_iterations_that_their_weights_were_trained_for(tmp_path: Path) -> None:
     ledger = new_run(str(tmp_path), training={"num_steps_per_rollout": 2}, eval={"eval_interval": 1})
     points = eval_metrics(write_iteration(ledger, 0), config_of(ledger))
     assert {trained: metrics["eval/heldout"] for trained, metrics in points.items()} == {0: 0.25, 1: 0.5}
@@ -79,7 +93,7 @@ def test_evaluations_stand_at_the_iterations_that_their_weights_were_trained_for
     assert points[0]["eval/heldout/response_len/mean"] == 3
 
 
-def test_every_metric_of_a_written_run_is_documented(tmp_path) -> None:
+def test_every_metric_of_a_written_run_is_documented(tmp_path: Path) -> None:
     ledger = new_run(str(tmp_path), eval={"eval_interval": 1}, checkpoint={"save_interval": 1})
     commits = write_iteration(ledger, 0)
     names = {*iteration_metrics(commits, config_of(ledger))}
@@ -94,3 +108,24 @@ def test_a_name_with_a_slash_in_it_does_not_fall_into_a_family() -> None:
     assert find_metric("rollout/dynamic_filter/drop_zero_std_0").name == "rollout/dynamic_filter/drop_<reason>"
     assert find_metric("eval/heldout/unheard_of") is None
     assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_path: Path) -> None:
+    benchmark = {"name": "heldout", "path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 4}
+    config = tiny_config(
+        tiny_assets,
+        rollout={"dynamic_sampling_filter": "check_reward_nonzero_std_with_fallback", "num_rollout": 1},
+        algorithm={"use_rollout_logprobs": False, "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        training={"num_steps_per_rollout": 2},
+        eval={"eval_interval": 1, "benchmarks": [benchmark]},
+    )
+    with tiny_context(str(tmp_path), config) as (run, _):
+        commits = iteration(run, DirectSteps(run), 0)
+    shown = iteration_metrics(commits, config)
+    points = eval_metrics(commits, config)
+    assert sorted(points) == [0, 1]
+    names = [*shown, *points[0]]
+    assert [name for name in names if find_metric(name) is None] == []
+    written = {metric.name for name in names if (metric := find_metric(name)) is not None}
+    families = {"rollout/zero_std/count_<reward>", "rollout/dynamic_filter/drop_<reason>"}
+    assert {metric.name for metric in METRICS} - written - families == set()

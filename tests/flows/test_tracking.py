@@ -57,7 +57,7 @@ def test_every_iteration_and_every_evaluation_is_one_point(ledger: Ledger, board
     steps = shown(board)
     assert steps["rollout/raw_reward"] == steps["train/loss"] == steps["perf/step_time"] == [0, 1, 2]
     assert steps["eval/heldout"] == [0, 2, 3]
-    assert steps["checkpoint/bytes"] == [1, 2]
+    assert steps["perf/checkpoint_bytes"] == [1, 2]
 
 
 def test_values_and_times_are_those_of_the_commits(ledger: Ledger, board: Path) -> None:

@@ -148,7 +148,7 @@ def write_iteration(ledger: Ledger, iteration: int, until: Step | None = None) -
     if stop(Step.CHECKPOINT):
         return written
     if checkpoint_due(config, iteration):
-        write(Step.CHECKPOINT, None, [trained, selection], metrics={"bytes": 1000}, state_digest=trained.state_digest)
+        write(Step.CHECKPOINT, None, [trained, selection], state_digest=trained.state_digest)
     if stop(Step.SYNC):
         return written
     write(Step.SYNC, None, [trained], values={"versions": [after, after]})
