@@ -87,6 +87,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/save_model_time", "s", "timings", "`checkpoint`."),
     Metric("perf/update_weights_time", "s", "timings", "`sync`."),
     Metric("perf/eval_time", "s", "timings", "`eval`."),
+    Metric("perf/snapshot_bytes", "bytes", "outputs", "Committed files of the iteration but its checkpoint's."),
+    Metric("perf/checkpoint_bytes", "bytes", "outputs", "Files of its restore point."),
     Metric(
         "perf/other_time", "s", "timings", "`perf/step_time` in which no step was at work: what orchestration costs."
     ),
