@@ -1,0 +1,221 @@
+"""The classes whose instances are the fleet's actors: one engine each, made and called in the actor's process.
+
+They import an engine only where they make it, so that the driver can name these classes without loading PyTorch.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import ray
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.rollout import RolloutConfig
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from engines.errors import EngineError, WrongVersion
+from engines.types import Completion, GenerateRequest, Position, TrainBatch, TrainResult
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from engines.rollout.base import RolloutEngine
+    from engines.training.base import TrainingEngine
+    from engines.weights.buckets import Bucket
+
+
+def device_of(num_gpus: float) -> str:
+    """Where an engine with so many GPUs computes; Ray shows an actor only those that are its own."""
+    return "cuda" if num_gpus > 0 else "cpu"
+
+
+class RolloutActor:
+    """A rollout engine in a process of its own."""
+
+    def __init__(self, num_threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        self._engine: RolloutEngine | None = None
+        self._batch_invariant = False
+
+    def start(self, model_path: str, config: RolloutConfig) -> None:
+        """Make the engine. Raises BadModel."""
+        from engines.rollout.transformers import TransformersEngine
+
+        engine = TransformersEngine(model_path, config, device_of(config.num_gpus_per_engine))
+        self._batch_invariant = engine.check_batch_invariance()
+        self._engine = engine
+
+    def health(self) -> dict[str, Any]:
+        """What the engine says of itself, and its process. Answers at once, also while the engine works."""
+        return {**self._started.health(), **_process()}
+
+    def batch_invariant(self) -> bool:
+        """Whether samples do not depend on what else is in their batch, as tried when the engine started."""
+        return self._batch_invariant
+
+    def abort(self) -> None:
+        """End the `generate` that is running, and its stream."""
+        self._started.abort()
+
+    def get_weight_version(self) -> int | None:
+        return self._started.get_weight_version()
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        yield from self._started.generate(requests)
+
+    def begin_weight_update(self, version: int) -> None:
+        self._started.begin_weight_update(version)
+
+    def update_weights(self, bucket: "Bucket") -> None:
+        from engines.weights.buckets import unpack
+
+        self._started.update_weights(unpack(bucket))
+
+    def end_weight_update(self) -> None:
+        self._started.end_weight_update()
+
+    def weights_checksum(self) -> str:
+        return self._started.weights_checksum()
+
+    @property
+    def _started(self) -> "RolloutEngine":
+        if self._engine is None:
+            raise EngineError("the rollout engine has not been started")
+        return self._engine
+
+
+class TrainingActor:
+    """One rank of the training engine in a process of its own."""
+
+    def __init__(self, num_threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        self._engine: TrainingEngine | None = None
+        self._rank = 0
+        self._export: Iterator[dict[str, torch.Tensor]] = iter(())
+        self._next_bucket: Bucket | None = None
+
+    def listen(self) -> tuple[str, int]:
+        """On rank 0: open the store over which the ranks find each other. Returns its host and port."""
+        from torch.distributed import TCPStore
+
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def start(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        total_steps: int,
+        rank: int,
+        store_address: tuple[str, int] | None,
+    ) -> None:
+        """Make the engine; with several ranks, once all have met at rank 0's store. Raises BadModel."""
+        from engines.training.torch import TorchEngine
+
+        device = device_of(training.num_gpus_per_rank)
+        self._rank = rank
+        if store_address is not None:
+            self._meet(store_address, training, device)
+        self._engine = TorchEngine(
+            model,
+            training,
+            algorithm,
+            temperature=temperature,
+            total_steps=total_steps,
+            rank=rank,
+            world_size=training.world_size,
+            device=device,
+        )
+
+    def health(self) -> dict[str, Any]:
+        """What the engine says of itself, and its process. Answers at once, also while the engine works."""
+        return {**self._started.health(), **_process()}
+
+    def position(self) -> Position:
+        return self._started.position()
+
+    def train(self, batch: TrainBatch, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
+        return self._started.train(
+            batch, num_steps=num_steps, expected_version=expected_version, input_digest=input_digest
+        )
+
+    def score(self, batch: TrainBatch, role: Literal["actor", "ref"]) -> "list[np.ndarray] | None":
+        """The scores on rank 0, None elsewhere: all ranks have the same."""
+        scores = self._started.score(batch, role)
+        return scores if self._rank == 0 else None
+
+    def save(self, store_url: str, folder: str) -> list[str]:
+        from storage.store import open_store
+
+        return self._started.save(open_store(store_url), folder)
+
+    def load(self, store_url: str, folder: str) -> None:
+        from storage.store import open_store
+
+        self._started.load(open_store(store_url), folder)
+
+    def weights_checksum(self, dtype: Literal["float32", "bfloat16"]) -> str:
+        return self._started.weights_checksum(dtype)
+
+    def begin_export(self, version: int, bucket_bytes: int) -> None:
+        """Begin to give out the weights of `version`; an export that did not end is dropped.
+
+        Raises:
+            WrongVersion: the engine stands elsewhere.
+        """
+        found = self._started.position().weight_version
+        if found != version:
+            raise WrongVersion(f"the training engine is at weight version {found}, not at {version}")
+        self._export = self._started.export_weights(bucket_bytes)
+
+    def next_bucket(self) -> "tuple[Bucket | None, bool]":
+        """On rank 0: the next bucket of weights, and whether there was one."""
+        from engines.weights.buckets import pack
+
+        named_tensors = next(self._export, None)
+        return (None, False) if named_tensors is None else (pack(named_tensors), True)
+
+    def end_export(self) -> None:
+        """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on."""
+        for _ in self._export:
+            pass
+
+    def _meet(self, store_address: tuple[str, int], training: TrainingConfig, device: str) -> None:
+        from torch import distributed
+
+        timeout = timedelta(seconds=training.timeout)
+        host, port = store_address
+        store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
+        if device == "cpu":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(ray.util.get_node_ip_address()))
+        distributed.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            store=store,
+            rank=self._rank,
+            world_size=training.world_size,
+            timeout=timeout,
+        )
+
+    @property
+    def _started(self) -> "TrainingEngine":
+        if self._engine is None:
+            raise EngineError("the training engine has not been started")
+        return self._engine
+
+
+def _process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+
+
+def _interface_of(ip: str) -> str:
+    """Name of the network interface that has the address; gloo would look its host name up instead."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == ip for address in addresses):
+            return name
+    raise EngineError(f"no network interface of this machine has the address {ip}, under which Ray knows it")

@@ -1,0 +1,56 @@
+"""Waiting for actors: every wait ends by a deadline, and every failure is named in the engines' own errors."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from engines.errors import EngineDied, EngineError, EngineTimeout
+
+
+class Deadline:
+    """A moment after which nobody waits any more."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
+    """The result of an actor call.
+
+    Raises:
+        EngineTimeout: it did not come in time.
+        EngineDied: the actor is gone or out of reach; whether it did the call is unknown.
+        Exception: what the engine itself raised, with the actor's traceback as its cause.
+    """
+    try:
+        return ray.get(ref, timeout=deadline.remaining)
+    except GetTimeoutError:
+        raise EngineTimeout(f"{call} did not return within {deadline.seconds:g} s") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, RayError) or not isinstance(error.cause, Exception):
+            raise EngineError(f"{call} failed: {error}") from error
+        raise error.cause from error
+    except RayActorError as error:
+        raise EngineDied(f"{call}: the actor's process is gone or out of reach. {_reason(error)}") from error
+    except RayError as error:
+        raise EngineError(f"{call} failed: {error}") from error
+
+
+def results(refs: "Sequence[ray.ObjectRef[Any]]", deadline: Deadline, calls: Sequence[str]) -> list[Any]:
+    """The results of calls made at the same time, in their order. Raises what `result` raises for the first of them."""
+    return [result(ref, deadline, call) for ref, call in zip(refs, calls, strict=True)]
+
+
+def _reason(error: RayActorError) -> str:
+    """The last line of Ray's account says how the process ended; before it stand ids."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

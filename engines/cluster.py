@@ -1,0 +1,199 @@
+"""The Ray cluster under a fleet: started for this process alone, or joined by its address.
+
+started    private, with a folder of its own for sockets and logs; it ends with this process, however this process ends
+           (see engines.reaper)
+joined     someone else's: left running
+
+A process has one cluster at a time; it is let go when the last of its users closes it.
+"""
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from engines import reaper
+from engines.errors import EngineError
+
+NAMESPACE = "cairn"
+"""Ray namespace of all actors and placement groups."""
+
+MAX_FOLDER_LENGTH = 40
+"""Characters of the cluster's folder: Ray adds up to 64 for a Unix socket, which Linux limits to 107 in all."""
+
+
+class ClusterError(EngineError):
+    """There is no cluster, or it lacks what was asked of it."""
+
+
+@dataclass
+class Cluster:
+    """This process's connection to Ray."""
+
+    address: str | None
+    """As it was asked for; None for a cluster that was started."""
+    folder: Path | None = None
+    """Sockets and logs of a cluster that was started."""
+    _reaper: "subprocess.Popen[bytes] | None" = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _users: int = 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether the cluster outlives this process."""
+        return self.address is not None
+
+    @staticmethod
+    def open(address: str | None, *, num_cpus: int, object_store_memory: int, timeout: float) -> "Cluster":
+        """Start a cluster, or join one, or share the one that this process has.
+
+        Args:
+            address: of the cluster to join: `host:port`, or `auto` for the one on this machine; None starts one.
+            num_cpus: CPUs that a started cluster offers. They count reservations only; more than there are do no harm.
+            object_store_memory: bytes of a started cluster's object store, in shared memory.
+            timeout: seconds for all of it.
+
+        Raises:
+            ClusterError: it cannot be started, reached, or shared.
+        """
+        global _current
+        with _lock:
+            if _current is None:
+                if ray.is_initialized():
+                    raise ClusterError(
+                        "Ray is already in use in this process, outside of a fleet: call ray.shutdown() first, or join "
+                        "that cluster from a process of its own with fleet.ray_address"
+                    )
+                _current = _start(num_cpus, object_store_memory, timeout) if address is None else _join(address)
+            elif _current.address != address:
+                raise ClusterError(
+                    f"this process uses the cluster {_current.address or 'that it started'}; close that fleet before "
+                    f"one with fleet.ray_address={address} starts"
+                )
+            _current._users += 1
+            return _current
+
+    def close(self) -> None:
+        """Let go of the cluster; its last user leaves a joined one and ends a started one."""
+        global _current
+        with _lock:
+            self._users -= 1
+            if self._users:
+                return
+            _current = None
+            ray.shutdown()
+            self._ended.set()
+            if self._reaper is not None and self.folder is not None:
+                self._reaper.communicate(b"closed", timeout=30)
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_lock = threading.Lock()
+_current: Cluster | None = None
+
+
+def _join(address: str) -> Cluster:
+    if address.startswith("ray://"):
+        raise ClusterError(
+            f"fleet.ray_address={address} is of Ray Client, which streams no results: run the driver on a node of the "
+            "cluster and give host:port or auto"
+        )
+    if address != "auto":
+        _require_listener(address)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"no Ray cluster can be joined at fleet.ray_address={address} ({_first_line(error)}): start one with "
+            "`ray start --head`, or leave ray_address empty"
+        ) from error
+    return Cluster(address)
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself waits two minutes for an address where nothing answers, and then ends the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"nothing answers at fleet.ray_address={address} ({error}): start a cluster there with `ray start --head`, "
+            "or leave ray_address empty"
+        ) from error
+
+
+def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
+    folder = _new_folder()
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(os.getpid())]
+    cluster = Cluster(None, folder, subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", start_new_session=True))
+
+    def start() -> None:
+        ray.init(
+            address="local",  # whatever RAY_ADDRESS says
+            num_cpus=num_cpus,
+            object_store_memory=object_store_memory,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace=NAMESPACE,
+            _temp_dir=str(folder),
+            # An engine must not be killed because another program on the machine uses memory.
+            _system_config={"memory_monitor_refresh_ms": 0, "raylet_start_wait_time_s": 120},
+        )
+
+    try:
+        try:
+            _in_lasting_thread(start, cluster._ended, timeout)
+        # On a loaded machine Ray gives up after 30 seconds, with a bare Exception; caches are warm then.
+        except Exception:
+            ray.shutdown()
+            _in_lasting_thread(start, cluster._ended, timeout)
+    except Exception as error:
+        ray.shutdown()
+        raise ClusterError(
+            f"Ray did not start, twice ({_first_line(error)}): the machine may be overloaded or short of memory; its "
+            f"logs are under {folder} while this process lives. Try again, or start a cluster with `ray start --head` "
+            "and set fleet.ray_address=auto"
+        ) from error
+    return cluster
+
+
+def _in_lasting_thread(work: Callable[[], None], end: threading.Event, timeout: float) -> None:
+    """Do the work in a thread that lasts until `end` is set, or only as long as the work if that fails.
+
+    Linux ends Ray's processes together with the thread that started them, so this must be none that ends earlier.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+            end.wait()
+
+    threading.Thread(target=run, name="ray", daemon=True).start()
+    done.result(timeout)
+
+
+def _new_folder() -> Path:
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(parent) <= MAX_FOLDER_LENGTH - len("/cairn-12345678"):
+            return Path(tempfile.mkdtemp(prefix="cairn-", dir=parent))
+    raise ClusterError(f"the path of the temporary folder {tempfile.gettempdir()} is too long for Ray's sockets")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,59 @@
+"""Ends what a killed driver leaves behind: it outlives the driver until nothing of the driver's own cluster is left.
+
+    python -I -S reaper.py FOLDER DRIVER_PID        stdin: a pipe that the driver holds open
+
+Ray's processes notice at their own pace that their driver is gone; some take most of a minute, a stopped or hung one
+need not notice at all. All of them, and whatever they start, have a log file in the cluster's folder open: by that they
+are known. A byte on the pipe says that the driver has closed its cluster itself.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+
+PATIENCE = 60.0
+"""Seconds after which processes that cannot be killed are left to the kernel."""
+
+
+def main(folder: str, driver: int) -> None:
+    # The parent is looked at too: a child that the driver forked keeps the pipe open after the driver's end.
+    while os.getppid() == driver:
+        ready, _, _ = select.select([sys.stdin], [], [], 1.0)
+        if ready:
+            if os.read(sys.stdin.fileno(), 1):
+                return
+            break
+    give_up = time.monotonic() + PATIENCE
+    while (pids := processes_with_files_in(folder)) and time.monotonic() < give_up:
+        for pid in pids:
+            _kill(pid)
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes_with_files_in(folder: str) -> list[int]:
+    """Processes, other than this, that have a file anywhere below the folder open. Zombies have none."""
+    own, prefix = os.getpid(), os.path.join(folder, "")
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return [pid for pid in pids if pid != own and any(path.startswith(prefix) for path in _open_files(pid))]
+
+
+def _open_files(pid: int) -> list[str]:
+    paths = []
+    with contextlib.suppress(OSError):  # it ended while we looked, or belongs to another user
+        for descriptor in os.scandir(f"/proc/{pid}/fd"):
+            paths.append(os.readlink(descriptor.path))
+    return paths
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,130 @@
+"""The training engine as the driver sees it: all of its ranks."""
+
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+
+from configs.schema.run import RunConfig
+from engines.calls import Deadline
+from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.handles import Actor, EngineHandle
+from engines.types import Position, TrainBatch, TrainResult
+
+FAILURE_GRACE = 10.0
+"""Seconds that the other ranks get to end a call after one of them failed."""
+
+
+class TrainingHandle(EngineHandle):
+    """The training engine, all ranks of it. See engines.training.base for what its calls do; all of them may raise
+    EngineDied and EngineTimeout."""
+
+    def __init__(self, name: str, actors: Sequence[Actor], config: RunConfig, total_steps: int) -> None:
+        super().__init__(name, actors, config.fleet)
+        self._config = config
+        self._total_steps = total_steps
+        self._timeout = config.training.timeout
+
+    def position(self) -> Position:
+        """Where the engine stands. Waits for an update that is under way, such as one that a dead driver began.
+
+        Raises EngineError where ranks differ, or a state is neither the old nor the new one: restart the engine.
+        """
+        positions = self._on_all("position")
+        return self._agreed(positions, lambda p: (p.weight_version, p.state_digest, p.last_input_digest))
+
+    def train(self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
+        """Take `num_steps` optimizer steps. Raises WrongVersion, and what else the engine raises."""
+        args = (ray.put(batch), num_steps, expected_version, input_digest)
+        return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
+
+    def score(self, batch: TrainBatch, role: Literal["actor", "ref"]) -> list[np.ndarray]:
+        """[R_i] float32 for each sample: log-probs of its response tokens."""
+        return self._on_all("score", ray.put(batch), role)[0]
+
+    def save(self, store_url: str, folder: str) -> list[str]:
+        """Write a checkpoint below `folder`; returns its files."""
+        return self._on_all("save", _absolute(store_url), folder)[0]
+
+    def load(self, store_url: str, folder: str) -> None:
+        """Replace the state by a checkpoint. Raises Damaged."""
+        self._on_all("load", _absolute(store_url), folder)
+
+    def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
+        """Checksum of the exported weights in an engine that holds them in `dtype`."""
+        return self._on_all("weights_checksum", dtype)[0]
+
+    def export_weights(self, version: int, bucket_bytes: int) -> "Generator[ray.ObjectRef[Any], None, None]":
+        """Buckets of weights (engines.weights.buckets) in the object store, each made while the last one is in use.
+
+        Raises WrongVersion if the engine does not stand at `version`.
+        """
+        self._on_all("begin_export", version, bucket_bytes)
+        first, *others = self._actors
+        gathering = [(actor, actor.call("end_export")) for actor in others]
+        try:
+            bucket, more = first.call("next_bucket", num_returns=2)
+            while self._result(more, Deadline(self._fleet.call_timeout), first, "next_bucket"):
+                following = first.call("next_bucket", num_returns=2)
+                yield bucket
+                bucket, more = following
+        finally:
+            deadline = Deadline(self._fleet.call_timeout)
+            for actor, ref in [(first, first.call("end_export")), *gathering]:
+                self._result(ref, deadline, actor, "end_export")
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        first, config = self._actors[0], self._config
+        store_address = None
+        if len(self._actors) > 1:
+            store_address = self._result(first.call("listen"), deadline, first, "listen")
+        arguments = (config.model, config.training, config.algorithm, config.rollout.rollout_temperature)
+        calls = [
+            actor.call("start", *arguments, self._total_steps, rank, store_address)
+            for rank, actor in enumerate(self._actors)
+        ]
+        self._gather(calls, deadline, "start")
+
+    def _on_all(self, method: str, *args: Any) -> list[Any]:
+        """Call every rank; returns the results in the order of ranks."""
+        calls = [actor.call(method, *args) for actor in self._actors]
+        return self._gather(calls, Deadline(self._timeout), method)
+
+    def _gather(self, calls: "list[ray.ObjectRef[Any]]", deadline: Deadline, method: str) -> list[Any]:
+        """Results of all ranks. Others may wait in vain for a rank that failed, so its failure ends the call."""
+        found: dict[int, Any] = {}
+        failures: list[Exception] = []
+        running = list(calls)
+        while running and deadline.remaining:
+            ended, running = ray.wait(running, timeout=FAILURE_GRACE if failures else deadline.remaining)
+            if not ended:
+                break
+            for ref in ended:
+                rank = calls.index(ref)
+                try:
+                    found[rank] = self._result(ref, deadline, self._actors[rank], method)
+                except Exception as error:
+                    failures.append(error)
+        if failures:
+            alike = len(failures) == len(calls) and len({type(failure) for failure in failures}) == 1
+            self._suspect = self._suspect or not alike
+            raise next((failure for failure in failures if isinstance(failure, EngineDied)), failures[0])
+        if running:
+            late = ", ".join(self._actors[calls.index(ref)].name for ref in running)
+            self._suspect = True
+            raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
+        return [found[rank] for rank in range(len(calls))]
+
+    def _agreed(self, values: list[Any], key: Callable[[Any], object]) -> Any:
+        """The value of rank 0, if all ranks have the same."""
+        if len({key(value) for value in values}) > 1:
+            self._suspect = True
+            raise EngineError(f"the ranks of {self.name} hold different states: {values}; it must be restarted")
+        return values[0]
+
+
+def _absolute(store_url: str) -> str:
+    """Actors have a working folder of their own."""
+    return store_url if "://" in store_url else str(Path(store_url).absolute())
