@@ -1,0 +1,140 @@
+"""`cairn train | resume | validate`: what is refused before anything starts, and how."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from configs.loader import load
+from flows.cli import app
+from storage.leases import Outcome
+from storage.ledger import Ledger
+from storage.store import open_store
+from tests.flows.written_runs import new_run, write_iteration, write_run
+from tests.tiny_run import tiny_config
+
+
+def cairn(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def recipe(tiny_assets: Path, tmp_path: Path) -> Path:
+    """A recipe of the tiny run that could start here."""
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny_config(tiny_assets).model_dump(mode="json")))
+    return path
+
+
+def test_validate_prints_a_recipe_with_every_option_filled_in(recipe: Path, tmp_path: Path) -> None:
+    result = cairn("validate", recipe, "--set", "training.lr=2e-4")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.startswith(
+        f"{recipe} is fine: 3 iterations of 4 prompts × 4 samples, 1 optimizer step(s) of 16"
+    )
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(result.stdout)
+    assert load(printed) == load(recipe, ["training.lr=2e-4"])
+
+
+def test_validate_prints_json_for_machines(recipe: Path) -> None:
+    answer = json.loads(cairn("validate", recipe, "--json").stdout)
+    assert answer["valid"] is True
+    assert answer["config"]["rollout"]["n_samples_per_prompt"] == 4
+    result = cairn("validate", recipe, "--json", "--set", "training.lr=0", "--set", "trianing.x=1")
+    assert result.exit_code == 2
+    assert (
+        json.loads(result.stdout)
+        == {
+            "valid": False,
+            "problems": [
+                "training.lr is 0; it must be greater than 0",
+                "trianing.x is not an option; did you mean training?",
+            ],
+        }
+        or len(json.loads(result.stdout)["problems"]) == 2
+    )
+
+
+def test_validate_looks_at_model_and_data_too(recipe: Path, tmp_path: Path) -> None:
+    result = cairn("validate", recipe, "--set", f"model.path={tmp_path}/none")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"model.path: Model folder {tmp_path}/none does not exist")
+    result = cairn("validate", recipe, "--set", "data.label_key=answer")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("data: ")
+    assert "answer" in result.stderr
+
+
+def test_train_refuses_a_bad_recipe_and_writes_nothing(recipe: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    result = cairn("train", recipe, "--store", store, "--set", "rollout.rollout_batchsize=1")
+    assert result.exit_code == 2
+    assert result.stderr == "rollout.rollout_batchsize is not an option; did you mean rollout.rollout_batch_size?\n"
+    assert not store.exists()
+
+
+def test_train_refuses_a_missing_model_before_a_run_exists(recipe: Path, tmp_path: Path) -> None:
+    result = cairn("train", recipe, "--store", tmp_path, "--set", "model.path=no/such/model")
+    assert result.exit_code == 2
+    assert "Model folder no/such/model does not exist" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_train_refuses_a_name_that_cannot_be_a_folder(recipe: Path, tmp_path: Path) -> None:
+    result = cairn("train", recipe, "--run", "a/b", "--store", tmp_path)
+    assert result.exit_code == 2
+    assert "run 'a/b' is not a usable name" in result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_train_refuses_a_store_that_cannot_be_written(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(mode=0o500)
+    assert cairn("train", recipe, "--store", tmp_path / "store").exit_code == 2
+
+
+def test_train_refuses_a_store_that_is_a_file(recipe: Path) -> None:
+    result = cairn("train", recipe, "--store", recipe)
+    assert result.exit_code == 2
+    assert str(recipe) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_train_shows_how_an_existing_run_differs_and_leaves_it_alone(recipe: Path, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    Ledger.create(store, "tiny", load(recipe).model_dump(mode="json"), {})
+    result = cairn("train", recipe, "--store", tmp_path, "--set", "training.lr=0.5", "--set", "seed=7")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "the run exists with another configuration:\n"
+        "  seed: 42 in the ledger, 7 given\n"
+        "  training.lr: 0.001 in the ledger, 0.5 given\n"
+        "Go on with the ledger's configuration (`cairn resume`), give the recorded values, or choose another --run\n"
+    )
+    assert Ledger.open(store, "tiny").last_iteration() is None
+
+
+@pytest.mark.parametrize("command", ["train", "resume"])
+def test_a_finished_run_is_left_as_it_is(command: str, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"tracking": {"tensorboard_dir": None}}
+    ledger = new_run(str(tmp_path), "done", **sections)
+    write_run(ledger, 3)
+    ledger.lease.release(Outcome.COMPLETED)
+    recipe = tmp_path / "done.yaml"
+    recipe.write_text(yaml.safe_dump(ledger.manifest.config))
+    result = cairn(command, recipe if command == "train" else "done", "--store", tmp_path)
+    assert result.exit_code == 0
+    assert result.stderr == "run done has all its iterations; nothing is left to do\n"
+
+
+def test_resume_names_what_is_gone_since_the_run_began(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path))
+    write_iteration(ledger, 0)
+    ledger.lease.release(Outcome.STOPPED)
+    result = cairn("resume", "toy", "--store", tmp_path)
+    assert result.exit_code == 2
+    assert "model.path: Model folder model does not exist" in result.stderr
