@@ -1,5 +1,6 @@
 """A model folder in Hugging Face format."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -19,3 +20,6 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
     finally:
         if shown:
             logging.enable_progress_bar()
+    config = deepcopy(model.config)
+    config.dtype = next(iter(weights.values())).dtype  # the library notes that of the model's own parameters
+    config.save_pretrained(folder)

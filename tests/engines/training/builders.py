@@ -1,0 +1,109 @@
+"""Tiny models, batches and engines."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from engines.training.torch import TorchEngine
+from engines.types import TrainBatch
+
+VOCABULARY = 321  # odd: it does not divide evenly over ranks
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+}
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16}
+
+
+def tiny_model(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**SIZES, **GROUPED, tie_word_embeddings=True))
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=False))
+    if family == "gpt_neox":
+        return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, hidden_dropout=0.5, attention_dropout=0.5))
+    if family == "gemma2":
+        return Gemma2ForCausalLM(Gemma2Config(**SIZES, **GROUPED, final_logit_softcapping=2.0, sliding_window=16))
+    raise ValueError(family)
+
+
+def model_folder(path: Path, family: str = "qwen3", seed: int = 0) -> Path:
+    tiny_model(family, seed).save_pretrained(path)
+    return path
+
+
+def make_engine(
+    folder: Path,
+    *,
+    algorithm: AlgorithmConfig | None = None,
+    temperature: float = 1.0,
+    total_steps: int = 100,
+    ref: Path | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    device: str = "cpu",
+    **training: Any,
+) -> TorchEngine:
+    return TorchEngine(
+        ModelConfig(path=str(folder), ref_path=str(ref) if ref else None),
+        TrainingConfig(**{"lr": 1e-3, "num_threads": 1, **training}),
+        algorithm or AlgorithmConfig(),
+        temperature=temperature,
+        total_steps=total_steps,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+    )
+
+
+def make_batch(count: int = 12, seed: int = 0, **fields: bool) -> TrainBatch:
+    """Samples of skewed lengths with masks that have holes; `old`, `rollout` and `ref` ask for those log-probs."""
+    draw = np.random.default_rng(seed)
+    prompts = draw.integers(3, 12, count)
+    responses = np.minimum(60, draw.exponential(12, count).astype(int) + 2)
+
+    def log_probs(wanted: bool) -> list[np.ndarray] | None:
+        # Near the log-probs of a freshly initialised model, so that ratios fall on both sides of the clip range.
+        return [draw.normal(-5.8, 0.4, n).astype(np.float32) for n in responses] if wanted else None
+
+    masks = [(draw.random(n) < 0.8).astype(np.uint8) for n in responses]
+    for mask in masks:
+        mask[-1] = 1
+    return TrainBatch(
+        input_ids=[
+            draw.integers(0, VOCABULARY, p + r).astype(np.int32) for p, r in zip(prompts, responses, strict=True)
+        ],
+        response_lengths=responses.tolist(),
+        loss_mask=masks,
+        advantages=[np.full(n, draw.normal(), np.float32) for n in responses],
+        old_log_probs=log_probs(fields.get("old", False)),
+        rollout_log_probs=log_probs(fields.get("rollout", False)),
+        ref_log_probs=log_probs(fields.get("ref", False)),
+    )
+
+
+def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in engine.export_weights(1 << 30) for name, tensor in bucket.items()}

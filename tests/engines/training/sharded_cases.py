@@ -1,0 +1,93 @@
+"""What two ranks do together in one launch, reported as JSON by rank 0; `run_cases` is also run by a single rank."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from configs.schema.algorithm import AlgorithmConfig
+from storage.errors import StoreRefused
+from storage.store import Store, open_store
+from tests.engines.training.builders import make_batch, make_engine, weights_of
+
+EPS = 1e-5
+CLIP = 0.1
+ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
+PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
+BATCH = make_batch(14, old=True, rollout=True, ref=True)
+"""Cut into an odd number of micro-batches of uneven sizes by 120 tokens."""
+
+
+class FullStore:
+    """A store that has no room for moments."""
+
+    def __init__(self, store: Store):
+        self._store = store
+
+    def write(self, path: str, data: bytes) -> None:
+        if "exp_avg" in path:
+            raise StoreRefused("no space left")
+        self._store.write(path, data)
+
+
+def raised(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str, Any]:
+    report: dict[str, Any] = {}
+    torch.set_num_threads(1)
+    store = open_store(str(work / "store"))
+    ranks: dict[str, Any] = {"rank": rank, "world_size": world_size}
+
+    engine = make_engine(folder, algorithm=ALGORITHM, max_tokens_per_gpu=120, adam_eps=EPS, clip_grad=CLIP, **ranks)
+    report["initial digest"] = engine.state_digest()
+    report["initial checksums"] = [engine.weights_checksum(), engine.weights_checksum("bfloat16")]
+    report["scores"] = [values.tolist() for values in engine.score(BATCH, "ref")]
+    single = dataclasses.replace(BATCH, **{f.name: getattr(BATCH, f.name)[:1] for f in dataclasses.fields(BATCH)})
+    report["one score"] = engine.score(single, "actor")[0].tolist()
+
+    metrics = [
+        engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics for version in range(5)
+    ]
+    report["metrics"] = metrics
+    report["weights"] = {name: tensor.tolist() for name, tensor in weights_of(engine).items()}
+    engine.save(store, f"ranks-{world_size}")
+    report["saved digest"] = engine.state_digest()
+    engine.export_hf(work / f"hf-{world_size}")
+
+    report["failed save"] = raised(lambda: engine.save(FullStore(store), "full"))  # type: ignore[arg-type]
+    assert BATCH.advantages is not None
+    broken = dataclasses.replace(BATCH, advantages=[np.full_like(BATCH.advantages[0], np.nan), *BATCH.advantages[1:]])
+    report["not finite"] = raised(lambda: engine.train(broken, num_steps=1, expected_version=5, input_digest="d"))
+    report["digest after failures"] = engine.position().state_digest
+    report["single sample"] = engine.train(single, num_steps=1, expected_version=5, input_digest="d").metrics
+
+    variants: dict[str, dict[str, Any]] = {
+        "per token": {"algorithm": PER_TOKEN},
+        "recomputed": {"algorithm": ALGORITHM, "gradient_checkpointing": True},
+        "bfloat16": {"algorithm": ALGORITHM, "dtype": "bfloat16"},
+    }
+    for name, options in variants.items():
+        variant = make_engine(folder, max_tokens_per_gpu=120, adam_eps=EPS, **options, **ranks)
+        report[name] = variant.train(BATCH, num_steps=2, expected_version=0, input_digest="d").metrics
+    if (work / "store" / "ranks-1").is_dir():
+        engine.load(store, "ranks-1")
+        report["digest loaded from one rank"] = engine.position().state_digest
+    return report
+
+
+def launched(rank: int, world_size: int, folder: Path, work: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=world_size)
+    report = run_cases(folder, work, rank, world_size)
+    (work / f"report-{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()

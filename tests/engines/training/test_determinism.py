@@ -1,0 +1,29 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.engines.training.builders import model_folder
+
+
+def test_updates_resumed_by_a_fresh_process_end_bitwise_where_uninterrupted_ones_do(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model")
+
+    def digests(mode: str) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.engines.training.resume_process",
+            mode,
+            str(model),
+            str(tmp_path / "store"),
+        ]
+        # Threads that spin while they wait are slow beyond measure on a busy machine.
+        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    straight = digests("straight")
+    assert len(straight) == 2
+    assert digests("resumed") == straight

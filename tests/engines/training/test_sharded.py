@@ -1,0 +1,100 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from transformers import AutoModelForCausalLM
+
+from engines.weights.checksum import weights_checksum
+from storage.store import open_store
+from tests.engines.training.builders import make_engine, model_folder
+from tests.engines.training.sharded_cases import ALGORITHM, CLIP, launched, run_cases
+
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def folder(work: Path) -> Path:
+    return model_folder(work / "model")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, work: Path) -> Report:
+    threads = torch.get_num_threads()
+    report = run_cases(folder, work, 0, 1)
+    torch.set_num_threads(threads)
+    return report
+
+
+@pytest.fixture(scope="module")
+def both(one: Report, folder: Path, work: Path) -> list[Report]:
+    context = torch.multiprocessing.spawn(launched, args=(2, folder, work), nprocs=2, join=False)
+    while not context.join(timeout=180):
+        pass
+    return [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def two(both: list[Report]) -> Report:
+    return both[0]
+
+
+def test_five_clipped_updates_end_in_the_weights_of_one_rank(one: Report, two: Report) -> None:
+    assert min(metrics["grad_norm"] for metrics in one["metrics"]) > CLIP  # every update was clipped
+    for name, expected in one["weights"].items():
+        np.testing.assert_allclose(two["weights"][name], expected, atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneven(one: Report, two: Report) -> None:
+    for expected, found in zip(one["metrics"], two["metrics"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for case in ("per token", "recomputed", "single sample"):
+        assert two[case] == pytest.approx(one[case], rel=1e-4, abs=1e-6)
+    assert two["bfloat16"]["loss"] == pytest.approx(one["bfloat16"]["loss"], rel=1e-2)
+    assert two["bfloat16"]["grad_norm"] == pytest.approx(one["bfloat16"]["grad_norm"], rel=1e-2)
+
+
+def test_ranks_agree_on_everything_they_report(both: list[Report]) -> None:
+    first, second = both
+    differing = {name for name in first if first[name] != second[name]}
+    assert differing == {"weights", "failed save"}  # weights are exported by rank 0 alone
+
+
+def test_digest_and_checksum_of_equal_bits_do_not_depend_on_the_layout(one: Report, two: Report) -> None:
+    assert two["initial digest"] == one["initial digest"]
+    assert two["initial checksums"] == one["initial checksums"]
+
+
+def test_every_rank_gets_all_scores(one: Report, two: Report) -> None:
+    for found, expected in zip(two["scores"], one["scores"], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(two["one score"], one["one score"], atol=1e-5)
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one_and_back(one: Report, two: Report, folder: Path, work: Path) -> None:
+    engine = make_engine(folder, algorithm=ALGORITHM)
+    engine.load(open_store(str(work / "store")), "ranks-2")
+    assert engine.position().state_digest == two["saved digest"]
+    assert two["digest loaded from one rank"] == one["saved digest"]
+
+
+def test_a_failed_save_and_a_refused_update_fail_on_all_ranks_and_change_nothing(both: list[Report]) -> None:
+    assert [report["failed save"] for report in both] == ["StoreRefused", "EngineError"]
+    for report in both:
+        assert report["not finite"] == "NotFinite"
+        assert report["digest after failures"] == report["saved digest"]
+
+
+def test_the_model_folder_written_by_two_ranks_loads(two: Report, folder: Path, work: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(work / "hf-2", dtype="auto")
+    assert model.config.architectures == ["Qwen3ForCausalLM"]
+    weights = {name: torch.tensor(values) for name, values in two["weights"].items()}
+    assert weights_checksum(model.named_parameters()) == weights_checksum(weights.items())
