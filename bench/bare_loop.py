@@ -1,0 +1,307 @@
+"""GRPO on the same engines as a durable run, and with nothing around them: what is left when durability is taken away.
+
+    python -m bench.bare_loop [configs/recipes/quickstart.yaml] [--set a.b=c] [--seeds 42 1 2 3 4] [--json results.json]
+
+Rollout engines run in processes of their own, the training engine in this one; they talk through pipes. There is no
+Prefect, no Ray, no ledger and no file: a durable run of the same configuration does the same arithmetic (its
+`state_digest` is the same) and its time beyond this loop's is what durability costs.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from configs.loader import load
+from configs.schema.evaluation import BenchmarkConfig
+from configs.schema.rollout import RolloutConfig
+from configs.schema.run import RunConfig
+from engines.rollout.transformers import TransformersEngine
+from engines.training.torch import TorchEngine
+from engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
+from tasks.advantages import get_estimator
+from tasks.data import PromptData, draw
+from tasks.rewards.pool import GraderPool
+from tasks.rollout import sample_seed, shard_rows
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One pass of the loop."""
+
+    reward: float
+    tokens: int
+    """Of responses."""
+    seconds: dict[str, float]
+    """By step; their sum is the iteration's time."""
+
+
+@dataclass
+class Outcome:
+    """A whole run."""
+
+    seed: int
+    score_before: dict[str, float]
+    """By benchmark."""
+    score_after: dict[str, float] = field(default_factory=dict)
+    state_digest: str = ""
+    iterations: list[Iteration] = field(default_factory=list)
+
+
+class EngineProcess:
+    """A rollout engine in a process of its own."""
+
+    def __init__(self, model_path: str, config: RolloutConfig) -> None:
+        context = get_context("spawn")
+        self._connection, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, model_path, config), daemon=True)
+        self._process.start()
+        there.close()
+
+    def start_generating(self, requests: Sequence[GenerateRequest]) -> None:
+        """Hand in requests; `completions` waits for them."""
+        self._connection.send(("generate", list(requests)))
+
+    def completions(self) -> list[Completion]:
+        """What was asked for last."""
+        completions: list[Completion] = self._connection.recv()
+        return completions
+
+    def start_update(self, version: int, weights: dict[str, np.ndarray]) -> None:
+        """Send all weights; `finish_update` waits until they are served."""
+        self._connection.send(("update", (version, weights)))
+
+    def finish_update(self) -> None:
+        """End an update."""
+        self._connection.recv()
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._process.join()
+
+
+def _serve(connection: Connection, model_path: str, config: RolloutConfig) -> None:
+    engine = TransformersEngine(model_path, config)
+    while True:
+        try:
+            task, argument = connection.recv()
+        except EOFError:
+            return
+        if task == "generate":
+            connection.send([completion for part in engine.generate(argument) for completion in part])
+        else:
+            version, weights = argument
+            engine.begin_weight_update(version)
+            engine.update_weights({name: torch.from_numpy(array) for name, array in weights.items()})
+            engine.end_weight_update()
+            connection.send(None)
+
+
+class BareLoop:
+    """The loop's workers. `config` has no dynamic sampling, no reference model and one optimizer step a rollout."""
+
+    def __init__(self, config: RunConfig) -> None:
+        steps = config.training.num_steps_per_rollout
+        if config.rollout.dynamic_sampling_filter or config.algorithm.use_kl_loss or steps > 1:
+            raise SystemExit("the bare loop knows no dynamic sampling, no KL loss and one optimizer step a rollout")
+        self.config = config
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.data = PromptData.open(config.data, config.data.path, self.tokenizer)
+        self.grader = GraderPool(config.reward)
+        self.engines = [EngineProcess(config.model.path, config.rollout) for _ in range(config.rollout.num_engines)]
+        self.trainer = TorchEngine(
+            config.model,
+            config.training,
+            config.algorithm,
+            temperature=config.rollout.rollout_temperature,
+            total_steps=config.rollout.num_rollout * steps,
+        )
+        self.cursor = 0
+
+    def iterate(self, index: int) -> Iteration:
+        """Roll out, grade, estimate advantages, train and bring the rollout engines up to date."""
+        config, rollout = self.config, self.config.rollout
+        seconds: dict[str, float] = defaultdict(float)
+        with _timed(seconds, "rollout"):
+            drawn = draw(
+                self.data,
+                self.cursor,
+                rollout.rollout_batch_size,
+                seed=config.seed,
+                shuffle=config.data.rollout_shuffle,
+                max_prompt_len=rollout.rollout_max_prompt_len,
+            )
+            self.cursor = drawn.cursor
+            params = SamplingParams(
+                max_new_tokens=rollout.rollout_max_response_len,
+                temperature=rollout.rollout_temperature,
+                top_p=rollout.rollout_top_p,
+                top_k=rollout.rollout_top_k,
+                stop_token_ids=rollout.rollout_stop_token_ids,
+            )
+            n = rollout.n_samples_per_prompt
+            parts = [
+                [
+                    GenerateRequest(
+                        row.group_id,
+                        row.row.prompt_ids,
+                        tuple(sample_seed(config.seed, index, row.group_id, i) for i in range(n)),
+                        params,
+                    )
+                    for row in shard_rows(drawn, part, len(self.engines))
+                ]
+                for part in range(len(self.engines))
+            ]
+            samples = self._generate(parts)
+        rows = {row.group_id: row.row for row in drawn.rows}
+        with _timed(seconds, "reward"):
+            rewards = self._grade(self.grader, [(c, rows[c.request_id].label) for c in samples])
+        lengths = [len(c.response_ids) for c in samples]
+        with _timed(seconds, "advantage"):
+            estimate = get_estimator(config.algorithm.advantage_estimator)
+            advantages, _ = estimate(rewards.reshape(-1, n), lengths, config.algorithm)
+            log_probs = [c.log_probs for c in samples]
+            batch = TrainBatch(
+                input_ids=[
+                    np.concatenate([np.asarray(rows[c.request_id].prompt_ids, np.int32), c.response_ids])
+                    for c in samples
+                ],
+                response_lengths=lengths,
+                loss_mask=[np.ones(length, np.uint8) for length in lengths],
+                advantages=advantages,
+                old_log_probs=log_probs if config.algorithm.use_rollout_logprobs else None,
+                rollout_log_probs=log_probs,
+            )
+        with _timed(seconds, "train"):
+            result = self.trainer.train(batch, num_steps=1, expected_version=index, input_digest=str(index))
+        with _timed(seconds, "sync"):
+            self._send_weights(result.weight_version)
+        return Iteration(float(rewards.mean()), sum(lengths), dict(seconds))
+
+    def score(self, benchmark: BenchmarkConfig) -> float:
+        """Mean reward on a benchmark, drawn with the seeds of the `eval` step."""
+        data = PromptData.open(benchmark, benchmark.path, self.tokenizer)
+        rows = [data.row(index) for index in range(len(data))]
+        params = SamplingParams(
+            max_new_tokens=benchmark.max_response_len,
+            temperature=benchmark.temperature,
+            top_p=benchmark.top_p,
+            top_k=benchmark.top_k,
+            stop_token_ids=self.config.rollout.rollout_stop_token_ids,
+        )
+        n = benchmark.n_samples_per_eval_prompt
+        requests = [
+            GenerateRequest(
+                row.index,
+                row.prompt_ids,
+                tuple(sample_seed(self.config.seed, 0, row.index, i) for i in range(n)),
+                params,
+            )
+            for row in rows
+        ]
+        samples = self._generate([requests[part :: len(self.engines)] for part in range(len(self.engines))])
+        own = {"rm_type": benchmark.rm_type, "custom_rm_path": None} if benchmark.rm_type else {}
+        with GraderPool(self.config.reward.model_copy(update=own)) as grader:
+            return float(self._grade(grader, [(c, rows[c.request_id].label) for c in samples]).mean())
+
+    def close(self) -> None:
+        """End all processes."""
+        self.grader.close()
+        for engine in self.engines:
+            engine.close()
+
+    def _generate(self, parts: Sequence[Sequence[GenerateRequest]]) -> list[Completion]:
+        for engine, requests in zip(self.engines, parts, strict=True):
+            engine.start_generating(requests)
+        samples = [completion for engine in self.engines for completion in engine.completions()]
+        return sorted(samples, key=lambda c: (c.request_id, c.sample_index))
+
+    def _grade(self, grader: GraderPool, samples: Sequence[tuple[Completion, str | None]]) -> np.ndarray:
+        ids = [completion.response_ids.tolist() for completion, _ in samples]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        graded = grader.grade([(text, label, {}) for text, (_, label) in zip(texts, samples, strict=True)])
+        failed = [g.error for g in graded if g.reward is None]
+        if failed:
+            raise SystemExit(f"{len(failed)} samples could not be graded: {failed[0]}")
+        return np.array([g.reward for g in graded], np.float32)
+
+    def _send_weights(self, version: int) -> None:
+        weights = {
+            name: tensor.numpy()
+            for bucket in self.trainer.export_weights(self.config.fleet.update_weight_buffer_size)
+            for name, tensor in bucket.items()
+        }
+        for engine in self.engines:
+            engine.start_update(version, weights)
+        for engine in self.engines:
+            engine.finish_update()
+
+
+def run(config: RunConfig) -> Iterator[Outcome]:
+    """Execute the configuration; yields the growing outcome after each iteration and once more at the end."""
+    loop = BareLoop(config)
+    try:
+        outcome = Outcome(config.seed, {b.name: loop.score(b) for b in config.eval.benchmarks})
+        for index in range(config.rollout.num_rollout):
+            outcome.iterations.append(loop.iterate(index))
+            yield outcome
+        outcome.score_after = {b.name: loop.score(b) for b in config.eval.benchmarks}
+        outcome.state_digest = loop.trainer.state_digest()
+        yield outcome
+    finally:
+        loop.close()
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    seconds[step] += time.perf_counter() - began
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
+    parser.add_argument("--seeds", type=int, nargs="+", help="runs to make (default: the recipe's own seed)")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    arguments = parser.parse_args()
+    config = load(arguments.recipe, arguments.set)
+    outcomes = []
+    for seed in arguments.seeds or [config.seed]:
+        for outcome in run(config.model_copy(update={"seed": seed})):
+            done = len(outcome.iterations)
+            print(f"seed {seed}: iteration {done:3}  reward {outcome.iterations[-1].reward:.3f}", end="\r", flush=True)
+        outcomes.append(outcome)
+        steps = {
+            step: statistics.median(iteration.seconds[step] for iteration in outcome.iterations)
+            for step in outcome.iterations[0].seconds
+        }
+        total = statistics.median(sum(iteration.seconds.values()) for iteration in outcome.iterations)
+        scores = ", ".join(
+            f"{name} {before:.3f} -> {outcome.score_after[name]:.3f}" for name, before in outcome.score_before.items()
+        )
+        print(
+            f"seed {seed}: {scores}; median iteration {total * 1000:.0f} ms ("
+            + ", ".join(f"{step} {value * 1000:.0f}" for step, value in steps.items())
+            + f"); state {outcome.state_digest[:16]}"
+        )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
