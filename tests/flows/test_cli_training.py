@@ -1,7 +1,6 @@
 """`cairn train | resume | validate`: what is refused before anything starts, and how."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,13 @@ def test_validate_prints_json_for_machines(recipe: Path) -> None:
     assert answer["config"]["rollout"]["n_samples_per_prompt"] == 4
     result = cairn("validate", recipe, "--json", "--set", "training.lr=0", "--set", "trianing.x=1")
     assert result.exit_code == 2
-    assert (
-        json.loads(result.stdout)
-        == {
-            "valid": False,
-            "problems": [
-                "training.lr is 0; it must be greater than 0",
-                "trianing.x is not an option; did you mean training?",
-            ],
-        }
-        or len(json.loads(result.stdout)["problems"]) == 2
-    )
+    assert json.loads(result.stdout) == {
+        "valid": False,
+        "problems": [
+            "training.lr is 0; it must be greater than 0",
+            "trianing is not a section; did you mean training?",
+        ],
+    }
 
 
 def test_validate_looks_at_model_and_data_too(recipe: Path, tmp_path: Path) -> None:
@@ -91,10 +86,12 @@ def test_train_refuses_a_name_that_cannot_be_a_folder(recipe: Path, tmp_path: Pa
     assert "run 'a/b' is not a usable name" in result.stderr
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_train_refuses_a_store_that_cannot_be_written(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir(mode=0o500)
-    assert cairn("train", recipe, "--store", tmp_path / "store").exit_code == 2
+@pytest.mark.skipif(not Path("/sys/kernel").exists(), reason="needs a folder that even root cannot write to")
+def test_train_refuses_a_store_that_cannot_be_written(recipe: Path) -> None:
+    result = cairn("train", recipe, "--store", "/sys/cairn")
+    assert result.exit_code == 2
+    assert "/sys/cairn" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_train_refuses_a_store_that_is_a_file(recipe: Path) -> None:
