@@ -11,6 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,6 +30,9 @@ _REFUSALS = {
     errno.ENAMETOOLONG: "the name is too long for the file system; choose shorter names",
     errno.ENOTSUP: "the file system has no hard links, which exclusive creation needs; choose another store",
 }
+
+_SYNCS_AT_A_TIME = 8
+_FOLDERS_REMEMBERED = 4096
 
 
 @contextmanager
@@ -65,27 +69,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _make_folder(folder: Path) -> None:
-    """Like `mkdir -p`, and durable: each new folder's parent is synced."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
-
-
-@contextmanager
-def _temporary(target: Path) -> Iterator[Path]:
-    """A path beside the target, removed at the end if it still exists."""
-    _make_folder(target.parent)
-    temporary = target.parent / f".{uuid.uuid4().hex}.tmp"
-    try:
-        yield temporary
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-
-
 def _write_synced(path: Path, data: bytes) -> None:
     with open(path, "xb") as file:
         file.write(data)
@@ -105,9 +88,42 @@ class LocalStore:
     def __init__(self, url: str):
         self.root = Path(url).expanduser().resolve()
         self.url = str(self.root)
+        self._durable: set[Path] = set()
+        """Folders below the root whose own names are known to be durable."""
+        self._syncing = ThreadPoolExecutor(_SYNCS_AT_A_TIME, thread_name_prefix="sync-folder")
+
+    def __reduce__(self) -> tuple[type["LocalStore"], tuple[str]]:
+        return LocalStore, (self.url,)
 
     def _path(self, path: str) -> Path:
         return self.root / check_path(path)
+
+    @contextmanager
+    def _replacing(self, target: Path) -> Iterator[Path]:
+        """A hidden path beside the target, for bytes that get the target's name inside of the block. After it the name
+        is durable, and so are those of all folders above it."""
+        fresh = self._make_folder(target.parent)
+        temporary = target.parent / f".{uuid.uuid4().hex}.tmp"
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+        folders = {target.parent, *(folder.parent for folder in fresh)}
+        if len(folders) == 1:
+            _sync_folder(target.parent)
+        else:  # a disk flushes several folders that are synced at once in about the time of one
+            list(self._syncing.map(_sync_folder, folders))
+        if len(self._durable) > _FOLDERS_REMEMBERED:
+            self._durable.clear()
+        self._durable.update(fresh)
+
+    def _make_folder(self, folder: Path) -> list[Path]:
+        """Like `mkdir -p`; returns the folders whose names may not be durable yet: new ones, and those below the root
+        that another process may have made a moment ago."""
+        new = [] if self.root.is_dir() else [above for above in (self.root, *self.root.parents) if not above.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        below = [above for above in (folder, *folder.parents) if self.root in above.parents]
+        return [*new, *(above for above in below if above not in self._durable)]
 
     def check(self) -> None:
         with _named_errors("use", self.root), suppress(FileNotFoundError):  # made when something is written
@@ -120,25 +136,22 @@ class LocalStore:
 
     def write(self, path: str, data: bytes) -> None:
         target = self._path(path)
-        with _named_errors("write", target), _temporary(target) as temporary:
+        with _named_errors("write", target), self._replacing(target) as temporary:
             _write_synced(temporary, data)
             os.replace(temporary, target)
-            _sync_folder(target.parent)
 
     def create(self, path: str, data: bytes) -> bool:
         target = self._path(path)
         if not data:
             raise ValueError(f"cannot create {path} without content")
-        with _named_errors("create", target), _temporary(target) as temporary:
+        with _named_errors("create", target), self._replacing(target) as temporary:
             _write_synced(temporary, data)
             try:
                 os.link(temporary, target)
+                return True
             except FileExistsError:
                 # On a network file system the link can exist although its reply was lost: count the links instead.
-                if temporary.stat().st_nlink != 2:
-                    return False
-            _sync_folder(target.parent)
-            return True
+                return temporary.stat().st_nlink == 2
 
     def exists(self, path: str) -> bool:
         return self._path(path).is_file()
@@ -177,13 +190,16 @@ class LocalStore:
 
     def put_file(self, local: Path, path: str) -> None:
         target = self._path(path)
-        with _named_errors("write", target), _temporary(target) as temporary:
+        with _named_errors("write", target), self._replacing(target) as temporary:
             _copy_synced(local, temporary)
             os.replace(temporary, target)
-            _sync_folder(target.parent)
 
     def get_file(self, path: str, local: Path) -> None:
         source = self._path(path)
-        with _reading(source), _temporary(local.absolute()) as temporary:
-            _copy_synced(source, temporary)
-            os.replace(temporary, local)
+        temporary = local.parent / f".{uuid.uuid4().hex}.tmp"
+        with _reading(source):
+            try:
+                shutil.copyfile(source, temporary)
+                os.replace(temporary, local)
+            finally:
+                temporary.unlink(missing_ok=True)
