@@ -21,14 +21,16 @@ def reward_curve(ledger: Ledger, path: str | Path) -> None:
     iterations = range(0 if last is None else last + 1)
     with ThreadPoolExecutor(_REQUESTS) as readers:
         commits = list(readers.map(lambda iteration: ledger.find(iteration, Step.ADVANTAGE), iterations))
-    rewards = [(commit.iteration, commit.metrics["raw_reward"]) for commit in commits if commit is not None]
+    rewards = {commit.iteration: commit.metrics["raw_reward"] for commit in commits if commit is not None}
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*zip(*rewards, strict=True), label="training reward") if rewards else None
+    if rewards:
+        axes.plot(list(rewards), list(rewards.values()), label="training reward")
     for name, points in benchmark_scores(ledger, config).items():
-        axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", linestyle="--", label=name)
+        if points:
+            axes.plot(list(points), list(points.values()), marker="o", linestyle="--", label=name)
     axes.set(title=ledger.run, xlabel="iteration", ylabel="mean reward")
     axes.grid(alpha=0.3)
-    if rewards:
+    if axes.get_lines():
         axes.legend(loc="best")
     figure.savefig(path, dpi=150)
