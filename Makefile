@@ -24,7 +24,8 @@ tiny: setup ## Build the tiny model and its data set (cached)
 	$(BIN)/python -m examples.quickstart.build
 
 quickstart: tiny ## Train the tiny model with the whole pipeline and show what came out
-	$(BIN)/python -m examples.quickstart.run
+	$(BIN)/cairn train configs/recipes/quickstart.yaml
+	$(BIN)/python -m examples.quickstart.report
 
 test: setup ## Lint, check types, run all tests
 	$(BIN)/ruff check .

@@ -11,7 +11,7 @@ from tasks.batch import trained_shards
 from tasks.checkpoint import checkpoint
 from tasks.context import RunContext
 from tasks.evaluate import eval_due, eval_shard, evaluate
-from tasks.filter import filter_groups
+from tasks.filter import filter_groups, number
 from tasks.recovery import checkpoint_due
 from tasks.reward import reward
 from tasks.rollout import rollout
@@ -101,11 +101,11 @@ def plan_round(
     config = run.config.rollout
     first = config.over_sampling_batch_size or config.rollout_batch_size
     if selection is not None:
-        count = math.ceil(selection.values["missing"] * first / config.rollout_batch_size)
+        count = math.ceil(number(selection, "missing") * first / config.rollout_batch_size)
     else:
-        count = max(0, first - (previous.values["buffered"] if previous else 0))
+        count = max(0, first - (number(previous, "buffered") if previous else 0))
     before = selection or previous
-    cursor = before.values["cursor"] if before else 0
+    cursor = number(before, "cursor") if before else 0
     parts = min(count, config.shards_per_round or config.num_engines)
     return [
         (f"{round:02d}-{part:03d}", {"cursor": cursor, "count": count, "part": part, "parts": parts})

@@ -107,13 +107,20 @@ def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool) -> 
 
 def buffered_groups(run: RunContext, previous: Commit | None) -> list[Group]:
     """The surplus that the iteration before left, oldest first."""
-    if previous is None or not previous.values["buffered"]:
+    if previous is None or not number(previous, "buffered"):
         return []
     return [
         Group(row["group_id"], row["iteration"], row["shard"], row["mean_reward"], row["std_reward"], None, kept=True)
         for row in run.read(previous).to_pylist()
         if row["disposition"] == Disposition.BUFFER
     ]
+
+
+def number(selection: Commit, name: str) -> int:
+    """One of the whole numbers among a filter step's values: `missing`, `cursor`, `round`, `buffered`."""
+    value = selection.values[name]
+    assert isinstance(value, int)
+    return value
 
 
 def trained_groups(run: RunContext, selection: Commit) -> list[tuple[int, str, int]]:

@@ -34,7 +34,6 @@ def rollout(
     draw = run.draw(cursor, count)
     rows = shard_rows(draw, part, parts)
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
-    engine.ensure_alive()
     bring_up_to_date(run, weights)
 
     with WriteAhead(step.attempt, step.input_digest) as log:

@@ -1,0 +1,35 @@
+"""What the quickstart came to: accuracy before and after, the reward curve, and what to try next."""
+
+import sys
+from pathlib import Path
+
+from flows.report import reward_curve
+from flows.views import run_status
+from storage.ledger import Ledger
+from storage.store import open_store
+
+PICTURE = Path("build/quickstart/reward.png")
+
+
+def main(run: str = "quickstart") -> None:
+    """Print the report of a run in `./runs`."""
+    store = open_store(".")
+    status = run_status(store, run)
+    reward_curve(Ledger.open(store, run), PICTURE)
+    heldout = status.eval["heldout"]
+    print(f"""
+Held-out sampled accuracy: {heldout.first:.2f} before, {heldout.last:.2f} after {status.iterations} iterations of GRPO.
+Reward curve: {PICTURE}
+
+What to try next (the commands are in .venv/bin):
+  cairn show {run} {status.iterations - 1} --limit 3   prompts, responses, rewards and advantages of the last iteration
+  cairn status {run}                  where the run stands
+  cairn verify {run}                  hash every file again and walk the chain from weights to prompts
+  cairn up                            the Prefect UI with every iteration's DAG
+  cairn train configs/recipes/quickstart.yaml --run again
+                                      the same run under another name: kill -9 it at any moment, then
+  cairn resume again                  … and compare state_digest in `cairn status again --json`""")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

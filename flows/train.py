@@ -1,0 +1,105 @@
+"""`train`: all iterations of a run, from its last commit to its last iteration."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import ContextVar
+
+from prefect import flow
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+from configs.schema.run import RunConfig
+from flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
+from flows.iteration import iteration
+from flows.session import open_run
+from flows.steps import PrefectSteps
+from flows.tracking import tracked
+from storage.commits import Commit, Step
+from tasks.context import RunContext
+from tasks.events import Message
+
+_watcher: ContextVar[OnEvent] = ContextVar("watcher", default=lambda event: None)
+"""Who is told what happens: a terminal for `start`, nobody where Prefect starts the flow."""
+
+
+def start(
+    store_url: str,
+    run: str,
+    config: RunConfig | None = None,
+    takeover: bool = False,
+    on_event: OnEvent = lambda event: None,
+) -> None:
+    """Train the run `run` in this process to its last iteration, from its last commit or from the start.
+
+    `config` creates the run or must equal the one it has; None takes the ledger's.
+    """
+    token = _watcher.set(on_event)
+    try:
+        train(run=run, store=store_url, config=config, takeover=takeover)
+    finally:
+        _watcher.reset(token)
+
+
+@flow(name="train", flow_run_name="{run}", persist_result=False)
+def train(run: str, store: str = ".", config: RunConfig | None = None, takeover: bool = False) -> None:
+    """Train a run to its last iteration, from its last commit or from the start.
+
+    Args:
+        run: Name of the run.
+        store: Root of the ledger: a folder or s3://bucket/prefix.
+        config: The configuration of a new run; leave it out to go on with the one in the ledger.
+        takeover: Take the run from a driver that still lives.
+    """
+    watcher = _watcher.get()
+    with ExitStack() as stack:
+        context = stack.enter_context(open_run(store, run, config, takeover=takeover, emit=watcher))
+        board = stack.enter_context(tracked(context.ledger, context.config))
+
+        def tell(event: Event) -> None:
+            board(event)
+            watcher(event)
+
+        drive(context, tell)
+
+
+@flow(name="iteration", flow_run_name="{name}", persist_result=False, validate_parameters=False)
+def iteration_flow(name: str, run: RunContext, steps: PrefectSteps, index: int) -> list[Commit]:
+    """One iteration, a graph of its own."""
+    return iteration(run, steps, index)
+
+
+def drive(run: RunContext, on_event: Callable[[Event], None]) -> None:
+    """Execute every iteration that is not complete.
+
+    The newest iteration is entered again even if all its steps are there: which of them are, the steps find out.
+    """
+    first = run.ledger.last_iteration() or 0
+    total = run.config.rollout.num_rollout
+    lease = run.ledger.lease
+    assert lease is not None
+    on_event(RunStarted(run.ledger.run, lease.epoch, first, total))
+    report_changed_environment(run, first)
+    steps = PrefectSteps(run)
+    for index in range(first, total):
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            commits = iteration_flow(f"{run.ledger.run} {index:06d}", run, steps, index)
+        on_event(IterationDone(index, tuple(commits)))
+    trained = run.committed(total - 1, Step.TRAIN)
+    assert trained.weight_version_out is not None
+    assert trained.state_digest is not None
+    on_event(RunDone(run.ledger.run, trained.weight_version_out, trained.state_digest))
+
+
+def report_changed_environment(run: RunContext, first: int) -> None:
+    """Tell what differs from where the newest train step ran: bitwise equality is claimed between equals only."""
+    before: Commit | None = run.find(first, Step.TRAIN) or (run.find(first - 1, Step.TRAIN) if first else None)
+    if before is None:
+        return
+    then, now = before.environment.model_dump(exclude={"host"}), run.environment.model_dump(exclude={"host"})
+    changed = {name: (then[name], now[name]) for name in then if then[name] != now[name]}
+    if changed:
+        described = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in changed.items())
+        run.emit(
+            Message(
+                f"The environment is not that of the run so far ({described}): bits may differ from here on", "warning"
+            )
+        )
