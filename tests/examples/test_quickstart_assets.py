@@ -18,12 +18,9 @@ from tasks.rewards.exact_match import grade
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
-    """With a warm start of twenty steps instead of three hundred."""
-    folder = tmp_path_factory.mktemp("build") / "quickstart"
-    assert builder.build(folder, steps=20)
-    return folder
+@pytest.fixture
+def built(root) -> Path:
+    return root / builder.FOLDER
 
 
 def rows(path: Path) -> Iterator[dict]:
