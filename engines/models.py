@@ -43,7 +43,7 @@ def check_model_folder(path: str | Path) -> PretrainedConfig:
 
 
 def load_causal_lm(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """Load a causal language model in evaluation mode, its weights cast to `dtype`, its attention through SDPA.
+    """Load a causal language model in evaluation mode, its weights cast to `dtype`.
 
     Raises:
         BadModel: as `check_model_folder`, or the weights do not fit the config.
@@ -55,7 +55,6 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype, device: str = "cpu") ->
                 path,
                 config=config,
                 dtype=dtype,
-                attn_implementation="sdpa",
                 use_safetensors=True,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported below, all of them at once

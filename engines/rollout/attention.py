@@ -1,4 +1,4 @@
-"""Attention of single new tokens over the slots of a `KVCache`, as an attention function of transformers.
+"""Attention over the slots of a `KVCache`, as an attention function of transformers.
 
 The library's own SDPA function copies keys and values once per query head as soon as a mask is given; here grouped
 queries read them in place.
@@ -25,22 +25,26 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend with one query a row ([B, H, 1, D] over [B, G, L, D]); longer queries, prompts, go to the library's SDPA.
+    """Attend with queries [B, H, S, D] to keys and values [B, G, L, D] under a mask [B, 1, S, L] to be added to scores.
+
+    Without a mask, for prompts, this is the library's own function.
 
     Returns:
-        [B, 1, H, D], and no attention weights.
+        [B, S, H, D], and no attention weights.
     """
-    if query.shape[2] > 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    groups = key.shape[1]
-    if query.is_cuda and query.shape[1] != groups:
+    if attention_mask is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
+    group_size = int(getattr(module, "num_key_value_groups", 1))
+    if group_size > 1 and query.is_cuda:
         # CUDA's fused kernels take a mask or grouped heads, not both: a group's heads become queries of one head.
-        grouped = query.view(query.shape[0], groups, -1, query.shape[3])
-        mask = None if attention_mask is None else attention_mask.expand(-1, groups, grouped.shape[2], -1)
-        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling).view(query.shape)
+        grouped = query.unflatten(1, (-1, group_size)).flatten(2, 3)
+        mask = attention_mask.unsqueeze(2).expand(-1, -1, group_size, -1, -1).flatten(2, 3)
+        mask = mask.expand(-1, grouped.shape[1], -1, -1)
+        output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+        output = output.unflatten(2, (group_size, -1)).flatten(1, 2)
     else:
         output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != groups
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=group_size > 1
         )
     return output.transpose(1, 2), None
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import cast
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -25,6 +26,7 @@ from engines.models import context_length
 from engines.rollout.attention import SLOT_ATTENTION
 from engines.rollout.batch import Batch
 from engines.rollout.kv_cache import KVCache, round_up
+from engines.rollout.step import DecodingStep, Step, record
 from engines.types import Completion, GenerateRequest
 
 MIN_ROWS = 4
@@ -34,7 +36,7 @@ PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, of one forward pass; bounds its memory."""
 
 _Group = tuple[GenerateRequest, list[int]]
-"""Samples of a request that are admitted together, by their indices."""
+"""Samples of a request, by their indices."""
 
 
 class Decoder:
@@ -49,16 +51,17 @@ class Decoder:
         self.model = model
         self.max_rows = max(max_rows, MIN_ROWS)
         self.device = model.device
-        self.config = model.config.get_text_config(decoder=True)
         self.context_length = context_length(model.config)
         self.vocab_size = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
         self.running = 0
         """Samples being decoded now."""
-        self._mask_kinds = _mask_kinds(self.config)
-        self._arange = torch.arange(0, device=self.device)
+        windows = _windows(model.config.get_text_config())
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(SLOT_ATTENTION)
-        self._cache = self._new_cache()
+        self._example = self._forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
+        self._cache = KVCache(self._example)
+        step = DecodingStep(model, windows, self._cache.num_heads)
+        self._step: Step = record(step, self._cache, self.context_length, self.vocab_size) or step
 
     def run(
         self,
@@ -72,38 +75,40 @@ class Decoder:
         Raises:
             EngineError: the logits are not finite.
         """
-        waiting = deque(_groups(requests, self.max_rows))
-        num_samples = sum(len(indices) for _, indices in waiting)
-        rows = max(min(self.max_rows, num_samples), MIN_ROWS)
-        batch = Batch(requests, end_ids, rows, self.context_length, self.vocab_size, self.device)
-        self._cache.reserve(rows, 0)
+        waiting = deque((request, list(range(len(request.seeds)))) for request in requests if request.seeds)
+        rows = max(min(self.max_rows, sum(len(indices) for _, indices in waiting)), MIN_ROWS)
+        batch = Batch(requests, end_ids, rows, self.context_length, self.vocab_size)
+        self._cache.reserve(rows, 1)
         try:
             while (waiting or len(batch)) and not aborted():
                 self._admit(waiting, batch)
-                if completions := self._step(batch, weight_version):
+                if completions := self._decode(batch, weight_version):
                     yield completions
         except Exception:
-            self._cache = self._new_cache()  # stale values must stay finite
+            self._cache = KVCache(self._example)  # what a slot holds behind its length must stay finite
             raise
         finally:
             self.running = 0
 
     @torch.inference_mode()
     def _admit(self, waiting: deque[_Group], batch: Batch) -> None:
-        """Start the first waiting groups that fit, whole groups only."""
+        """Start the first waiting samples that fit."""
         by_length: dict[int, list[_Group]] = defaultdict(list)
         free = self.max_rows - len(batch)
-        while waiting and len(waiting[0][1]) <= free:
-            group = waiting.popleft()
-            free -= len(group[1])
-            by_length[self._prefill_length(group[0])].append(group)
+        while waiting and free:
+            request, indices = waiting.popleft()
+            if indices[free:]:
+                waiting.appendleft((request, indices[free:]))
+            del indices[free:]
+            free -= len(indices)
+            if (sibling := batch.find(request)) is not None:
+                slots = batch.admit(request, indices)
+                self._cache.move(self._put([sibling] * len(slots)), self._put(slots), len(request.prompt_ids) - 1)
+            else:
+                by_length[self._prefill_length(request)].append((request, indices))
         for length, groups in by_length.items():
-            if length == 0:
-                for request, indices in groups:
-                    batch.admit(request, indices)
-                continue
             remaining = iter(groups)
-            while chunk := list(islice(remaining, max(1, PREFILL_TOKENS // length))):
+            while chunk := list(islice(remaining, max(1, PREFILL_TOKENS // max(1, length)))):
                 self._prefill(chunk, length, batch)
         self.running = len(batch)
 
@@ -117,69 +122,52 @@ class Decoder:
         Padding stands on the right, where causal attention cannot see it.
         """
         input_ids = torch.zeros(len(groups), length, dtype=torch.int64)
-        for row, (request, _) in enumerate(groups):
-            prompt = torch.as_tensor(request.prompt_ids, dtype=torch.int64)[:-1]
-            input_ids[row, : len(prompt)] = prompt
-        prompts = DynamicCache()
-        self.model(input_ids=input_ids.to(self.device), past_key_values=prompts, use_cache=True, logits_to_keep=1)
+        sources, slots = [], []
+        for i, (request, indices) in enumerate(groups):
+            prompt = torch.as_tensor(np.asarray(request.prompt_ids[:-1], dtype=np.int64))
+            input_ids[i, : len(prompt)] = prompt
+            slots += batch.admit(request, indices)
+            sources += [i] * len(indices)
+        if not length:
+            return
         self._cache.reserve(0, length)
-        slots = [batch.admit(request, indices) for request, indices in groups]
-        sources = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(rows) for rows in slots]))
-        self._cache.insert(prompts, sources.to(self.device), torch.cat(slots))
+        self._cache.insert(self._forward_prompts(input_ids), self._put(sources), self._put(slots))
+
+    def _forward_prompts(self, input_ids: torch.Tensor) -> DynamicCache:
+        """Keys and values of prompts [P, S]."""
+        prompts = DynamicCache()
+        with torch.inference_mode():
+            self.model(input_ids=input_ids.to(self.device), past_key_values=prompts, use_cache=True, logits_to_keep=1)
+        return prompts
 
     @torch.inference_mode()
-    def _step(self, batch: Batch, weight_version: int) -> list[Completion]:
+    def _decode(self, batch: Batch, weight_version: int) -> list[Completion]:
         """Generate one token a sample. Returns the samples that ended."""
         size = len(batch)
         rows = max(size, MIN_ROWS)
-        positions = batch.position[:rows]
-        self._cache.reserve(0, batch.longest + 1)
-        self._cache.begin_step(positions, batch.longest)
-        output = self.model(
-            input_ids=batch.token[:rows, None],
-            position_ids=positions[:, None],
-            attention_mask=self._masks(positions),
-            past_key_values=self._cache,
-            use_cache=True,
+        length = round_up(int(batch.positions[:size].max()) + 1)
+        self._cache.reserve(0, length)
+        tokens, positions = (
+            torch.from_numpy(values[:rows]).to(self.device) for values in (batch.tokens, batch.positions)
         )
-        ended = batch.advance(output.logits[:size, -1])
+        key_positions = torch.arange(length, device=self.device)
+        logits = self._step(tokens, positions, key_positions, self._cache.stores)
+        ended = batch.advance(logits[:size])
         if not len(ended):
             return []
         completions = batch.completions(ended, weight_version)
         sources, targets = batch.remove(ended)
-        if len(sources):
-            self._cache.move(sources, targets)
+        if sources:
+            self._cache.move(self._put(sources), self._put(targets), length)
         self.running = len(batch)
         return completions
 
-    def _masks(self, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """[B, 1, 1, L], to be added to scores: 0 for what a row has written, -inf behind it and outside its window."""
-        length = self._cache.length
-        if length > len(self._arange):
-            self._arange = torch.arange(self._cache.capacity, device=self.device)
-        keys, queries = self._arange[:length], positions[:, None]
-        dtype = self.model.dtype
-        masks = {}
-        for kind, window in self._mask_kinds.items():
-            seen = keys <= queries
-            if window is not None:
-                seen &= keys > queries - window
-            mask = torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, float("-inf"))
-            masks[kind] = mask[:, None, None]
-        return masks if len(masks) > 1 else mask[:, None, None]
-
-    def _new_cache(self) -> KVCache:
-        return KVCache(self.config.num_hidden_layers, self.device)
+    def _put(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices, device=self.device)
 
 
-def _groups(requests: Sequence[GenerateRequest], max_rows: int) -> Iterator[_Group]:
-    for request in requests:
-        for first in range(0, len(request.seeds), max_rows):
-            yield request, list(range(first, min(first + max_rows, len(request.seeds))))
-
-
-def _mask_kinds(config: object) -> dict[str, int | None]:
-    """The kinds of attention layers and their windows in tokens (None: unbounded)."""
+def _windows(config: object) -> dict[str, int | None]:
+    """The kinds of attention layers and their sliding windows in tokens (None: unbounded)."""
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
     kinds = set(getattr(config, "layer_types", None) or [default])

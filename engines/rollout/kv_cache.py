@@ -5,6 +5,7 @@ but finite, and masked, so it adds exact zeros; with lengths cut at multiples of
 them in the same order whatever the cut.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,108 +21,97 @@ def round_up(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
-class KVCache(Cache):
-    """Slots 0, 1, … of which each decoding step reads and extends the first ones."""
+class KVCache:
+    """Slots 0, 1, … for the prompts and responses of samples.
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        self.device = device
-        self.num_slots = 0
-        self.capacity = 0
+    Args:
+        example: a cache that the model has filled; gives the layers' heads and head sizes, dtype and device.
+    """
+
+    def __init__(self, example: DynamicCache) -> None:
+        layers = [(keys, values) for keys, values, *_ in example]
+        self.num_heads = [keys.shape[1] for keys, _ in layers]
+        """Of keys and values, for each layer."""
+        self.stores = [states.new_zeros(0, states.shape[1], 0, states.shape[3]) for layer in layers for states in layer]
+        """Keys and values of the first layer, of the second, …: each [slots, heads, capacity, head size]."""
+
+    @property
+    def capacity(self) -> int:
         """Positions of a slot."""
-        self.length = 0
-        """Positions that the current step attends to, a multiple of `ALIGNMENT`."""
-        self.positions = torch.empty(0, dtype=torch.int64, device=device)
-        """[B]: where the current step writes in the slots 0 … B - 1."""
-        self._offsets: dict[int, torch.Tensor] = {}
-        self._slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
-        super().__init__(layers=list(self._slot_layers))
+        return self.stores[0].shape[2]
 
     def reserve(self, num_slots: int, length: int) -> None:
         """Have room for so many slots and positions; what the slots hold stays. Positions at least double."""
-        if length > self.capacity:
-            self.capacity = max(round_up(length), 2 * self.capacity)
-        self.num_slots = max(num_slots, self.num_slots)
-
-    def begin_step(self, positions: torch.Tensor, longest: int) -> None:
-        """Set where the next forward pass of one token a slot writes, `longest` being the greatest of `positions`."""
-        self.positions = positions
-        self.length = round_up(longest + 1)
-        self._offsets.clear()
-
-    def offsets(self, num_heads: int) -> torch.Tensor:
-        """[B * num_heads]: the current step's rows in a layer seen as [slots * heads * positions, head_dim]."""
-        if num_heads not in self._offsets:
-            heads = torch.arange(len(self.positions) * num_heads, device=self.device).view(-1, num_heads)
-            self._offsets[num_heads] = (heads * self.capacity + self.positions[:, None]).view(-1)
-        return self._offsets[num_heads]
+        slots, capacity = self.stores[0].shape[0], self.capacity
+        more_slots = max(num_slots - slots, 0)
+        more_positions = max(round_up(length), 2 * capacity) - capacity if length > capacity else 0
+        if more_slots or more_positions:
+            growth = (0, 0, 0, more_positions, 0, 0, 0, more_slots)
+            self.stores = [F.pad(store, growth) for store in self.stores]
 
     def insert(self, prompts: DynamicCache, sources: torch.Tensor, slots: torch.Tensor) -> None:
         """Copy the prompt `sources[i]` of a prefilled batch into the slot `slots[i]`, from position 0."""
-        for layer, (keys, values, *_) in zip(self._slot_layers, prompts, strict=True):
-            layer.insert(keys, values, sources, slots)
+        prefilled = [states for keys, values, *_ in prompts for states in (keys, values)]
+        for store, states in zip(self.stores, prefilled, strict=True):
+            store[:, :, : states.shape[2]].index_copy_(0, slots, states.index_select(0, sources))
 
-    def move(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
-        """Copy the slot `sources[i]` to the slot `slots[i]`, as far as the last step attended."""
-        for layer in self._slot_layers:
-            layer.move(sources, slots)
+    def move(self, sources: torch.Tensor, slots: torch.Tensor, length: int) -> None:
+        """Copy the first `length` positions of the slot `sources[i]` to the slot `slots[i]`."""
+        for store in self.stores:
+            part = store[:, :, :length]
+            part.index_copy_(0, slots, part.index_select(0, sources))
 
 
-class _SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, each [slots, heads, positions, head_dim]."""
+class StepCache(Cache):
+    """What the model's forward pass sees of a `KVCache` when each of the first slots takes one new token.
 
-    def __init__(self, cache: KVCache) -> None:
+    Args:
+        stores: as `KVCache.stores`.
+        num_heads: as `KVCache.num_heads`.
+        positions: [B], where the new tokens of the slots 0 … B - 1 go.
+        length: positions to attend to.
+    """
+
+    def __init__(
+        self, stores: Sequence[torch.Tensor], num_heads: Sequence[int], positions: torch.Tensor, length: int
+    ) -> None:
+        rows, capacity = positions.shape[0], stores[0].shape[2]
+        offsets = {}
+        for heads in set(num_heads):
+            first = torch.arange(rows * heads, device=positions.device).view(-1, heads) * capacity
+            offsets[heads] = (first + positions[:, None]).view(-1)
+        super().__init__(
+            layers=[
+                _StepLayer(stores[2 * i : 2 * i + 2], offsets[heads], rows, length) for i, heads in enumerate(num_heads)
+            ]
+        )
+
+
+class _StepLayer(CacheLayerMixin):
+    """One layer; `offsets` [B * heads] are rows of a store seen as [slots * heads * capacity, head size]."""
+
+    def __init__(self, stores: Sequence[torch.Tensor], offsets: torch.Tensor, rows: int, length: int) -> None:
         super().__init__()
-        self._cache = cache
-        self._stores: list[torch.Tensor] = []
+        self._stores, self._offsets, self._rows, self._length = stores, offsets, rows, length
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token of every slot of the step; return the views of those slots to attend to."""
-        self._fit(key_states, value_states)
+        """Write the new states [B, heads, 1, head size]; return [B, heads, length, head size] of keys and of values."""
         for store, states in zip(self._stores, (key_states, value_states), strict=True):
-            head_dim = states.shape[3]
-            offsets = self._cache.offsets(states.shape[1])
-            store.view(-1, head_dim).index_copy_(0, offsets, states.reshape(-1, head_dim))
-        rows, length = key_states.shape[0], self._cache.length
-        return self._stores[0][:rows, :, :length], self._stores[1][:rows, :, :length]
-
-    def insert(self, keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, slots: torch.Tensor) -> None:
-        """See `KVCache.insert`."""
-        self._fit(keys, values)
-        for store, states in zip(self._stores, (keys, values), strict=True):
-            store[:, :, : states.shape[2]].index_copy_(0, slots, states.index_select(0, sources))
-
-    def move(self, sources: torch.Tensor, slots: torch.Tensor) -> None:
-        """See `KVCache.move`."""
-        for store in self._stores:
-            seen = store[:, :, : self._cache.length]
-            seen.index_copy_(0, slots, seen.index_select(0, sources))
-
-    def _fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Have the room that the cache has reserved, new room holding zeros."""
-        if not self._stores:
-            self.lazy_initialization(key_states, value_states)
-        more_slots = self._cache.num_slots - self._stores[0].shape[0]
-        more_positions = self._cache.capacity - self._stores[0].shape[2]
-        if more_slots or more_positions:
-            growth = (0, 0, 0, more_positions, 0, 0, 0, more_slots)
-            self._stores = [F.pad(store, growth) for store in self._stores]
+            size = store.shape[3]
+            store.view(-1, size).index_copy_(0, self._offsets, states.reshape(-1, size))
+        keys, values = (store[: self._rows, :, : self._length] for store in self._stores)
+        return keys, values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the heads and dtype of the states."""
-        room = (self._cache.num_slots, self._cache.capacity)
-        self._stores = [
-            states.new_zeros(room[0], states.shape[1], room[1], states.shape[3])
-            for states in (key_states, value_states)
-        ]
-        self.is_initialized = True
+        raise NotImplementedError("the stores exist before the first step")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.length, 0
+        return self._length, 0
 
     def get_seq_length(self) -> int:
-        return self._cache.length
+        return self._length
 
     def get_max_cache_shape(self) -> int:
-        return self._cache.capacity
+        return self._stores[0].shape[2]

@@ -1,27 +1,24 @@
 """How the next token is drawn: one uniform number a token, from the sample's seed and the token's position alone."""
 
+import numpy as np
 import torch
 
-_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 and the two below as signed 64-bit integers
-_MIX_1 = -0x40A7B892E31B1A47
-_MIX_2 = -0x6B2FB644ECCEEE15
 
-
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """[B] float32 in (0, 1], multiples of 2^-24: output `positions[b]` of the generator SplitMix64 seeded `seeds[b]`.
 
-    A counter-based generator: any output without those before it, in integers only, so equal on every device and in
-    every batch. Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    A counter-based generator: any output without those before it, in integers only, so equal everywhere and in every
+    batch. Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
 
     Args:
-        seeds: [B] int64.
-        positions: [B] int64, of the token within its response, from 0.
+        seeds: [B] uint64.
+        positions: [B] uint64, of the token within its response, from 0.
     """
-    z = seeds + (positions + 1) * _GOLDEN
-    z = (z ^ _shift_right(z, 30)) * _MIX_1
-    z = (z ^ _shift_right(z, 27)) * _MIX_2
-    z = z ^ _shift_right(z, 31)
-    return (_shift_right(z, 40) + 1).to(torch.float32) * 2.0**-24
+    z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return ((z >> np.uint64(40)) + np.uint64(1)).astype(np.float32) * np.float32(2**-24)
 
 
 def sample(
@@ -40,8 +37,8 @@ def sample(
         uniform: [B] in (0, 1].
         temperature: [B], positive; None where all are 1.
         greedy: [B] bool, rows that take the most probable token; None where none does.
-        truncated: (rows [R], top_p [R], top_k [R]) of the rows that draw from a part of the vocabulary only; top_k of V
-            or more keeps all.
+        truncated: (rows [R], top_p [R], top_k [R]) of the rows that draw from a part of the vocabulary only; a top_k of
+            V keeps all.
 
     Returns:
         tokens [B] int64; log-probs [B] float32 under softmax(logits / temperature).
@@ -56,7 +53,7 @@ def sample(
     cumulative = candidates.cumsum(-1)
     # A target in (0, total] is first reached at a token of positive probability.
     target = uniform[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[-1] - 1)  # beyond the end if not finite
     if greedy is not None:
         tokens = torch.where(greedy[:, None], probs.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0], probs.gather(1, tokens)[:, 0].log()
@@ -71,8 +68,3 @@ def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> 
     rank = torch.arange(probs.shape[-1], device=probs.device)
     keep = (before < top_p[:, None]) & (rank < top_k[:, None])
     return torch.zeros_like(probs).scatter_(1, order, descending * keep)
-
-
-def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift of signed integers."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)

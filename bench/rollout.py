@@ -1,0 +1,189 @@
+"""Speed of the transformers rollout engine against `transformers.generate`, both with log-probs, on one CPU thread.
+
+    python bench/rollout.py [--hidden 64 512] [--batch 8 64 256] [--rounds 5] [--json results.json]
+
+Tiny Qwen3 models (2 layers; hidden 64 has 123k parameters), prompts of 16 to 47 tokens, up to 64 new ones, temperature
+1. Two workloads:
+  fixed   one batch, a prompt of its own for each sample, all of which run to 64 tokens: decoding alone.
+  groups  four batches of 8 samples a prompt, where 1 token in 50 ends a response: a rollout of GRPO. `generate` is
+          called once a batch; the engine gets all requests and runs as many samples at a time.
+
+Both sides generate the same kind of samples from the same prompts, in one process, taking turns; the first turn of each
+is not counted. Speeds are tokens of responses per CPU second, the median of the rounds; on an idle machine that is the
+time on the clock, on a shared one it is steadier.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema.rollout import RolloutConfig
+from engines.rollout.transformers import TransformersEngine
+from engines.types import GenerateRequest, SamplingParams
+
+VOCAB_SIZE = 384
+NEW_TOKENS = 64
+GROUP_SIZE = 8
+STOP_SHARE = 50
+
+
+@dataclass(frozen=True)
+class Result:
+    """Tokens of responses per CPU second."""
+
+    workload: str
+    hidden_size: int
+    batch_size: int
+    generate: float
+    engine: float
+    speedup: float
+    """Median over the rounds of their ratio."""
+
+
+def build_model(hidden_size: int, folder: Path) -> Path:
+    """Save a Qwen3 model with random weights, wide enough apart that its distributions are not flat."""
+    torch.manual_seed(0)
+    head_dim = 16 if hidden_size < 512 else 64
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=hidden_size // head_dim // 2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_requests(workload: str, batch_size: int) -> list[GenerateRequest]:
+    """What a workload generates."""
+    draw = np.random.default_rng(batch_size)
+    samples = GROUP_SIZE if workload == "groups" else 1
+    stops = tuple(range(0, VOCAB_SIZE, STOP_SHARE)) if workload == "groups" else ()
+    count = 4 * batch_size // GROUP_SIZE if workload == "groups" else batch_size
+    return [
+        GenerateRequest(
+            request_id=i,
+            prompt_ids=draw.integers(VOCAB_SIZE, size=draw.integers(16, 48)).tolist(),
+            seeds=tuple(draw.integers(2**63, size=samples).tolist()),
+            sampling_params=SamplingParams(NEW_TOKENS, stop_token_ids=stops),
+        )
+        for i in range(count)
+    ]
+
+
+def run_engine(engine: TransformersEngine, requests: list[GenerateRequest]) -> int:
+    """Generate all samples; returns the number of response tokens."""
+    return sum(len(sample.response_ids) for samples in engine.generate(requests) for sample in samples)
+
+
+@torch.inference_mode()
+def run_generate(model: PreTrainedModel, requests: list[GenerateRequest]) -> int:
+    """The same through `generate`: left padding, and log-probs gathered from the logits that it returns."""
+    params = requests[0].sampling_params
+    prompts = [list(request.prompt_ids) for request in requests for _ in request.seeds]
+    width = max(map(len, prompts))
+    input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    output = cast(Any, model).generate(
+        input_ids,
+        attention_mask=attention_mask,
+        generation_config=GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            pad_token_id=0,
+            eos_token_id=list(params.stop_token_ids) or None,
+            return_dict_in_generate=True,
+            output_logits=True,
+        ),
+    )
+    responses = output.sequences[:, width:]
+    logits = torch.stack(output.logits, dim=1)
+    log_probs = torch.log_softmax(logits, -1).gather(-1, responses[..., None])[..., 0]
+    stops = torch.isin(responses, torch.tensor(params.stop_token_ids, dtype=torch.int64))
+    before = stops.cumsum(1) - stops.long()
+    return sum(len(row) for row in (row[keep] for row, keep in zip(log_probs, before == 0, strict=True)))
+
+
+def measure(model: PreTrainedModel, path: Path, workload: str, batch_size: int, rounds: int) -> Result:
+    """Let both take turns on one workload."""
+    config = RolloutConfig(
+        num_rollout=1, rollout_batch_size=1, rollout_max_response_len=NEW_TOKENS, max_running_requests=batch_size
+    )
+    engine = TransformersEngine(str(path), config)
+    requests = make_requests(workload, batch_size)
+    per_call = batch_size // len(requests[0].seeds)
+    calls = [requests[i : i + per_call] for i in range(0, len(requests), per_call)]
+    sides: dict[str, Callable[[], int]] = {
+        "generate": lambda: sum(run_generate(model, call) for call in calls),
+        "engine": lambda: run_engine(engine, requests),
+    }
+    speeds: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(rounds + 1):
+        for side, run in sides.items():
+            start = time.process_time()
+            tokens = run()
+            if turn:
+                speeds[side].append(tokens / (time.process_time() - start))
+    ratios = [own / theirs for own, theirs in zip(speeds["engine"], speeds["generate"], strict=True)]
+    medians = {side: statistics.median(values) for side, values in speeds.items()}
+    hidden_size = model.config.hidden_size
+    return Result(workload, hidden_size, batch_size, **medians, speedup=statistics.median(ratios))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 64, 256], help="samples per call")
+    parser.add_argument("--rounds", type=int, default=5, help="counted turns of each side")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    args = parser.parse_args()
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results = []
+    table = Table("workload", "hidden", "batch", "generate tok/s", "engine tok/s", "speed-up")
+    for hidden_size in args.hidden:
+        with tempfile.TemporaryDirectory() as folder:
+            path = build_model(hidden_size, Path(folder))
+            model = Qwen3ForCausalLM.from_pretrained(path).eval()
+            for workload in ("fixed", "groups"):
+                for batch_size in args.batch:
+                    result = measure(model, path, workload, batch_size, args.rounds)
+                    results.append(result)
+                    numbers = f"{result.generate:,.0f}", f"{result.engine:,.0f}", f"{result.speedup:.2f}"
+                    table.add_row(workload, str(hidden_size), str(batch_size), *numbers)
+    Console().print(table)
+    if args.json:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions["transformers"] = transformers.__version__
+        report = {"versions": versions, "threads": 1, "results": [asdict(result) for result in results]}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
