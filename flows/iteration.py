@@ -51,24 +51,7 @@ def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     if index == 0 and config.eval.eval_interval is not None and not config.eval.skip_eval_before_train:
         evals += evaluate_all(run, steps, index, None)
 
-    generated: list[Commit] = []
-    graded: list[Commit] = []
-    selection = previous
-    for round in itertools.count():
-        shards = plan_round(run, selection if round else None, previous, round)
-        pending = [
-            steps.submit(rollout, index, shard, weights, [selection] if selection else [], **part)
-            for shard, part in shards
-        ]
-        rewarded = [
-            steps.submit(reward, index, shard, samples) for (shard, _), samples in zip(shards, pending, strict=True)
-        ]
-        generated += [samples.result() for samples in pending]
-        graded += [rewards.result() for rewards in rewarded]
-        selection = steps.call(filter_groups, index, f"{round:02d}", previous, generated, graded, round=round)
-        if selection.values["full"]:
-            break
-
+    selection, sampled = sample(run, steps, index, weights, previous)
     rollouts, rewards = trained_shards(run, selection)
     scores = steps.call(score, index, None, weights, selection, rollouts) if needs_scores(config) else None
     advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
@@ -78,7 +61,30 @@ def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     if eval_due(config, index):
         evals += evaluate_all(run, steps, index, trained)
     scored = [scores] if scores else []
-    return [*generated, *graded, selection, *scored, advantages, trained, *saved, synced, *evals]
+    return [*sampled, selection, *scored, advantages, trained, *saved, synced, *evals]
+
+
+def sample(
+    run: RunContext, steps: StepRunner, index: int, weights: Commit | None, previous: Commit | None
+) -> tuple[Commit, list[Commit]]:
+    """Rounds of rollout, reward and filter until the batch is full; the filter step that filled it, and the shards."""
+    generated: list[Commit] = []
+    graded: list[Commit] = []
+    selection: Commit | None = None
+    for round in itertools.count():
+        before = [commit for commit in (selection or previous,) if commit]
+        shards = plan_round(run, selection, previous, round)
+        pending = [steps.submit(rollout, index, shard, weights, before, **part) for shard, part in shards]
+        rewarded = [
+            steps.submit(reward, index, shard, samples) for (shard, _), samples in zip(shards, pending, strict=True)
+        ]
+        generated += [samples.result() for samples in pending]
+        graded += [rewards.result() for rewards in rewarded]
+        selection = steps.call(filter_groups, index, f"{round:02d}", previous, generated, graded, round=round)
+        if selection.values["full"]:
+            break
+    assert selection is not None
+    return selection, [*generated, *graded]
 
 
 def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit | None) -> list[Commit]:

@@ -1,8 +1,9 @@
 """`train`: all iterations of a run, from its last commit to its last iteration."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 from prefect import flow
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
@@ -10,6 +11,7 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from configs.schema.run import RunConfig
 from flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
 from flows.iteration import iteration
+from flows.server import configured_api, ensure_server, prefect_api
 from flows.session import open_run
 from flows.steps import PrefectSteps
 from flows.tracking import tracked
@@ -17,8 +19,11 @@ from storage.commits import Commit, Step
 from tasks.context import RunContext
 from tasks.events import Message
 
-_watcher: ContextVar[OnEvent] = ContextVar("watcher", default=lambda event: None)
-"""Who is told what happens: a terminal for `start`, nobody where Prefect starts the flow."""
+PREFECT_HOME = Path(".cairn/prefect")
+"""Database and log of the embedded Prefect server, below the folder one stands in."""
+
+_opened: ContextVar[tuple[RunContext, OnEvent] | None] = ContextVar("opened", default=None)
+"""The run that `start` opened for the flow it calls; none where Prefect starts the flow."""
 
 
 def start(
@@ -30,13 +35,17 @@ def start(
 ) -> None:
     """Train the run `run` in this process to its last iteration, from its last commit or from the start.
 
-    `config` creates the run or must equal the one it has; None takes the ledger's.
+    `config` creates the run or must equal the one it has; None takes the ledger's. Raises what `open_run` raises, and
+    what a step raised after its last try.
     """
-    token = _watcher.set(on_event)
-    try:
-        train(run=run, store=store_url, config=config, takeover=takeover)
-    finally:
-        _watcher.reset(token)
+    if configured_api() is None:
+        ensure_server(PREFECT_HOME)  # takes seconds, beside which the engines start
+    with opened(store_url, run, config, takeover, on_event) as pair, prefect_api(PREFECT_HOME):
+        token = _opened.set(pair)
+        try:
+            train(run=run, store=store_url)
+        finally:
+            _opened.reset(token)
 
 
 @flow(name="train", flow_run_name="{run}", persist_result=False)
@@ -49,16 +58,29 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         config: The configuration of a new run; leave it out to go on with the one in the ledger.
         takeover: Take the run from a driver that still lives.
     """
-    watcher = _watcher.get()
-    with ExitStack() as stack:
-        context = stack.enter_context(open_run(store, run, config, takeover=takeover, emit=watcher))
-        board = stack.enter_context(tracked(context.ledger, context.config))
+    pair = _opened.get()
+    if pair is not None:
+        drive(*pair)
+        return
+    with opened(store, run, config, takeover, lambda event: None) as pair:
+        drive(*pair)
+
+
+@contextmanager
+def opened(
+    store: str, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent
+) -> Iterator[tuple[RunContext, OnEvent]]:
+    """A run and whom to tell what happens: its TensorBoard files and the watcher."""
+    with (
+        open_run(store, run, config, takeover=takeover, emit=watcher) as context,
+        tracked(context.ledger, context.config) as board,
+    ):
 
         def tell(event: Event) -> None:
             board(event)
             watcher(event)
 
-        drive(context, tell)
+        yield context, tell
 
 
 @flow(name="iteration", flow_run_name="{name}", persist_result=False, validate_parameters=False)
@@ -67,7 +89,7 @@ def iteration_flow(name: str, run: RunContext, steps: PrefectSteps, index: int) 
     return iteration(run, steps, index)
 
 
-def drive(run: RunContext, on_event: Callable[[Event], None]) -> None:
+def drive(run: RunContext, on_event: OnEvent) -> None:
     """Execute every iteration that is not complete.
 
     The newest iteration is entered again even if all its steps are there: which of them are, the steps find out.

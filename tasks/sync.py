@@ -27,6 +27,6 @@ def bring_up_to_date(run: RunContext, weights: Commit | None) -> list[int]:
         run.fleet.ensure_rollout_alive()
         reported = run.fleet.rollout_versions()
         if all(found == version for found in reported):
-            return reported
+            return [version] * len(reported)
         restore_trainer(run, weights)
         return run.fleet.sync_weights()
