@@ -1,0 +1,130 @@
+"""Prefect's side of a run: the flow run of a driver, and the flow run of each iteration below it.
+
+    @flow(name="train", persist_result=False)
+    def train(run: str, store: str):
+        with driving(run, store) as tags:
+            iterate = subflow(one_iteration, name="iteration", run_name="{run} {index:06d}", tags=tags)
+            for index in range(first, total):
+                iterate(run, index)
+
+What this module knows of Prefect, measured on two cores with eight no-op steps an iteration (`bench/orchestration.py`):
+
+- A flow run sends heartbeats from a thread that it waits up to a second for at its end. The driver's flow run sends
+  them; those of the iterations would cost more than all else. `temporary_settings` validates every setting, 50 ms, so
+  the driver enters it once.
+- A task run with a tag asks the API for a concurrency slot, 10 ms, whether a limit exists or not; and tasks take the
+  tags of the context they run in. So flow runs are tagged here, and the context is empty when steps run.
+- Parameters of a flow are turned into JSON by walking into them, attributes of any object included, and stored: give a
+  subflow names and numbers, and let its body close over everything else. Parameters of a task are not stored.
+- A graph has an edge from one step to another where the very object that the first returned is passed to the second,
+  alone or inside a list. What an earlier iteration returned is no edge.
+- The graph of an iteration is `GET /flow_runs/<id>/graph-v2`. Task runs reach it about a second late.
+
+**Retry.** Prefect's interface offers Retry for flow runs of a deployment (`serve`, or a worker) that are in a final
+state: it sets AwaitingRetry, and the runner or worker executes the same flow run again, in a new process with the same
+parameters. For a flow run that a script made it offers none, since nobody would pick it up: there, `cairn resume` goes
+on. Either way each iteration that is entered again gets a flow run of its own and the broken one stays as history.
+"""
+
+import hashlib
+import logging
+import socket
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+from uuid import UUID
+
+import prefect
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.context import FlowRunContext, TagsContext
+from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from prefect.states import Crashed, State
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_LOOKS_ALIVE = {"type": {"any_": [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]}}
+
+
+@contextmanager
+def driving(run: str, store_url: str) -> Iterator[frozenset[str]]:
+    """Make the current flow run the driver of `run`; yields the tags for the flow runs below it.
+
+    To be entered with the lease in hand: what still looks alive of earlier drivers is marked Crashed, since a process
+    that was killed cannot say so itself and would be shown as running for ever.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("driving() is for the body of a flow; call it inside one")
+    tags = run_tags(run, store_url)
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(context.flow_run.id, tags=tags.union(context.flow_run.tags))
+        crash_stale_runs(client, tags, besides=context.flow_run.id)
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), TagsContext(current_tags=set()):
+        yield tags
+
+
+def subflow(
+    body: Callable[Parameters, Result], *, name: str, run_name: str, tags: Collection[str]
+) -> Callable[Parameters, Result]:
+    """Make every call of `body` a flow run with `tags`, named by `run_name`, a format string over its parameters.
+
+    The parameters are stored with the flow run: JSON values, and few. Task runs in it get none of the tags.
+    """
+
+    @wraps(body)
+    def untagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with TagsContext(current_tags=set()):
+            return body(*args, **kwargs)
+
+    flow = prefect.Flow(untagged, name=name, flow_run_name=run_name, persist_result=False, validate_parameters=False)
+
+    @wraps(body)
+    def tagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with prefect.tags(*tags):
+            return flow(*args, **kwargs)
+
+    return tagged
+
+
+def run_tags(run: str, store_url: str) -> frozenset[str]:
+    """Tags of the flow runs of `run`. A run of the same name in another store, on a shared server, has others."""
+    place = store_url if "://" in store_url else f"{socket.gethostname()}:{Path(store_url).resolve()}"
+    digest = hashlib.sha256(f"{place.rstrip('/')}/{run}".encode()).hexdigest()
+    return frozenset(("cairn", f"run:{run}", f"ledger:{digest[:12]}"))
+
+
+def crash_stale_runs(client: SyncPrefectClient, tags: Collection[str], *, besides: UUID) -> list[FlowRun]:
+    """Mark flow runs that have all of `tags` and look alive as Crashed, and the task runs in them; return them.
+
+    `besides` is the caller's own flow run. A task run that stands for a subflow follows the subflow's state.
+    """
+    crashed: State[None] = Crashed(message="The driver's process is gone; another driver goes on from the last commit.")
+    stale = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate(
+            {"tags": {"all_": sorted(tags)}, "state": _LOOKS_ALIVE, "id": {"not_any_": [besides]}}
+        )
+    )
+    if not stale:
+        return []
+    unfinished = client.read_task_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [flow_run.id for flow_run in stale]}}),
+        task_run_filter=TaskRunFilter.model_validate({"state": _LOOKS_ALIVE}),
+    )
+    for task_run in unfinished:
+        client.set_task_run_state(task_run.id, crashed.fresh_copy(), force=True)
+    for flow_run in stale:
+        client.set_flow_run_state(flow_run.id, crashed.fresh_copy(), force=True)
+    return stale
+
+
+def silence_console() -> None:
+    """Keep Prefect's log records off this process's terminal; the API and the interface still get them."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.setLevel(logging.CRITICAL + 1)

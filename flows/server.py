@@ -1,0 +1,268 @@
+"""The embedded Prefect server: a child process of the driver that keeps its history in a folder.
+
+`prefect_api(home)` is what a driver wraps its flows in. An API that the user configured, by `PREFECT_API_URL` or by a
+Prefect profile, always wins; only without one is a server started, once a process and home:
+
+    <home>/prefect.db    SQLite, kept between runs: every server of this home shows the same history
+    <home>/server.log    what servers of this home had to say
+    <home>/start.lock    held while a server migrates the database
+
+Why a server of our own and not the one Prefect starts by itself: that one gives up after 20 s, serves no UI, keeps its
+history in the user's home and prints tracebacks when it goes. This one
+
+- takes a socket that is already bound, so no port can be lost in between and a request waits in the backlog until the
+  server is up;
+- polls its parent's process id, so it leaves within seconds however the driver died, SIGKILL included;
+- lives in a session of its own, so Ctrl-C reaches the driver alone, which can still report its last state.
+
+Several drivers in one folder have a server each, on one database: none loses its API when another driver ends.
+Measured, with eight no-op steps an iteration, on two cores (see also `bench/orchestration.py`):
+
+- SQLite transactions that begin DEFERRED fail at once when another connection wrote meanwhile; the API answers 503 and
+  Prefect's client sleeps about 2 s. On a slow machine that was every iteration. IMMEDIATE ones wait a few ms instead.
+- A listening socket made without `IPPROTO_TCP` gets no TCP_NODELAY from asyncio, and each request waits 40 ms more.
+- Task events recorded in batches instead of one by one: 260 -> 150 ms of server time an iteration.
+- No event persister (the UI's event feed; runs, task runs, states and logs do not need it): 150 -> 115 ms, and 40
+  instead of 160 kB of database an iteration.
+"""
+
+import argparse
+import asyncio
+import atexit
+import contextlib
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import certifi
+import httpx
+from prefect.settings import (
+    PREFECT_API_SSL_CERT_FILE,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    temporary_settings,
+)
+
+START_TIMEOUT = 120.0
+"""Seconds a server may take to answer: 5-8 on an idle machine, 27 seen on a loaded one."""
+
+STOP_TIMEOUT = 10.0
+"""Seconds a server may take to write what it still holds and leave; then it is killed."""
+
+_DEFAULTS = {
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "64",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "DO_NOT_TRACK": "1",
+}
+"""Settings of an embedded server; the environment overrides each."""
+
+
+class ServerFailed(Exception):
+    """The embedded Prefect server did not start. The message says why and what to do."""
+
+
+class Server:
+    """A Prefect server in a child process, over the database in `home`. It dies with this process."""
+
+    def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Start the process and return at once. Port 0 takes a free one; raises ServerFailed if `port` is taken."""
+        home = home.resolve()
+        home.mkdir(parents=True, exist_ok=True)
+        self.home = home
+        self.log = home / "server.log"
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        with _listen(host, port) as listener, self.log.open("ab") as log:
+            self.ui_url = f"http://{host}:{listener.getsockname()[1]}"
+            self.api_url = f"{self.ui_url}/api"
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "flows.server", str(listener.fileno()), str(os.getpid())],
+                env=_environment(home, self.api_url),
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Return when the server answers. Raises ServerFailed, the server stopped, if it does not within `timeout`."""
+        try:
+            # The connection waits in the backlog; it is reset if the server dies.
+            httpx.get(f"{self.api_url}/health", timeout=timeout, trust_env=False).raise_for_status()
+        except httpx.HTTPError as error:
+            late = isinstance(error, httpx.TimeoutException)
+            why = f"did not answer within {timeout:.0f} s" if late else f"died while it started ({error})"
+            self.stop()
+            raise ServerFailed(
+                f"the embedded Prefect server {why}. Its log is {self.log}; delete {self.home} if its database is "
+                f"broken, or set PREFECT_API_URL to use another server. Last lines of the log:\n{self._log_tail()}"
+            ) from error
+
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def wait(self) -> int:
+        """Block until the process ends; return its exit status."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End the process; it writes what it holds first. Does nothing if it has ended."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _log_tail(self, lines: int = 20) -> str:
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+_servers: dict[Path, Server] = {}
+_servers_lock = threading.Lock()
+
+
+def ensure_server(home: Path) -> Server:
+    """Return this process's server over `home`, started if there is none; it ends with the process.
+
+    Returns before the server is ready, so that it can start beside other things: call `wait_ready`.
+    """
+    with _servers_lock:
+        server = _servers.get(home.resolve())
+        if server is None or not server.alive():
+            server = _servers[home.resolve()] = Server(home)
+            # Prefect sends its last events and logs before atexit functions run.
+            atexit.register(server.stop)
+        return server
+
+
+def configured_api() -> str | None:
+    """URL of the API that the environment or the active Prefect profile names."""
+    return PREFECT_API_URL.value()
+
+
+@contextmanager
+def prefect_api(home: Path) -> Iterator[str]:
+    """Run flows against the configured API, or else against the embedded server over `home`. Yields the API's URL.
+
+    Holds for this thread and for what copies its context, as Prefect's task runners do: a thread that runs flows and
+    is started in another way needs `contextvars.copy_context().run`. Raises ServerFailed.
+    """
+    configured = configured_api()
+    if configured is not None:
+        yield configured
+        return
+    server = ensure_server(home)
+    server.wait_ready()
+    with temporary_settings(
+        {
+            PREFECT_API_URL: server.api_url,
+            PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
+            # A subflow makes a client of its own, which reads its trust store: 20 ms for all of certifi's, none of
+            # which plain HTTP over loopback needs.
+            PREFECT_API_SSL_CERT_FILE: str(_smallest_trust_store(server.home)),
+        }
+    ):
+        yield server.api_url
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServerFailed(f"cannot listen on {host}:{port}: {error.strerror}. Choose another port") from error
+    listener.listen(128)
+    return listener
+
+
+def _environment(home: Path, api_url: str) -> dict[str, str]:
+    client_only = ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH")
+    return {
+        **_DEFAULTS,
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home / 'prefect.db'}",
+        **{name: value for name, value in os.environ.items() if name not in client_only},
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_UI_API_URL": api_url,
+    }
+
+
+def _smallest_trust_store(home: Path) -> Path:
+    path = home / "trust-store.pem"
+    if not path.exists():
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----\n"
+        pem = Path(certifi.where()).read_text()
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(pem[pem.index(begin) : pem.index(end) + len(end)])
+        written.rename(path)
+    return path
+
+
+# ---------------------------------------------------------------------------- in the child process
+
+
+def _serve(listener: socket.socket, parent: int) -> None:
+    """Serve Prefect's application on `listener` until told to stop or until process `parent` is gone."""
+    import uvicorn
+    from prefect.server.api.server import create_app
+    from prefect.server.database.configurations import AioSqliteConfiguration
+    from prefect.server.database.dependencies import set_database_config
+    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
+
+    class ImmediateTransactions(AioSqliteConfiguration):
+        """Takes SQLite's write lock when a transaction begins, instead of failing when it first writes."""
+
+        def begin_transaction(self, session: Any, with_for_update: bool = False) -> Any:
+            return super().begin_transaction(session, with_for_update=True)
+
+    class OneAtATime(uvicorn.Server):
+        """Migrates the database alone, whoever else starts over the same home."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            with (PREFECT_HOME.value() / "start.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                await super().startup(sockets)
+
+    database_url = PREFECT_API_DATABASE_CONNECTION_URL.value()
+    if database_url.startswith("sqlite"):
+        set_database_config(ImmediateTransactions(database_url))
+    server = OneAtATime(uvicorn.Config(create_app(final=True), log_level="warning", timeout_graceful_shutdown=3))
+
+    def leave_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        server.should_exit = True
+        time.sleep(STOP_TIMEOUT)
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    asyncio.run(server.serve(sockets=[listener]))
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(prog="flows.server")
+    parser.add_argument("listener", type=int, help="file descriptor of a listening socket")
+    parser.add_argument("parent", type=int, help="process id of the driver")
+    arguments = parser.parse_args()
+    with contextlib.suppress(KeyboardInterrupt):
+        _serve(socket.socket(fileno=arguments.listener), arguments.parent)
+
+
+if __name__ == "__main__":
+    _main()
