@@ -1,0 +1,102 @@
+"""Tiny models of several architectures, with random weights spread enough that their distributions are not flat."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from configs.schema.rollout import RolloutConfig
+from engines.rollout.transformers import TransformersEngine
+from engines.types import Completion, GenerateRequest, SamplingParams
+
+VOCAB_SIZE = 320
+CONTEXT_LENGTH = 128
+END_TOKEN = 7
+
+Samples = dict[tuple[int, int], Completion]
+
+
+def configs() -> dict[str, PretrainedConfig]:
+    common = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "eos_token_id": END_TOKEN,
+        "bos_token_id": None,
+    }
+    grouped = common | {"num_key_value_heads": 2}
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    return {
+        "qwen3": Qwen3Config(**grouped, head_dim=16, tie_word_embeddings=True),
+        "qwen2": Qwen2Config(**grouped, tie_word_embeddings=True),
+        "qwen2-sliding": Qwen2Config(**grouped, **sliding),
+        "llama": LlamaConfig(**grouped),
+        "llama-dynamic-rope": LlamaConfig(
+            **grouped, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        ),
+        "gpt-neox": GPTNeoXConfig(**common),
+    }
+
+
+def save_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> str:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.08)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def rollout_config(**changes: object) -> RolloutConfig:
+    return RolloutConfig(num_rollout=1, rollout_batch_size=1, rollout_max_response_len=16).model_copy(update=changes)
+
+
+def request(request_id: int, prompt: list[int], samples: int = 1, **params: object) -> GenerateRequest:
+    seeds = np.random.default_rng([request_id, 1]).integers(2**63, size=samples)
+    defaults: dict = {"max_new_tokens": 8}
+    return GenerateRequest(request_id, prompt, tuple(seeds.tolist()), SamplingParams(**(defaults | params)))
+
+
+def random_requests(seed: int, count: int) -> list[GenerateRequest]:
+    """Requests of every kind: lengths, group sizes, sampling parameters."""
+    draw = np.random.default_rng(seed)
+    return [
+        request(
+            i,
+            draw.integers(VOCAB_SIZE, size=int(draw.choice([1, 2, 9, 16, 17, 33, 60, 90]))).tolist(),
+            samples=int(draw.choice([1, 2, 3, 8])),
+            max_new_tokens=int(draw.integers(1, 40)),
+            temperature=float(draw.choice([0, 0.7, 1, 1])),
+            top_p=float(draw.choice([0.8, 1, 1])),
+            top_k=int(draw.choice([5, -1, -1])),
+            stop_token_ids=tuple(draw.integers(VOCAB_SIZE, size=int(draw.choice([0, 4]))).tolist()),
+        )
+        for i in range(count)
+    ]
+
+
+def collect(engine: TransformersEngine, requests: list[GenerateRequest]) -> Samples:
+    return {(c.request_id, c.sample_index): c for completions in engine.generate(requests) for c in completions}
+
+
+def same(one: Completion, other: Completion) -> bool:
+    """Bit for bit, but for the time it took."""
+    return (
+        one.response_ids.tobytes() == other.response_ids.tobytes()
+        and one.log_probs.tobytes() == other.log_probs.tobytes()
+        and one.finish_reason == other.finish_reason
+    )
+
+
+def full_log_probs(model: torch.nn.Module, prompt: list[int], response: np.ndarray, temperature: float) -> np.ndarray:
+    """[T] log-probs of the response from one forward pass of the library over the whole sequence, without a cache."""
+    input_ids = torch.tensor([[*prompt, *response.tolist()]])
+    with torch.no_grad():
+        logits = model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
+    log_probs = torch.log_softmax(logits / (temperature or 1.0), -1)
+    return log_probs.gather(1, torch.from_numpy(response).long()[:, None])[:, 0].numpy()
