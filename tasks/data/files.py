@@ -84,8 +84,8 @@ def open_rows(path: str, required: Mapping[str, str], optional: Collection[str],
         raise BadData(f"{url} does not exist: correct the path") from None
     except IsADirectoryError:
         raise BadData(f"{url} is a folder: give the path of a .jsonl or .parquet file") from None
-    # fsspec names an unknown or uninstalled protocol with ValueError and ImportError, stores raise OSErrors.
-    except (OSError, ValueError, ImportError) as error:
+    # Every file system of fsspec raises exceptions of its own, and so do the libraries below it.
+    except Exception as error:
         raise BadData(f"{url} cannot be read ({error}): check the path and the access to it") from error
     fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     if suffix == ".parquet":

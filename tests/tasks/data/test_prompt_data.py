@@ -14,6 +14,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import s3fs
 
 from configs.schema.data import RowFormat
 from tasks.data import BadData, PromptData
@@ -42,18 +43,19 @@ def http_folder(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("place", ["local", "memory", "http"])
-def test_every_format_at_every_url_gives_the_same_rows(tmp_path, tokenizer, http_folder, suffix, place):
+@pytest.mark.parametrize("place", ["local", "memory", "http", "s3"])
+def test_every_format_at_every_url_gives_the_same_rows(tmp_path, tokenizer, http_folder, s3_url, suffix, place):
     local = tmp_path / f"rows.{suffix}"
     (write_jsonl if suffix == "jsonl" else write_parquet)(local, ROWS)
-    if place == "memory":
-        with fsspec.open(f"memory://{tmp_path.name}/rows.{suffix}", "wb") as file:
-            file.write(local.read_bytes())
     url = {
         "local": str(local),
         "memory": f"memory://{tmp_path.name}/rows.{suffix}",
         "http": f"{http_folder}/rows.{suffix}",
+        "s3": f"{s3_url}/rows.{suffix}",
     }[place]
+    if place in ("memory", "s3"):
+        with fsspec.open(url, "wb") as file:
+            file.write(local.read_bytes())
     data = PromptData.open(PLAIN, url, tokenizer)
     assert len(data) == 10
     assert data.fingerprint == hashlib.sha256(local.read_bytes()).hexdigest()
@@ -191,6 +193,22 @@ def test_a_bad_path_is_one_sentence(tmp_path, tokenizer, monkeypatch, path, mess
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(BadData, match=message):
         PromptData.open(PLAIN, path, tokenizer)
+
+
+def test_an_object_store_that_has_no_such_file_or_bucket_is_one_sentence(tokenizer, s3_url):
+    with pytest.raises(BadData, match=r"absent\.jsonl does not exist: correct the path"):
+        PromptData.open(PLAIN, f"{s3_url}/absent.jsonl", tokenizer)
+    with pytest.raises(BadData, match=r"rows\.jsonl does not exist: correct the path"):
+        PromptData.open(PLAIN, "s3://no-such-bucket-anywhere/rows.jsonl", tokenizer)
+
+
+def test_missing_credentials_are_one_sentence(tokenizer, s3_url, monkeypatch, tmp_path):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(BadData, match=r"rows\.jsonl cannot be read \(.*credentials.*\): check the path and the access"):
+        PromptData.open(PLAIN, f"{s3_url}/rows.jsonl", tokenizer)
 
 
 def test_rows_that_are_not_needed_by_the_reward_may_lack_a_label(tmp_path, tokenizer):
