@@ -6,12 +6,12 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from prefect import flow
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from configs.schema.run import RunConfig
 from flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
 from flows.iteration import iteration
-from flows.server import configured_api, ensure_server, prefect_api
+from flows.orchestration import driving, silence_console, subflow
+from flows.server import prefect_api
 from flows.session import open_run
 from flows.steps import PrefectSteps
 from flows.tracking import tracked
@@ -38,8 +38,7 @@ def start(
     `config` creates the run or must equal the one it has; None takes the ledger's. Raises what `open_run` raises, and
     what a step raised after its last try.
     """
-    if configured_api() is None:
-        ensure_server(PREFECT_HOME)  # takes seconds, beside which the engines start
+    silence_console()
     with opened(store_url, run, config, takeover, on_event) as pair, prefect_api(PREFECT_HOME):
         token = _opened.set(pair)
         try:
@@ -83,14 +82,8 @@ def opened(
         yield context, tell
 
 
-@flow(name="iteration", flow_run_name="{name}", persist_result=False, validate_parameters=False)
-def iteration_flow(name: str, run: RunContext, steps: PrefectSteps, index: int) -> list[Commit]:
-    """One iteration, a graph of its own."""
-    return iteration(run, steps, index)
-
-
 def drive(run: RunContext, on_event: OnEvent) -> None:
-    """Execute every iteration that is not complete.
+    """Execute every iteration that is not complete, each as a flow run of its own below the current one.
 
     The newest iteration is entered again even if all its steps are there: which of them are, the steps find out.
     """
@@ -101,10 +94,15 @@ def drive(run: RunContext, on_event: OnEvent) -> None:
     on_event(RunStarted(run.ledger.run, lease.epoch, first, total))
     report_changed_environment(run, first)
     steps = PrefectSteps(run)
-    for index in range(first, total):
-        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-            commits = iteration_flow(f"{run.ledger.run} {index:06d}", run, steps, index)
-        on_event(IterationDone(index, tuple(commits)))
+
+    def one_iteration(run_name: str, index: int) -> list[Commit]:
+        """The DAG of flows/iteration.py."""
+        return iteration(run, steps, index)
+
+    with driving(run.ledger.run, run.ledger.store.url) as tags:
+        iterate = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
+        for index in range(first, total):
+            on_event(IterationDone(index, tuple(iterate(run.ledger.run, index))))
     trained = run.committed(total - 1, Step.TRAIN)
     assert trained.weight_version_out is not None
     assert trained.state_digest is not None
