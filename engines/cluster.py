@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from engines import reaper
 from engines.errors import EngineError
@@ -113,9 +114,16 @@ def _join(address: str) -> Cluster:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
+        ray.shutdown()
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, AuthenticationError):
+            way_out = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH unless its token is in ~/.ray/auth_token"
+        else:
+            way_out = "start one with `ray start --head`, or leave ray_address empty"
         raise ClusterError(
-            f"no Ray cluster can be joined at fleet.ray_address={address} ({_first_line(error)}): start one with "
-            "`ray start --head`, or leave ray_address empty"
+            f"the Ray cluster at fleet.ray_address={address} cannot be joined ({_first_line(cause)}): {way_out}"
         ) from error
     return Cluster(address)
 

@@ -93,29 +93,36 @@ class TrainingHandle(EngineHandle):
         return self._gather(calls, Deadline(self._timeout), method)
 
     def _gather(self, calls: "list[ray.ObjectRef[Any]]", deadline: Deadline, method: str) -> list[Any]:
-        """Results of all ranks. Others may wait in vain for a rank that failed, so its failure ends the call."""
-        found: dict[int, Any] = {}
-        failures: list[Exception] = []
+        """Results of all ranks, or what all of them raise. Ranks that end differently are no engine any more: the one
+        that failed alone left the others waiting for it, so nobody waits for those."""
+        results: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
         running = list(calls)
-        while running and deadline.remaining:
+        while running and not any(isinstance(failure, EngineDied) for failure in failures.values()):
             ended, running = ray.wait(running, timeout=FAILURE_GRACE if failures else deadline.remaining)
             if not ended:
                 break
             for ref in ended:
                 rank = calls.index(ref)
                 try:
-                    found[rank] = self._result(ref, deadline, self._actors[rank], method)
+                    results[rank] = self._result(ref, deadline, self._actors[rank], method)
                 except Exception as error:
-                    failures.append(error)
+                    failures[rank] = error
+        if len(results) == len(calls):
+            return [results[rank] for rank in range(len(calls))]
+        if len(failures) == len(calls) and len({type(failure) for failure in failures.values()}) == 1:
+            raise failures[0]
+        self._suspect = True
+        for failure in failures.values():
+            if isinstance(failure, EngineDied):
+                raise failure
         if failures:
-            alike = len(failures) == len(calls) and len({type(failure) for failure in failures}) == 1
-            self._suspect = self._suspect or not alike
-            raise next((failure for failure in failures if isinstance(failure, EngineDied)), failures[0])
-        if running:
-            late = ", ".join(self._actors[calls.index(ref)].name for ref in running)
-            self._suspect = True
-            raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
-        return [found[rank] for rank in range(len(calls))]
+            raised = "; ".join(f"rank {rank} raised {failure!r}" for rank, failure in sorted(failures.items()))
+            raise EngineError(
+                f"{method}() ended differently on the ranks of {self.name}: {raised}; it must be restarted"
+            )
+        late = ", ".join(self._actors[calls.index(ref)].name for ref in running)
+        raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
 
     def _agreed(self, values: list[Any], key: Callable[[Any], object]) -> Any:
         """The value of rank 0, if all ranks have the same."""

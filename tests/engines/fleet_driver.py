@@ -1,0 +1,57 @@
+"""A driver with a fleet, in a process of its own, that does what it is told on stdin: to be killed by tests.
+
+    python -m tests.engines.fleet_driver MODEL ADDRESS DTYPE
+
+ADDRESS is that of a cluster to join, or "none"; DTYPE is the rollout engine's. It prints one line of JSON with where its
+engines stand once they are up, and after each `train`; `close` ends it.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from engines.fleet import Fleet
+from engines.types import TrainBatch
+from tests.ray_fixtures import fleet_config
+
+BATCH = TrainBatch(
+    input_ids=[np.arange(1 + i, 9 + i, dtype=np.int32) for i in range(4)],
+    response_lengths=[5] * 4,
+    loss_mask=[np.ones(5, np.uint8)] * 4,
+    advantages=[np.full(5, i - 1.5, np.float32) for i in range(4)],
+)
+
+
+def report(fleet: Fleet) -> None:
+    position = fleet.training.position()
+    state = {
+        "rollout": fleet.rollout[0].health()["pid"],
+        "training": fleet.training.health()["pid"],
+        "versions": fleet.rollout_versions(),
+        "weight_version": position.weight_version,
+        "state_digest": position.state_digest,
+        "last_input_digest": position.last_input_digest,
+    }
+    print(json.dumps(state), flush=True)
+
+
+def main(model: str, address: str, dtype: str) -> None:
+    ray_address = None if address == "none" else address
+    config = fleet_config(model, rollout={"dtype": dtype}, fleet={"ray_address": ray_address})
+    with ThreadPoolExecutor(1) as pool:  # a thread that ends, as a flow's may: the cluster must not end with it
+        fleet = pool.submit(Fleet.start, config, name="driver", total_steps=4).result()
+    report(fleet)
+    for command in sys.stdin:
+        if command.strip() == "close":
+            fleet.close()
+            return
+        version = fleet.training.position().weight_version
+        fleet.training.train(BATCH, num_steps=1, expected_version=version, input_digest="trained")
+        fleet.sync_weights()
+        report(fleet)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,176 @@
+"""Who outlives whom: a started cluster ends with its driver, a joined one keeps its engines for the next driver."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from engines.cluster import Cluster, ClusterError
+from engines.reaper import processes_with_files_in
+from tests.engines.training.builders import model_folder
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ("training", "weight_version", "state_digest", "last_input_digest")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+class Driver:
+    """A `fleet_driver` process."""
+
+    def __init__(self, model: Path, address: str = "none", dtype: str = "float32", **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.fleet_driver", str(model), address, dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | environment,
+        )
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the driver ended with {self.process.wait(10)}"
+        return json.loads(line)
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def driver(model: Path, *args: Any, **environment: str) -> Iterator[Driver]:
+    running = Driver(model, *args, **environment)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not (reached := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return reached
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("plasma", "ray", "torch", "nccl"))}
+
+
+def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_folder(model: Path, tmp_path: Path) -> None:
+    before = shared_memory()
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, driver(model, TMPDIR=folder) as killed:
+        state = killed.read()
+        (session,) = Path(folder).iterdir()
+        started = [*psutil.Process(killed.process.pid).children(recursive=True)]
+        assert {state["rollout"], state["training"]} < {process.pid for process in started}
+        assert {state["rollout"], state["training"]} < set(processes_with_files_in(str(session)))
+        os.kill(state["rollout"], signal.SIGSTOP)  # it cannot see that its driver is gone
+        killed.process.kill()
+        killed.process.wait(10)
+        assert wait_until(lambda: not any(process.is_running() for process in started), 20)
+        assert not session.exists()
+        assert shared_memory() <= before
+
+
+def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would have to be in the home folder
+    with ray_head() as address:
+        with driver(model, address) as first:
+            started = first.read()
+            first.tell("train")
+            trained = first.read()
+        assert trained["weight_version"] == 1
+        assert trained["last_input_digest"] == "trained"
+
+        with driver(model, address, "bfloat16") as second:
+            found = second.read()
+            assert {name: found[name] for name in TRAINER} == {name: trained[name] for name in TRAINER}
+            assert found["rollout"] != started["rollout"]  # it was made from another configuration
+            assert found["versions"] == [0]
+            assert not psutil.pid_exists(started["rollout"])
+            second.tell("close")
+            assert second.process.wait(60) == 0
+        engines = (found["rollout"], found["training"])
+        assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in engines), 20)
+        assert resources_in_use(address) == {}
+
+
+def test_an_address_where_nothing_answers_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ClusterError, match=r"nothing answers at fleet.ray_address=127\.0\.0\.1:9.*ray start --head"):
+        Cluster.open("127.0.0.1:9", num_cpus=1, object_store_memory=1, timeout=30)
+
+
+def test_a_ray_client_address_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ClusterError, match="give host:port or auto"):
+        Cluster.open("ray://127.0.0.1:10001", num_cpus=1, object_store_memory=1, timeout=30)
+
+
+def test_a_process_has_one_cluster_which_ends_with_its_last_user(ray_cluster: Cluster) -> None:
+    with pytest.raises(ClusterError, match="close that fleet before"):
+        Cluster.open("auto", num_cpus=1, object_store_memory=1, timeout=30)
+    again = Cluster.open(None, num_cpus=1, object_store_memory=1, timeout=30)
+    assert again is ray_cluster
+    again.close()
+    assert ray_cluster.folder is not None
+    assert processes_with_files_in(str(ray_cluster.folder))
+
+
+@contextmanager
+def ray_head() -> Iterator[str]:
+    """A cluster that someone started on purpose. Yields its address."""
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
+        command = "start --head --block --port=0 --num-cpus=8 --object-store-memory=200000000 --disable-usage-stats"
+        head = subprocess.Popen(
+            [
+                str(Path(sys.executable).parent / "ray"),
+                *command.split(),
+                "--include-dashboard=false",
+                f"--temp-dir={folder}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            current = Path(folder) / "ray_current_cluster"
+            assert wait_until(lambda: current.exists() and bool(current.read_text()), 60)
+            yield current.read_text().strip()
+        finally:
+            head.terminate()
+            head.wait(60)
+            wait_until(lambda: not processes_with_files_in(folder), 60)
+
+
+def resources_in_use(address: str) -> dict[str, float]:
+    """Resources that actors or placement groups hold."""
+    script = (
+        "import ray, json, time\n"
+        f"ray.init(address={address!r}, log_to_driver=False, logging_level='error')\n"
+        "total = ray.cluster_resources()\n"
+        "end = time.monotonic() + 20\n"
+        "while (used := {k: v - ray.available_resources().get(k, 0) for k, v in total.items()"
+        " if k in ('CPU', 'GPU') and v != ray.available_resources().get(k, 0)}) and time.monotonic() < end:\n"
+        "    time.sleep(0.2)\n"
+        "print(json.dumps(used))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(found.stdout)
