@@ -1,0 +1,157 @@
+"""What Prefect costs an iteration: eight steps that do nothing, called directly and as flow runs of an embedded server.
+
+    python -m bench.orchestration [--rounds 20] [--pause 0] [--home DIR] [--json results.json]
+
+  direct   the steps, called one after the other: what the other shapes are compared with.
+  tasks    the same as Prefect tasks of the driver's flow run: no graph of its own for each iteration.
+  subflow  what `train` does: those tasks inside `flows.orchestration.subflow`, on `flows.server`.
+  plain    a flow and tasks as Prefect's decorators make them, on the same server.
+
+Each round runs every shape once and the order turns, so that whatever else the machine does falls on all alike; the
+first round is not counted. Iterations follow each other at once, or after `--pause` seconds, in which the server works
+off the events of the one before.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import prefect
+from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+from rich.console import Console
+from rich.table import Table
+
+from configs.schema.operations import RetryConfig
+from flows.orchestration import driving, silence_console, subflow
+from flows.server import prefect_api
+from flows.steps import PrefectSteps
+from storage.commits import Commit, Environment, OutputFile, Step
+
+STEPS = [step for step in Step if step is not Step.EVAL]
+
+
+@dataclass
+class Shape:
+    """One way to run an iteration, and what it took."""
+
+    name: str
+    run: Callable[[int], object]
+    milliseconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.milliseconds)
+
+
+@dataclass(frozen=True)
+class NoOp:
+    """A step that does nothing; its commit is as large as a real one."""
+
+    name: Step
+
+    def body(self) -> None:
+        """Nothing."""
+
+    def __call__(self, run: object, index: int, shard: str | None, *inputs: Commit) -> Commit:
+        return Commit(
+            run="bench",
+            iteration=index,
+            step=self.name,
+            shard=shard,
+            attempt="000001-0123456789abcdef",
+            epoch=1,
+            inputs={commit.name: "0" * 64 for commit in inputs},
+            config_digest="0" * 64,
+            outputs=(OutputFile(path="iterations/000000/file.parquet", bytes=1, rows=1, sha256="0" * 64),),
+            values={"cursor": 0, "missing": 0, "full": True},
+            metrics={f"metric/{number}": 0.0 for number in range(10)},
+            timings={"run": 0.0, "write": 0.0},
+            started_at=0.0,
+            committed_at=0.0,
+            environment=Environment(device="cpu", threads=1, versions={"torch": "2.13.0"}),
+        )
+
+
+def one_iteration(call: Callable[..., Commit], index: int) -> None:
+    """Every step in turn; each reads what the two before it made."""
+    made: list[Commit] = []
+    for name in STEPS:
+        made.append(call(NoOp(name), index, None, *made[-2:]))
+
+
+def call_directly(step: NoOp, index: int, shard: str | None, *inputs: Commit) -> Commit:
+    return step(None, index, shard, *inputs)
+
+
+@prefect.task(name="plain")
+def plain_task(step: NoOp, index: int, shard: str | None, *inputs: Commit) -> Commit:
+    return step(None, index, shard, *inputs)
+
+
+@prefect.flow(name="plain")
+def plain_iteration(index: int) -> None:
+    one_iteration(plain_task, index)
+
+
+@prefect.flow(name="bench", persist_result=False)
+def measure(rounds: int, pause: float) -> list[Shape]:
+    """Take turns."""
+    with driving("bench", tempfile.gettempdir()) as tags:
+        call = PrefectSteps(cast(Any, SimpleNamespace(config=SimpleNamespace(retry=RetryConfig())))).call
+        own_flow = subflow(
+            lambda index: one_iteration(call, index), name="iteration", run_name="bench {index:06d}", tags=tags
+        )
+        shapes = [
+            Shape("direct", lambda index: one_iteration(call_directly, index)),
+            Shape("tasks", lambda index: one_iteration(call, index)),
+            Shape("subflow", own_flow),
+            Shape("plain", plain_iteration),
+        ]
+        for turn in range(rounds + 1):
+            first = turn % len(shapes)
+            for shape in shapes[first:] + shapes[:first]:
+                heartbeat = 180 if shape.name == "plain" else None
+                with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}):
+                    began = time.perf_counter()
+                    shape.run(turn)
+                    if turn:
+                        shape.milliseconds.append(1e3 * (time.perf_counter() - began))
+                time.sleep(pause)
+    return shapes
+
+
+def show(shapes: Sequence[Shape]) -> None:
+    """Print the table."""
+    table = Table("shape", "median ms", "min", "max", "over direct", title=f"{len(STEPS)} no-op steps")
+    for shape in shapes:
+        times = shape.milliseconds
+        over = shape.median - shapes[0].median
+        table.add_row(shape.name, *(f"{number:.1f}" for number in (shape.median, min(times), max(times), over)))
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--home", type=Path, help="folder of the server's database; a temporary one by default")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    silence_console()
+    with tempfile.TemporaryDirectory() as folder, prefect_api(arguments.home or Path(folder)):
+        shapes = measure(arguments.rounds, arguments.pause)
+        show(shapes)
+    if arguments.json:
+        results = {shape.name: [round(time, 2) for time in shape.milliseconds] for shape in shapes}
+        arguments.json.write_text(json.dumps({"pause": arguments.pause, "milliseconds": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
