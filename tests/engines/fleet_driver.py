@@ -2,8 +2,8 @@
 
     python -m tests.engines.fleet_driver MODEL ADDRESS DTYPE
 
-ADDRESS is that of a cluster to join, or "none"; DTYPE is the rollout engine's. It prints one line of JSON with where its
-engines stand once they are up, and after each `train`; `close` ends it.
+ADDRESS is that of a cluster to join, or "none"; DTYPE is the rollout engine's. It prints one line of JSON with where
+its engines stand once they are up, and after each `train`; `close` ends it.
 """
 
 import json

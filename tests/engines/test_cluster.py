@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +155,12 @@ def ray_head() -> Iterator[str]:
             assert wait_until(lambda: current.exists() and bool(current.read_text()), 60)
             yield current.read_text().strip()
         finally:
-            head.terminate()
+            head.kill()
             head.wait(60)
-            wait_until(lambda: not processes_with_files_in(folder), 60)
+            while pids := processes_with_files_in(folder):
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
 
 def resources_in_use(address: str) -> dict[str, float]:
