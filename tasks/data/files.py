@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -48,6 +49,7 @@ class RowFile:
         self._offsets = offsets
         self._unchanged = _stamp(lines)
         self._lock = threading.Lock()
+        weakref.finalize(self, lines.close)
 
     def __len__(self) -> int:
         return len(self._offsets)
