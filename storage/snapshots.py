@@ -204,7 +204,10 @@ class WriteAhead:
         return pa.concat_tables(found).combine_chunks()
 
     def _read_part(self, path: str) -> pa.Table | None:
-        data = self._attempt.store.read(path)
+        try:
+            data = self._attempt.store.read(path)
+        except FileNotFoundError:  # another driver has just committed the shard
+            return None
         if not path.endswith(f".{hashlib.sha256(data).hexdigest()}.arrow"):
             return None
         table = pa.ipc.open_file(data).read_all()

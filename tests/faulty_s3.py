@@ -47,6 +47,7 @@ class FaultyProxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
 
             def forward(self) -> None:
                 proxy._forward(self)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 import s3fs
@@ -18,6 +19,8 @@ import s3fs
 _MOTO = """
 import sys
 from moto.server import ThreadedMotoServer
+from werkzeug.serving import WSGIRequestHandler
+WSGIRequestHandler.disable_nagle_algorithm = True  # else many replies wait 40 ms for an acknowledgement
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 print("%s:%d" % server.get_host_and_port(), flush=True)
@@ -45,6 +48,7 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
 
+    @cached_property
     def client(self) -> s3fs.S3FileSystem:
         """A connection beside the store's own, for what tests do behind its back."""
         return s3fs.S3FileSystem(
@@ -60,7 +64,7 @@ class S3Server:
     def new_bucket(self) -> str:
         """Create a bucket and return its name."""
         bucket = f"test-{uuid.uuid4().hex}"
-        self.client().call_s3("create_bucket", Bucket=bucket)
+        self.client.call_s3("create_bucket", Bucket=bucket)
         return bucket
 
 
