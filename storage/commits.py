@@ -31,7 +31,7 @@ included: the commits of a run form a Merkle chain from any weights back to the 
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
 
 from storage import canonical, layout
 from storage.errors import Damaged
@@ -129,15 +129,10 @@ class Commit(Record):
     committed_at: float
     environment: Environment
 
-    @field_validator("run", "attempt")
+    @field_validator("run", "attempt", "shard")
     @classmethod
-    def _safe(cls, name: str) -> str:
-        return layout.check_name(name, "name")
-
-    @field_validator("shard")
-    @classmethod
-    def _safe_shard(cls, shard: str | None) -> str | None:
-        return shard if shard is None else layout.check_name(shard, "shard")
+    def _stays_in_its_folder(cls, name: str | None, field: ValidationInfo) -> str | None:
+        return name if name is None else layout.check_name(name, str(field.field_name))
 
     @property
     def name(self) -> str:

@@ -18,15 +18,17 @@ from storage.store import check_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LONGEST_NAME = 100
+_LONGEST_ATTEMPT = _LONGEST_NAME + len(".000000-0123456789ab")
 _LAST_NUMBER = 999_999
 
 
 def check_name(name: str, kind: str) -> str:
-    """Return a name (of a run, shard or attempt) that is safe as one part of a path, or raise ValueError. `kind` is
-    what the message calls it."""
-    if not _NAME.fullmatch(name) or ".." in name or len(name) > _LONGEST_NAME:
+    """Return a name that is safe as one part of a path, or raise ValueError. `kind` says of what: `run`, `shard` or
+    `attempt`."""
+    longest = _LONGEST_ATTEMPT if kind == "attempt" else _LONGEST_NAME
+    if not _NAME.fullmatch(name) or ".." in name or len(name) > longest:
         raise ValueError(
-            f"{kind} {name!r} is not a usable name: at most {_LONGEST_NAME} letters, digits, '.', '_' and '-', "
+            f"{kind} {name!r} is not a usable name: at most {longest} letters, digits, '.', '_' and '-', "
             "starting with a letter or digit, without '..'"
         )
     return name
@@ -44,20 +46,14 @@ def commit_name(iteration: int, step: str, shard: str | None = None) -> str:
     return f"{_number(iteration, 'iteration')}/{step}{suffix}"
 
 
-def parse_marker(name: str) -> tuple[str, str | None]:
-    """Step and shard of a commit's file name: `rollout.00-000.json` gives (`rollout`, `00-000`)."""
-    step, _, shard = name.removesuffix(".json").partition(".")
-    return step, shard or None
-
-
 def runs() -> str:
     """The folder of all runs."""
     return "runs"
 
 
-def run(run: str) -> str:
+def run(name: str) -> str:
     """The folder of one run."""
-    return f"runs/{check_name(run, 'run')}"
+    return f"runs/{check_name(name, 'run')}"
 
 
 def in_run(name: str, path: str) -> str:
@@ -95,9 +91,9 @@ def iterations(name: str) -> str:
     return f"{run(name)}/iterations"
 
 
-def iteration(name: str, iteration: int) -> str:
+def iteration(name: str, number: int) -> str:
     """The folder of an iteration's commits and attempts."""
-    return f"{iterations(name)}/{_number(iteration, 'iteration')}"
+    return f"{iterations(name)}/{_number(number, 'iteration')}"
 
 
 def commit(name: str, iteration: int, step: str, shard: str | None = None) -> str:
@@ -105,9 +101,9 @@ def commit(name: str, iteration: int, step: str, shard: str | None = None) -> st
     return f"{iterations(name)}/{commit_name(iteration, step, shard)}.json"
 
 
-def attempts(name: str, iteration_: int, step: str) -> str:
+def attempts(name: str, number: int, step: str) -> str:
     """The folder of all attempts at a step, those of its shards included."""
-    return f"{iteration(name, iteration_)}/{step}"
+    return f"{iteration(name, number)}/{step}"
 
 
 def attempt(name: str, iteration: int, step: str, attempt: str) -> str:

@@ -178,6 +178,12 @@ def test_names_cannot_leave_their_folders(store: Store, ledger: Ledger) -> None:
         ledger.find(-1, Step.EVAL)
 
 
+def test_the_longest_shard_name_can_be_committed(ledger: Ledger) -> None:
+    shard = "s" * 100
+    assert commit_step(ledger, 999_999, Step.EVAL, shard, table=rollout_table([1])).name == f"999999/eval.{shard}"
+    assert ledger.find(999_999, Step.EVAL, shard) is not None
+
+
 def test_outputs_cannot_leave_the_run(ledger: Ledger) -> None:
     attempt = ledger.attempt(0, Step.CHECKPOINT)
     with pytest.raises(ValueError, match="not a path inside a store"):

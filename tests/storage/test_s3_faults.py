@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from storage import s3
+from storage import layout, s3
+from storage.commits import Step
 from storage.errors import StoreError, StoreRefused
+from storage.ledger import Ledger
 from storage.s3 import S3Store
 from storage.store import open_store, probe
 from tests.faulty_s3 import Fault, FaultyProxy, faulty_proxy
@@ -76,6 +78,19 @@ def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> N
     assert time.monotonic() > ends
     assert faulty_store.read("file") == b"x"
     assert proxy.happened[Fault.DROP] > 1
+
+
+def test_a_run_of_a_thousand_iterations_and_more_is_found_in_three_requests(
+    faulty_store: S3Store, proxy: FaultyProxy
+) -> None:
+    paths = [layout.commit("run-1", iteration, Step.TRAIN) for iteration in range(1005)]
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda path: faulty_store.write(path, b"x"), paths))
+    ledger = Ledger.create(faulty_store, "run-1", {})
+    proxy.requests.clear()
+    assert ledger.last_iteration() == 1004
+    assert proxy.requests == {"GET": 3}
+    assert len(faulty_store.find(layout.iterations("run-1"))) == 1005
 
 
 def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
