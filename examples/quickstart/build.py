@@ -91,9 +91,7 @@ def _build(folder: Path, untrained: Path, seed: int, steps: int) -> None:
     build_model(tokenizer, seed).save_pretrained(untrained)
     examples = [
         (
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
-            ),
+            tokenizer.encode(_chat_prompt(tokenizer, row["prompt"]), add_special_tokens=False),
             [*tokenizer.encode(row["response"], add_special_tokens=False), tokenizer.eos_token_id],
         )
         for row in demonstrations
@@ -107,6 +105,12 @@ def _build(folder: Path, untrained: Path, seed: int, steps: int) -> None:
             lambda step, loss: progress.update(task, completed=step, loss=f"loss {loss:.3f}"),
         )
     tokenizer.save_pretrained(folder / "model")
+
+
+def _chat_prompt(tokenizer: Any, prompt: str) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
 
 
 def _unlike(source: Iterable[tuple[str, list[int]]], count: int) -> list[dict[str, str]]:

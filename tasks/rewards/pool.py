@@ -10,7 +10,7 @@ import queue
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -116,6 +116,8 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._stopped = False
+        self._lock = threading.Lock()
+        """Held while the process is exchanged: `stop` comes from another thread."""
 
     def grade(self, samples: Sequence[Sample]) -> list[Graded]:
         graded: list[Graded] = []
@@ -143,16 +145,39 @@ class _Worker:
 
     def start(self) -> Connection:
         """The connection to the running process; a new one is ready to grade when this returns."""
-        if self._stopped:
-            raise GraderFailed(f"the pool of grader {self._grader.name} is closed")
-        if self._connection is not None:
-            return self._connection
+        if self._process is not None and self._process.poll() is not None:
+            self.kill()  # it died idle, which is no sample's fault
+        if self._connection is None:
+            self._connection = self._launch()
+            self._await_ready(self._connection)
+        return self._connection
+
+    def stop(self) -> None:
+        """From another thread: kill what runs, start nothing more."""
+        with self._lock:
+            self._stopped = True
+            self._kill_group()
+
+    def kill(self) -> int:
+        """End the process and what it started; returns its exit code as Popen has it, 0 if there is none."""
+        with self._lock:
+            if self._process is None or self._connection is None:
+                return 0
+            self._connection.close()
+            self._kill_group()
+            code = self._process.wait()
+            self._process = self._connection = None
+            return code
+
+    def _launch(self) -> Connection:
         here, there = Pipe()
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from tasks.rewards.worker import main; "
             f"main({there.fileno()}, {os.getpid()}, {self._grader.path!r})"
         )
-        with there:
+        with self._lock, there:
+            if self._stopped:
+                raise GraderFailed(f"the pool of grader {self._grader.name} is closed")
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
@@ -160,30 +185,20 @@ class _Worker:
                 pass_fds=[there.fileno()],
                 start_new_session=True,  # what the grader starts is killed with it; Ctrl-C is the driver's affair
             )
-        self._connection = here
-        began = time.monotonic()
+        return here
+
+    def _await_ready(self, connection: Connection) -> None:
         try:
-            if here.poll(START_TIMEOUT):
-                here.recv()
-                return here
+            if connection.poll(START_TIMEOUT):
+                connection.recv()
+                return
             failure = f"did not start within {START_TIMEOUT:g} s"
         except (EOFError, OSError):
-            failure = f"failed {time.monotonic() - began:.1f} s after its start; what it wrote stands above"
+            failure = "ended while it loaded it; what it wrote stands above"
         self.kill()
         raise GraderFailed(f"the process of grader {self._grader.name} {failure}")
 
-    def stop(self) -> None:
-        """From another thread: kill what runs, start nothing more."""
-        self._stopped = True
-        if (process := self._process) is not None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-    def kill(self) -> int:
-        """End the process and what it started; returns its exit code as Popen has it, 0 if there is none."""
-        if self._process is None or self._connection is None:
-            return 0
-        self._connection.close()
-        os.killpg(self._process.pid, signal.SIGKILL)  # it is there until it is waited for, dead or alive
-        code = self._process.wait()
-        self._process = self._connection = None
-        return code
+    def _kill_group(self) -> None:
+        # Until it is waited for, the process keeps its number, dead or alive.
+        if self._process is not None and self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)

@@ -26,6 +26,7 @@ _PR_SET_PDEATHSIG = 1
 def main(connection_fd: int, parent: int, path: str) -> None:
     """Grade with the callable that `path` names, for the process `parent`, over an inherited connection."""
     _die_with(parent)
+    os.set_inheritable(connection_fd, False)
     connection = Connection(connection_fd)
     grader: Grader = load_callable(path)
     connection.send(None)
