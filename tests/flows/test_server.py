@@ -1,0 +1,132 @@
+"""The embedded Prefect server: history, lifetime and what it refuses."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.server import Server, ServerFailed, prefect_api
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from prefect import flow
+from flows.server import prefect_api
+
+@flow(name="left-behind")
+def left_behind():
+    print("running", flush=True)
+    time.sleep(float(sys.argv[2]))
+
+with prefect_api(Path(sys.argv[1])):
+    left_behind()
+"""
+
+
+def servers_of(parent: int) -> list[psutil.Process]:
+    """Server processes that a driver has started."""
+    return [child for child in psutil.Process(parent).children() if "flows.server" in child.cmdline()]
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> Any:
+    return httpx.post(f"{server.api_url}{path}", json=body, timeout=60).raise_for_status().json()
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Two servers that started over one fresh home at the same time."""
+    home = tmp_path_factory.mktemp("home")
+    servers = Server(home), Server(home)
+    for server in servers:
+        server.wait_ready()
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def server(twins: tuple[Server, Server]) -> Server:
+    return twins[0]
+
+
+def test_the_configured_api_is_used_and_no_server_started(tmp_path: Path) -> None:
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), prefect_api(tmp_path / "home") as url:
+        assert url == "http://127.0.0.1:1/api"
+    assert not (tmp_path / "home").exists()
+
+
+def test_the_interface_is_served_and_finds_its_api(server: Server) -> None:
+    page = httpx.get(server.ui_url, follow_redirects=True, headers={"accept": "text/html"}, timeout=60)
+    assert "<title>Prefect" in page.text
+    assert httpx.get(f"{server.ui_url}/ui-settings", timeout=60).json()["api_url"] == server.api_url
+
+
+def test_a_taken_port_is_named(server: Server, tmp_path: Path) -> None:
+    port = httpx.URL(server.api_url).port
+    assert port is not None
+    with pytest.raises(ServerFailed, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        Server(tmp_path, port=port)
+
+
+def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    (tmp_path / "prefect.db").write_bytes(b"no database" * 1000)
+    server = Server(tmp_path)
+    with pytest.raises(ServerFailed, match=r"died while it started(.|\n)*file is not a database"):
+        server.wait_ready()
+    assert not server.alive()
+
+
+def test_servers_over_one_home_show_the_same_history(twins: tuple[Server, Server]) -> None:
+    created = post(twins[0], "/flows/", {"name": "shared"})
+    assert httpx.get(f"{twins[1].api_url}/flows/name/shared", timeout=60).json()["id"] == created["id"]
+
+
+def test_requests_wait_for_other_writers_of_the_database_instead_of_failing(server: Server) -> None:
+    done = threading.Event()
+
+    def write() -> None:
+        with sqlite3.connect(server.home / "prefect.db", timeout=30, isolation_level=None) as database:
+            database.execute("CREATE TABLE other_writer (value INTEGER)")
+            while not done.wait(0.002):
+                database.execute("INSERT INTO other_writer VALUES (1)")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    flow_id = post(server, "/flows/", {"name": "contended"})["id"]
+    body = {"flow_id": flow_id, "state": {"type": "PENDING"}}
+    with httpx.Client(timeout=60) as client:
+        statuses = {client.post(f"{server.api_url}/flow_runs/", json=body).status_code for _ in range(30)}
+    done.set()
+    writer.join()
+    assert statuses == {201}
+
+
+def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(tmp_path: Path) -> None:
+    script, home = tmp_path / "driver.py", tmp_path / "home"
+    script.write_text(DRIVER)
+    driver = subprocess.Popen([sys.executable, str(script), str(home), "600"], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "running\n"
+    (orphan,) = servers_of(driver.pid)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    psutil.wait_procs([orphan], timeout=30)
+    assert not orphan.is_running()
+
+    quiet = {**os.environ, "PREFECT_LOGGING_LEVEL": "ERROR"}
+    arguments = [sys.executable, str(script), str(home), "0"]
+    finished = subprocess.run(arguments, capture_output=True, text=True, env=quiet, timeout=120, check=True)
+    assert (finished.stdout, finished.stderr) == ("running\n", "")
+    with sqlite3.connect(home / "prefect.db") as database:
+        states = database.execute("SELECT state_type FROM flow_run ORDER BY created").fetchall()
+    assert states == [("RUNNING",), ("COMPLETED",)]
