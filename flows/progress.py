@@ -42,6 +42,7 @@ class Progress:
         self._live = Live(get_renderable=self._foot, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Progress":
+        self._print("starting the engines", style="dim")
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -57,7 +58,7 @@ class Progress:
                 case RunStarted():
                     self._run, self._done, self._first = event.run, event.iteration, event.iteration
                     self._began = time.monotonic()
-                    verb = "going on" if event.iteration else "starting"
+                    verb = "going on" if event.epoch > 1 else "starting"
                     self._print(f"run {event.run}: {verb} at iteration {event.iteration} of {event.iterations}")
                 case StepStarted():
                     self._working[event.step, event.shard] = time.monotonic()

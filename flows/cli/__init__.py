@@ -2,9 +2,9 @@
 
 from flows.cli.app import app
 from flows.cli.reading import runs, show, status, verify
-from flows.cli.training import resume, train, validate
+from flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-for command in (train, resume, validate, runs, status, show, verify):
+for command in (train, resume, validate, runs, status, show, verify, up):
     app.command()(command)

@@ -81,7 +81,9 @@ def exit_code(error: Exception) -> int | None:
         return BAD_INPUT
     if isinstance(error, failure):
         return FAILED
-    return None
+    # Not imported for its own sake: it brings Prefect, which takes seconds.
+    server = sys.modules.get("flows.server")
+    return FAILED if server is not None and isinstance(error, server.ServerFailed) else None
 
 
 def describe(error: Exception) -> str:

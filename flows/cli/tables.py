@@ -72,12 +72,11 @@ def print_summary(status: "RunStatus") -> None:
 
 def print_samples(views: Sequence["SampleView"], total: int) -> None:
     """Each sample with its texts."""
-    from rich.rule import Rule
     from rich.text import Text
 
     console = _console()
     for view in views:
-        console.print(Rule(f"sample {view.number} of {total}", align="left", style="dim"))
+        console.print(Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim"))
         fate = str(view.disposition or "not filtered yet") + (f" ({view.reason})" if view.reason else "")
         facts = {
             "reward": _number(view.reward),

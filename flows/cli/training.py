@@ -1,5 +1,6 @@
 """Commands that start or prepare something: train, resume, validate, up."""
 
+import os
 import shlex
 import traceback
 from pathlib import Path
@@ -119,6 +120,33 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
         )
 
 
+def up(
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the UI; 0 takes a free one.")] = 4200,
+) -> None:
+    """Show the runs of this folder in the Prefect UI, until Ctrl-C.
+
+    Serves the database that `cairn train` writes in the folder one stands in: every run with its iterations, the
+    graph of each iteration's steps, their states and logs. Runs do not need it: it may come and go while they work.
+
+    Examples:
+
+    - `cairn up`
+    - `cairn up --port 4300`
+    """
+    from flows.server import Server, ServerFailed
+    from flows.train import PREFECT_HOME
+
+    server = Server(PREFECT_HOME, port=port)
+    try:
+        tell("starting; this takes a few seconds")
+        server.wait_ready()
+        tell(f"the Prefect UI is at {server.ui_url}; Ctrl-C stops it")
+        code = server.wait()
+    finally:
+        server.stop()
+    raise ServerFailed(f"the Prefect server ended by itself (exit code {code}); its log is {server.log}")
+
+
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
     from configs.errors import ConfigError
@@ -146,6 +174,8 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     if problems:
         raise ConfigError(problems)
 
+    # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     from flows.events import RunStarted
     from flows.progress import Progress
     from flows.train import start

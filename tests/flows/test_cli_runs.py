@@ -1,0 +1,126 @@
+"""`cairn train | resume | up` as a person starts them: real processes with engines, Ray and Prefect."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.session import input_digests
+from flows.validation import load_tokenizer
+from storage.ledger import Ledger
+from storage.store import open_store
+from tasks.data import PromptData
+from tests.tiny_run import tiny_config
+
+CAIRN = Path(sys.executable).with_name("cairn")
+DEADLINE = 240
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands of this module are given: they share Prefect's database, which takes long to create."""
+    return tmp_path_factory.mktemp("cli")
+
+
+def write_recipe(folder: Path, name: str, assets: Path, **sections: dict[str, Any]) -> None:
+    config = tiny_config(assets, **sections)
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([CAIRN, *arguments], cwd=folder, capture_output=True, text=True, timeout=DEADLINE)
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([CAIRN, *arguments], cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def status(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads(run(folder, "status", name, "--json").stdout)
+
+
+@pytest.mark.timeout(4 * DEADLINE)
+def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(tiny_assets: Path, folder: Path) -> None:
+    grader = folder / "grader.py"
+    grader.write_text((tiny_assets / "grader.py").read_text())
+    benchmark = {"name": "heldout", "path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 4}
+    write_recipe(
+        folder, "short", tiny_assets, rollout={"num_rollout": 6, "max_refill_rounds": 1},
+        reward={"custom_rm_path": "grader.py:grade"}, tracking={"tensorboard_dir": "board"},
+        eval={"eval_interval": 6, "benchmarks": [benchmark], "skip_eval_before_train": True},
+    )  # fmt: skip
+    with running(folder, "train", "short.yaml") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("[1/6] iteration 0  reward "):
+                process.send_signal(signal.SIGINT)
+                break
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130, errors
+    assert errors.endswith("interrupted; nothing committed is lost. Go on with: cairn resume short\n")
+    interrupted = status(folder, "short")
+    assert (interrupted["state"], 1 <= interrupted["iterations"] < 6) == ("interrupted", True)
+
+    sound = grader.read_text()
+    grader.write_text("def grade(response, label, metadata):\n    raise RuntimeError('no grade')\n")
+    failing = run(folder, "train", "short.yaml", "--run", "failing")
+    assert failing.returncode == 1
+    assert "iteration 0: after 1 rounds only 0 of 4 groups were kept ({'failed_sample': 4})" in failing.stderr
+    assert failing.stderr.endswith("run failing failed; nothing committed is lost. Go on with: cairn resume failing\n")
+    assert "Traceback" not in failing.stderr
+    assert status(folder, "failing")["state"] == "failed"
+
+    grader.write_text(sound)
+    resumed = run(folder, "resume", "short")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "run short: going on at iteration" in resumed.stdout
+    assert "[6/6] iteration 5  reward " in resumed.stdout
+    assert re.search(r"^heldout: 0\.\d+ → 0\.\d+$", resumed.stdout, re.MULTILINE)
+    assert "INFO" not in resumed.stderr, "Prefect's log of states stays off the terminal"
+    done = status(folder, "short")
+    assert (done["state"], done["iterations"], done["weight_version"]) == ("completed", 6, 6)
+    assert done["state_digest"] in resumed.stdout
+    assert list((folder / "board" / "short").glob("events.*"))
+
+    again = run(folder, "train", "short.yaml")
+    assert (again.returncode, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
+
+
+def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path, folder: Path) -> None:
+    config = tiny_config(tiny_assets)
+    tokenizer = load_tokenizer(config.model.path)
+    inputs = input_digests(config, PromptData.open(config.data, config.data.path, tokenizer), {})
+    ledger = Ledger.create(open_store(str(folder)), "held", config.model_dump(mode="json"), inputs)
+    ledger.acquire()
+    second = run(folder, "resume", "held")
+    assert second.returncode == 2, second.stderr
+    assert f"run 'held' is driven by pid {os.getpid()} on " in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_up_serves_the_ui_of_the_folder_until_it_is_stopped(folder: Path) -> None:
+    with running(folder, "up", "--port", "0") as process:
+        assert process.stderr is not None
+        url = next(match[1] for line in process.stderr if (match := re.search(r"UI is at (http://\S+);", line)))
+        for page in ("/api/health", "/"):
+            with urllib.request.urlopen(url + page, timeout=60) as answer:
+                assert answer.status == 200
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130
