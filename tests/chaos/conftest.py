@@ -27,7 +27,7 @@ ITERATIONS = 4
 
 
 def chaos_config(assets: Path) -> RunConfig:
-    """Every step of the DAG, two shards a round, two optimizer steps a rollout, checkpoints and evaluations at times."""
+    """Every step of the DAG, two shards a round, two optimizer steps a rollout; checkpoints, evaluations at times."""
     return tiny_config(
         assets,
         rollout={
