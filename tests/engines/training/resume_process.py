@@ -1,4 +1,4 @@
-"""A process that makes six updates in one go, and three that it saves, or one that loads those and makes the other three.
+"""A process that makes six updates in one go and three that it saves, or one that loads those and makes three more.
 
 Prints the state digest after the last update, for one thread and for two."""
 

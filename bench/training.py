@@ -1,0 +1,181 @@
+"""Time of one training step on samples of skewed lengths: in one padded micro-batch and in sorted ones, and what the
+state digest takes of it.
+
+    python -m bench.training [--hidden 64 512] [--max-tokens 2048 4096 8192] [--rounds 5] [--json results.json]
+
+One optimizer step of GRPO on 256 samples with prompts of 18 to 27 tokens and responses of 4 to 128 (exponential, mean
+28), through the torch engine in float32, on tiny Qwen3 models (2 layers; hidden 64 has 123k parameters) and one CPU
+thread. The variants take turns in one process; the first turn of each is not counted. Times are CPU seconds, the median
+of the rounds; on an idle machine that is the time on the clock, on a shared one it is steadier.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from engines.training.digest import state_digest
+from engines.training.torch import TorchEngine
+from engines.types import TrainBatch
+
+VOCAB_SIZE = 384
+SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant of the step on one model."""
+
+    hidden_size: int
+    parameters: int
+    max_tokens_per_gpu: int | None
+    """None: one micro-batch."""
+    seconds: float
+    tokens_per_second: float
+    """Of prompts and responses, without padding."""
+    speedup: float
+    """Over one micro-batch, median over the rounds."""
+    digest_share: float
+    """Of the step's time."""
+
+
+def build_model(hidden_size: int, folder: str) -> int:
+    """Save a Qwen3 model with random weights; returns the number of its parameters."""
+    torch.manual_seed(0)
+    head_dim = 16 if hidden_size < 512 else 64
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=hidden_size // head_dim,
+        num_key_value_heads=hidden_size // head_dim // 2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def make_batch() -> TrainBatch:
+    """The samples."""
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(18, 28, SAMPLES)
+    responses = np.minimum(128, draw.exponential(24, SAMPLES).astype(int) + 4)
+    return TrainBatch(
+        input_ids=[
+            draw.integers(VOCAB_SIZE, size=p + r).astype(np.int32) for p, r in zip(prompts, responses, strict=True)
+        ],
+        response_lengths=responses.tolist(),
+        loss_mask=[np.ones(length, np.uint8) for length in responses],
+        advantages=[np.full(length, draw.normal(), np.float32) for length in responses],
+        old_log_probs=[np.full(length, -6.0, np.float32) for length in responses],
+    )
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def measure(folder: str, parameters: int, budgets: list[int | None], rounds: int) -> list[Result]:
+    """Let the variants, and the digest of a state of the same size, take turns."""
+    batch = make_batch()
+    engines = {
+        budget: TorchEngine(
+            ModelConfig(path=folder),
+            TrainingConfig(lr=1e-4, num_threads=1, max_tokens_per_gpu=budget),
+            AlgorithmConfig(),
+            temperature=1.0,
+            total_steps=rounds + 1,
+        )
+        for budget in budgets
+    }
+    model = Qwen3ForCausalLM.from_pretrained(folder)
+    state = [
+        (f"{kind}.{name}", p)
+        for kind in ("parameters", "exp_avg", "exp_avg_sq")
+        for name, p in model.named_parameters()
+    ]
+    steps: dict[int | None, list[float]] = {budget: [] for budget in budgets}
+    digests = []
+    for turn in range(rounds + 1):
+        for budget, engine in engines.items():
+            seconds = cpu_seconds(
+                lambda engine=engine, turn=turn: engine.train(  # type: ignore[misc]
+                    batch, num_steps=1, expected_version=turn, input_digest=str(turn)
+                )
+            )
+            if turn:
+                steps[budget].append(seconds)
+        seconds = cpu_seconds(lambda turn=turn: state_digest(state, turn, world_size=1))  # type: ignore[misc]
+        if turn:
+            digests.append(seconds)
+    tokens = sum(map(len, batch.input_ids))
+    return [
+        Result(
+            hidden_size=model.config.hidden_size,
+            parameters=parameters,
+            max_tokens_per_gpu=budget,
+            seconds=statistics.median(times),
+            tokens_per_second=tokens / statistics.median(times),
+            speedup=statistics.median(whole / own for whole, own in zip(steps[None], times, strict=True)),
+            digest_share=statistics.median(digests) / statistics.median(times),
+        )
+        for budget, times in steps.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
+    parser.add_argument("--max-tokens", type=int, nargs="+", default=[2048, 4096, 8192], help="max_tokens_per_gpu")
+    parser.add_argument("--rounds", type=int, default=5, help="counted turns of each variant")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    args = parser.parse_args()
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results: list[Result] = []
+    table = Table("hidden", "parameters", "max_tokens_per_gpu", "s / step", "tokens/s", "speed-up", "digest")
+    for hidden_size in args.hidden:
+        with tempfile.TemporaryDirectory() as folder:
+            results += measure(folder, build_model(hidden_size, folder), [None, *args.max_tokens], args.rounds)
+    for result in results:
+        table.add_row(
+            str(result.hidden_size),
+            f"{result.parameters:,}",
+            str(result.max_tokens_per_gpu or "one micro-batch"),
+            f"{result.seconds:.3f}",
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.speedup:.2f}",
+            f"{result.digest_share:.2%}",
+        )
+    Console().print(table)
+    if args.json:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions["transformers"] = transformers.__version__
+        report = {"versions": versions, "threads": 1, "results": [asdict(result) for result in results]}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
