@@ -35,7 +35,7 @@ class RolloutEngine(Protocol):
         """Replace some weights, by their names in the Hugging Face model; any device and dtype.
 
         Raises:
-            EngineError: no update has begun, a name is unknown, or a shape differs; the update has to begin again.
+            EngineError: no update has begun, a name is unknown, or a shape differs; nothing of the call is taken.
         """
 
     def end_weight_update(self) -> None:

@@ -37,7 +37,7 @@ def is_batch_invariant(decoder: Decoder) -> bool:
     The prompts' lengths, the groups' sizes and the responses' lengths differ, so that padding, slots and the number of
     rows do.
     """
-    shapes = [(2, 1, 9), (9, 3, 6), (18, 8, 5), (40, 16, 3), (75, 5, 7)]
+    shapes = [(2, 1, 7), (9, 3, 5), (18, 8, 4), (40, 16, 2), (75, 5, 3)]
     requests = [
         _request(i, prompt_length, num_samples, max_new_tokens, decoder)
         for i, (prompt_length, num_samples, max_new_tokens) in enumerate(shapes)
