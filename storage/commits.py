@@ -31,7 +31,7 @@ included: the commits of a run form a Merkle chain from any weights back to the 
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
 
 from storage import canonical, layout
 from storage.errors import Damaged
@@ -160,7 +160,7 @@ class Commit(Record):
                 )
             del fields["digest"]
             commit = cls.model_validate(fields)
-        except (ValueError, ValidationError) as error:
+        except ValueError as error:
             raise Damaged(f"commit {path} cannot be trusted: {error}") from None
         if layout.commit(commit.run, commit.iteration, commit.step, commit.shard) != path:
             raise Damaged(f"commit {path} belongs to another place: it says {commit.name} of run {commit.run}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from storage import canonical, layout
 from storage.commits import SCHEMA_VERSION, Commit, Environment, OutputFile, Record, Step
@@ -101,7 +101,7 @@ class Ledger:
             fields = canonical.unseal(data)
             del fields["digest"]
             manifest = Manifest.model_validate(fields)
-        except (ValueError, ValidationError) as error:
+        except ValueError as error:
             raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
         differences = [] if config is None else _differences(manifest.config, dict(config))
         if inputs is not None:
