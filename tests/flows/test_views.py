@@ -165,6 +165,15 @@ def test_samples_carry_what_every_step_made_of_them(store: Store) -> None:
     assert (dropped.disposition, dropped.reason, dropped.advantage, dropped.reward) == ("drop", "zero_std_1", None, 1.0)
 
 
+def test_samples_taken_from_the_buffer_are_shown_with_the_iteration_that_generated_them(store: Store) -> None:
+    ledger = new_run(store)
+    write_iteration(ledger, 0)
+    write_iteration(ledger, 1, buffered=(1,))
+    views = iteration_samples(ledger, 1)
+    assert [(view.iteration, view.group_id) for view in views] == [(0, 1)] * 2 + [(1, g) for g in (3, 3, 4, 4, 5, 5)]
+    assert views[0].disposition == "train"
+
+
 def test_samples_of_an_unfinished_iteration_show_what_is_there(store: Store) -> None:
     ledger = new_run(store)
     write_iteration(ledger, 0, Step.REWARD)

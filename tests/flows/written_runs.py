@@ -60,8 +60,11 @@ def write_run(ledger: Ledger, iterations: int) -> None:
         write_iteration(ledger, iteration)
 
 
-def write_iteration(ledger: Ledger, iteration: int, until: Step | None = None) -> list[Commit]:
-    """Write the commits of an iteration, those before step `until` or all."""
+def write_iteration(
+    ledger: Ledger, iteration: int, until: Step | None = None, buffered: tuple[int, ...] = ()
+) -> list[Commit]:
+    """Write the commits of an iteration, those before step `until` or all. `buffered` are groups of the iteration
+    before that it trains on too."""
     config, written = config_of(ledger), []
     before = ledger.find(iteration - 1, Step.TRAIN) if iteration else None
     version = iteration * config.training.num_steps_per_rollout
@@ -124,7 +127,7 @@ def write_iteration(ledger: Ledger, iteration: int, until: Step | None = None) -
     if stop(Step.FILTER):
         return written
     selection = write(
-        Step.FILTER, "00", [*rollouts, *rewards], filter_table(iteration),
+        Step.FILTER, "00", [*rollouts, *rewards], filter_table(iteration, buffered),
         values={"full": True, "missing": 0, "cursor": 3 * (iteration + 1), "round": 0, "buffered": 0},
         metrics={"groups": 3, "rounds": 1, "buffered": 0, "dynamic_filter/drop_zero_std_1": 1},
     )  # fmt: skip
@@ -219,9 +222,22 @@ def reward_table(iteration: int, groups: tuple[int, ...]) -> pa.Table:
     return pa.Table.from_pylist(rows, REWARD)
 
 
-def filter_table(iteration: int) -> pa.Table:
-    """Groups 0 and 1 are trained on, group 2 is dropped."""
-    rows = [
+def filter_table(iteration: int, buffered: tuple[int, ...] = ()) -> pa.Table:
+    """Groups 0 and 1 are trained on, group 2 is dropped; `buffered` groups of the iteration before are trained on."""
+    rows: list[dict[str, Any]] = [
+        {
+            "group_id": 3 * (iteration - 1) + group,
+            "iteration": iteration - 1,
+            "shard": next(shard for shard, groups in SHARDS.items() if group in groups),
+            "kept": True,
+            "disposition": "train",
+            "reason": None,
+            "mean_reward": sum(REWARDS[group]) / 2,
+            "std_reward": 0.0,
+        }
+        for group in buffered
+    ]
+    rows += [
         {
             "group_id": 3 * iteration + group,
             "iteration": iteration,
