@@ -1,0 +1,124 @@
+"""What durability costs an iteration: a durable run and the same engines in a bare loop, turn by turn in one process.
+
+    python -m bench.durability [configs/recipes/quickstart.yaml] [--set a.b=c] [--iterations 20] [--json results.json]
+
+After each iteration of the durable run (Prefect flow and tasks, Ray actors, Parquet snapshots, commits) the bare loop
+of `bench/bare_loop.py` does the same iteration: the same prompts, samples and updates, which the equal state digest at
+the end proves. The difference is split by cause:
+
+    Prefect    what passes in an iteration while no step is at work
+    files      encoding tables, writing them, fsync
+    commits    lease check, exclusive create, fsync
+    Ray        the rest of the steps' time beyond the bare loop's: actor calls, batches and weights through shared
+               memory, building tables, filtering groups, the trainer's check of its own position
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.bare_loop import BareLoop
+from configs.loader import load
+from configs.schema.run import RunConfig
+from flows.events import Event, IterationDone, RunDone, StepCommitted
+from flows.metrics import step_seconds
+from flows.train import start
+from storage.commits import Commit, Step
+
+WARM_UP = 3
+"""Iterations that are not counted."""
+
+
+class SideBySide:
+    """Takes the durable run's events, and does each iteration again in the bare loop once it is done."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._bare = BareLoop(config)
+        self._step_seconds: dict[str, float] = {}
+        self._began = 0.0
+        self.milliseconds: dict[str, list[float]] = defaultdict(list)
+        self.snapshot_bytes = self.tokens = 0
+        self.state_digests: set[str] = set()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepCommitted):
+            self._step_seconds[event.commit.name] = event.seconds
+        elif isinstance(event, IterationDone):
+            wall = time.perf_counter() - self._began
+            bare = self._bare.iterate(event.iteration)
+            if event.iteration >= WARM_UP:
+                self._add(wall, event.commits, sum(bare.seconds.values()))
+            self._began = time.perf_counter()
+        elif isinstance(event, RunDone):
+            self.state_digests = {event.state_digest, self._bare.trainer.state_digest()}
+            self._bare.close()
+
+    def _add(self, wall: float, commits: tuple[Commit, ...], bare: float) -> None:
+        steps = [commit for commit in commits if commit.step not in (Step.EVAL, Step.CHECKPOINT)]
+        other = sum(seconds for step, seconds in step_seconds(commits).items() if step in (Step.EVAL, Step.CHECKPOINT))
+        wall -= other
+        files = _slowest_shard(steps, {c.name: c.timings["write"] for c in steps})
+        in_commits = {c.name: self._step_seconds[c.name] - c.timings["run"] - c.timings["write"] for c in steps}
+        marked = _slowest_shard(steps, in_commits)
+        prefect = wall - sum(step_seconds(steps).values())
+        found = {
+            "durable": wall,
+            "bare": bare,
+            "Prefect": prefect,
+            "files": files,
+            "commits": marked,
+            "Ray": wall - bare - prefect - files - marked,
+        }
+        for name, seconds in found.items():
+            self.milliseconds[name].append(seconds * 1000)
+        self.snapshot_bytes += sum(output.bytes for commit in steps for output in commit.outputs)
+        self.tokens += sum(int(c.metrics["response_tokens"]) for c in steps if c.step is Step.ROLLOUT)
+
+
+def _slowest_shard(commits: list[Commit], seconds: dict[str, float]) -> float:
+    """Sum over steps; shards of a step work at the same time."""
+    by_step: dict[Step, float] = defaultdict(float)
+    for commit in commits:
+        by_step[commit.step] = max(by_step[commit.step], seconds[commit.name])
+    return sum(by_step.values())
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
+    parser.add_argument("--iterations", type=int, default=20, help="iterations, the first three of which do not count")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    arguments = parser.parse_args()
+    overrides = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *arguments.set]
+    config = load(arguments.recipe, overrides)
+    side_by_side = SideBySide(config)
+    with tempfile.TemporaryDirectory() as folder:
+        start(folder, "durable", config, on_event=side_by_side)
+    found = {name: statistics.median(values) for name, values in side_by_side.milliseconds.items()}
+    table = Table("", "median ms an iteration", "range")
+    for name, values in side_by_side.milliseconds.items():
+        table.add_row(name, f"{found[name]:.0f}", f"{min(values):.0f} – {max(values):.0f}")
+    console = Console()
+    console.print(table)
+    per_token = side_by_side.snapshot_bytes / side_by_side.tokens
+    console.print(
+        f"durability costs {found['durable'] - found['bare']:.0f} ms an iteration, "
+        f"{found['durable'] / found['bare']:.2f} × the bare loop; snapshots {per_token:.1f} bytes a token; "
+        f"final states {'equal' if len(side_by_side.state_digests) == 1 else 'DIFFER'}"
+    )
+    if arguments.json is not None:
+        milliseconds = dict(side_by_side.milliseconds)
+        arguments.json.write_text(json.dumps({"milliseconds": milliseconds, "bytes_per_token": per_token}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
