@@ -4,11 +4,16 @@ Every prompt but its last token is prefilled once and copied to the slots of its
 a sample. Samples that end make room at once, for waiting requests or for a smaller batch.
 
 **Batch invariance.** A sample's tokens and log-probs depend on the weights, its prompt, its seed and its sampling
-parameters only, bit for bit, because every kernel sees shapes that lead to the same arithmetic for it: prompts are
-padded on the right to a length that is their own (`kv_cache.round_up`) and share a forward pass only with prompts of
-that length; matrix products have `MIN_ROWS` rows at least, below which BLAS libraries turn to other kernels; attention
-runs row by row over lengths that are multiples of `kv_cache.ALIGNMENT`. This is how the CPU kernels of PyTorch were
-seen to behave with one thread; `TransformersEngine.check_batch_invariance` tries it where it runs.
+parameters only, bit for bit, because every kernel sees shapes that lead to the same arithmetic for it:
+- Prompts are padded on the right to a length that is their own (`kv_cache.round_up`) and share a forward pass only with
+  prompts of that length.
+- Matrix products have `MIN_ROWS` rows at least, below which BLAS libraries turn to other kernels.
+- Attention runs row by row, over lengths that are multiples of `kv_cache.ALIGNMENT`.
+- Activation functions compute the last few numbers of a tensor, those that do not fill vectors, by other code. Where
+  the model's widths are not multiples of `VECTORS`, padding comes last and takes that place.
+
+This is how the CPU kernels of PyTorch were seen to behave with one thread; `TransformersEngine.check_batch_invariance`
+tries it where it runs.
 """
 
 from collections import defaultdict, deque
@@ -31,6 +36,9 @@ from engines.types import Completion, GenerateRequest
 
 MIN_ROWS = 4
 """Rows of a step; fewer samples are filled up with padding."""
+
+VECTORS = 32
+"""Numbers that PyTorch's loops over float32 take at a time: two vectors of AVX-512."""
 
 PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, of one forward pass; bounds its memory."""
@@ -55,13 +63,15 @@ class Decoder:
         self.vocab_size = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
         self.running = 0
         """Samples being decoded now."""
+        widths = {width for parameter in model.parameters() for width in parameter.shape}
+        self._padding = 1 if any(width % VECTORS for width in widths) else 0
         windows = _windows(model.config.get_text_config())
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(SLOT_ATTENTION)
         self._example = self._forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
-        self._cache = KVCache(self._example)
-        step = DecodingStep(model, windows, self._cache.num_heads)
-        self._step: Step = record(step, self._cache, self.context_length, self.vocab_size) or step
+        self.cache = KVCache(self._example)
+        step = DecodingStep(model, windows, self.cache.num_heads)
+        self.step: Step = record(step, self.cache, self.context_length, self.vocab_size) or step
 
     def run(
         self,
@@ -76,19 +86,23 @@ class Decoder:
             EngineError: the logits are not finite.
         """
         waiting = deque((request, list(range(len(request.seeds)))) for request in requests if request.seeds)
-        rows = max(min(self.max_rows, sum(len(indices) for _, indices in waiting)), MIN_ROWS)
+        rows = self.num_rows(min(self.max_rows, sum(len(indices) for _, indices in waiting)))
         batch = Batch(requests, end_ids, rows, self.context_length, self.vocab_size)
-        self._cache.reserve(rows, 1)
+        self.cache.reserve(rows, 1)
         try:
             while (waiting or len(batch)) and not aborted():
                 self._admit(waiting, batch)
                 if completions := self._decode(batch, weight_version):
                     yield completions
         except Exception:
-            self._cache = KVCache(self._example)  # what a slot holds behind its length must stay finite
+            self.cache = KVCache(self._example)  # what a slot holds behind its length must stay finite
             raise
         finally:
             self.running = 0
+
+    def num_rows(self, size: int) -> int:
+        """Rows of a step for so many samples, padding included."""
+        return max(size + self._padding, MIN_ROWS)
 
     @torch.inference_mode()
     def _admit(self, waiting: deque[_Group], batch: Batch) -> None:
@@ -103,7 +117,7 @@ class Decoder:
             free -= len(indices)
             if (sibling := batch.find(request)) is not None:
                 slots = batch.admit(request, indices)
-                self._cache.move(self._put([sibling] * len(slots)), self._put(slots), len(request.prompt_ids) - 1)
+                self.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(request.prompt_ids) - 1)
             else:
                 by_length[self._prefill_length(request)].append((request, indices))
         for length, groups in by_length.items():
@@ -114,7 +128,8 @@ class Decoder:
 
     def _prefill_length(self, request: GenerateRequest) -> int:
         """Padded length of all but the prompt's last token: a function of the prompt alone."""
-        return min(round_up(len(request.prompt_ids) - 1), self.context_length)
+        length = len(request.prompt_ids) - 1
+        return min(round_up(length + self._padding), self.context_length) if length else 0
 
     def _prefill(self, groups: list[_Group], length: int, batch: Batch) -> None:
         """Compute the keys and values of prompts of one padded length and hand them to the slots of their samples.
@@ -130,8 +145,8 @@ class Decoder:
             sources += [i] * len(indices)
         if not length:
             return
-        self._cache.reserve(0, length)
-        self._cache.insert(self._forward_prompts(input_ids), self._put(sources), self._put(slots))
+        self.cache.reserve(0, length)
+        self.cache.insert(self._forward_prompts(input_ids), self._put(sources), self._put(slots))
 
     def _forward_prompts(self, input_ids: torch.Tensor) -> DynamicCache:
         """Keys and values of prompts [P, S]."""
@@ -144,21 +159,21 @@ class Decoder:
     def _decode(self, batch: Batch, weight_version: int) -> list[Completion]:
         """Generate one token a sample. Returns the samples that ended."""
         size = len(batch)
-        rows = max(size, MIN_ROWS)
+        rows = self.num_rows(size)
         length = round_up(int(batch.positions[:size].max()) + 1)
-        self._cache.reserve(0, length)
+        self.cache.reserve(0, length)
         tokens, positions = (
             torch.from_numpy(values[:rows]).to(self.device) for values in (batch.tokens, batch.positions)
         )
         key_positions = torch.arange(length, device=self.device)
-        logits = self._step(tokens, positions, key_positions, self._cache.stores)
+        logits = self.step(tokens, positions, key_positions, self.cache.stores)
         ended = batch.advance(logits[:size])
         if not len(ended):
             return []
         completions = batch.completions(ended, weight_version)
         sources, targets = batch.remove(ended)
         if sources:
-            self._cache.move(self._put(sources), self._put(targets), length)
+            self.cache.move(self._put(sources), self._put(targets), length)
         self.running = len(batch)
         return completions
 

@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 
 from engines.rollout.kv_cache import ALIGNMENT, KVCache, StepCache
 
+StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
+"""What a `Step` takes."""
+
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]], torch.Tensor]
 """(tokens [B], positions [B], key_positions [L], stores) -> logits [B, V]: feeds a token to each of the slots 0 … B - 1
 of a `KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of the first L."""
@@ -72,7 +75,9 @@ def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: 
     Args:
         cache: gives the layers' shapes; it is left alone.
     """
-    trials = [_trial(cache, rows, length, context_length, vocab_size) for rows, length in ((5, 2), (4, 1), (9, 4))]
+    trials = [
+        trial_inputs(cache, rows, length, context_length, vocab_size) for rows, length in ((5, 2), (4, 1), (9, 4))
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         recording = torch.jit.trace(step, _copy(trials[0]), check_trace=False)
@@ -92,10 +97,7 @@ def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: 
     return replay
 
 
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
-
-
-def _trial(cache: KVCache, rows: int, blocks: int, context_length: int, vocab_size: int) -> _Inputs:
+def trial_inputs(cache: KVCache, rows: int, blocks: int, context_length: int, vocab_size: int) -> StepInputs:
     """Random inputs of a step over `blocks` times `ALIGNMENT` positions, the last ones of the context."""
     device = cache.stores[0].device
     draw = torch.Generator().manual_seed(rows)
@@ -109,5 +111,5 @@ def _trial(cache: KVCache, rows: int, blocks: int, context_length: int, vocab_si
     return tokens.to(device), positions.to(device), torch.arange(length, device=device), stores
 
 
-def _copy(inputs: _Inputs) -> _Inputs:
+def _copy(inputs: StepInputs) -> StepInputs:
     return *inputs[:3], [store.clone() for store in inputs[3]]

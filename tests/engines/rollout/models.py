@@ -38,6 +38,9 @@ def configs() -> dict[str, PretrainedConfig]:
         "llama-dynamic-rope": LlamaConfig(
             **grouped, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         ),
+        "llama-odd-widths": LlamaConfig(
+            **grouped | {"vocab_size": VOCAB_SIZE + 3, "hidden_size": 40, "intermediate_size": 51, "head_dim": 10}
+        ),
         "gpt-neox": GPTNeoXConfig(**common),
     }
 

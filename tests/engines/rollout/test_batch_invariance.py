@@ -70,7 +70,7 @@ def test_stale_keys_and_values_in_a_slot_change_nothing(qwen3: TransformersEngin
     requests = random_requests(seed=11, count=6)
     expected = collect(qwen3, requests)
     with torch.inference_mode():
-        for store in qwen3._decoder._cache.stores:
+        for store in qwen3._decoder.cache.stores:
             store.normal_(std=100)
     assert_same_samples(collect(qwen3, requests), expected)
 
