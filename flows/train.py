@@ -1,5 +1,6 @@
 """`train`: all iterations of a run, from its last commit to its last iteration."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,6 +92,7 @@ def drive(run: RunContext, on_event: OnEvent) -> None:
     total = run.config.rollout.num_rollout
     lease = run.ledger.lease
     assert lease is not None
+    wait_for_engines(run)
     on_event(RunStarted(run.ledger.run, lease.epoch, first, total))
     report_changed_environment(run, first)
     steps = PrefectSteps(run)
@@ -107,6 +109,13 @@ def drive(run: RunContext, on_event: OnEvent) -> None:
     assert trained.weight_version_out is not None
     assert trained.state_digest is not None
     on_event(RunDone(run.ledger.run, trained.weight_version_out, trained.state_digest))
+
+
+def wait_for_engines(run: RunContext) -> None:
+    """Return when they are up, so that no step's time holds their start."""
+    began = time.monotonic()
+    engines = len(run.fleet.engines)
+    run.emit(Message(f"{engines} engines are up after {time.monotonic() - began:.1f} s more"))
 
 
 def report_changed_environment(run: RunContext, first: int) -> None:

@@ -1,4 +1,4 @@
-"""The real engines in this process, behind the surface that tasks know of a fleet: Ray is not what these tests are about."""
+"""The real engines in this process, behind the surface that tasks know of a fleet: these tests are not about Ray."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -97,6 +97,7 @@ class RunConfig(Section):
     def _reference_is_used(self) -> "RunConfig":
         if self.model.ref_path is not None and not self.algorithm.use_kl_loss:
             raise ValueError(
-                f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false; nothing would read it"
+                f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false; "
+                "nothing would read it"
             )
         return self

@@ -149,8 +149,6 @@ def up(
 
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
-    from configs.errors import ConfigError
-    from flows.validation import setup_problems
     from flows.views import RunState, run_status
     from storage.layout import check_name
     from storage.ledger import Ledger
@@ -170,10 +168,6 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         if run_status(ledger_store, run).state is RunState.COMPLETED:
             tell(f"run {run} has all its iterations; nothing is left to do")
             return
-    problems = setup_problems(config)
-    if problems:
-        raise ConfigError(problems)
-
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     from flows.events import RunStarted

@@ -51,7 +51,7 @@ def test_an_update_that_was_done_but_not_committed_is_adopted(tiny_assets: Path,
     undisturbed = run_iterations(tmp_path / "undisturbed", config, 1)
     fleet = LocalFleet(config)
     with tiny_context(str(tmp_path / "lost"), config, fleet=fleet) as (run, _):
-        commit, run.commit = run.commit, _dies_at(run, Step.TRAIN)  # type: ignore[method-assign]
+        run.commit = _dies_at(run, Step.TRAIN)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             iteration(run, DirectSteps(run), 0)
     assert fleet.training.updates == 1
