@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, fi
 
 from storage import canonical, layout
 from storage.errors import Damaged
-from storage.store import check_path
+from storage.paths import check_path
 
 SCHEMA_VERSION = 1
 

@@ -14,7 +14,7 @@ Iterations and epochs have six digits, so that names sort like numbers. An attem
 
 import re
 
-from storage.store import check_path
+from storage.paths import check_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LONGEST_NAME = 100

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from storage.errors import StoreError, StoreRefused
-from storage.store import check_path
+from storage.paths import check_path
 
 _REFUSALS = {
     errno.ENOSPC: "no space is left on the device; free some",

@@ -36,7 +36,7 @@ from botocore.parsers import ResponseParserError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
 
 from storage.errors import StoreError, StoreRefused
-from storage.store import check_path
+from storage.paths import check_path
 
 T = TypeVar("T")
 

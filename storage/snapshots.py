@@ -32,8 +32,9 @@ import pyarrow.compute as pc
 from storage import layout, tables
 from storage.commits import OutputFile
 from storage.errors import Damaged, StoreError
+from storage.paths import check_path
 from storage.schemas import ROLLOUT
-from storage.store import Store, check_path
+from storage.store import Store
 
 _PARTS = "write_ahead"
 _INPUTS_KEY = b"inputs_digest"

@@ -13,7 +13,7 @@ from storage.errors import StoreRefused
 
 
 class Store(Protocol):
-    """Paths are relative to the root, with "/" between names (see `check_path`).
+    """Paths are relative to the root, with "/" between names (see `storage.paths`).
 
     Any method raises StoreRefused (credentials, missing bucket, permissions, no space: a new try will not help) or
     StoreError (no right answer after bounded retries). A store may be pickled; the copy opens connections of its own.
@@ -68,15 +68,6 @@ class Store(Protocol):
     def get_file(self, path: str, local: Path) -> None:
         """Copy a file of any size out of the store, streamed. `local` appears complete or not at all. Raises
         FileNotFoundError."""
-
-
-def check_path(path: str) -> str:
-    """Return a path that stays below its root, or raise ValueError: names between single slashes, none of them empty,
-    "." or "..", no backslash or control character."""
-    names = path.split("/")
-    if any(name in ("", ".", "..") for name in names) or "\\" in path or any(ord(char) < 32 for char in path):
-        raise ValueError(f"{path!r} is not a path inside a store: names between single slashes, without '.' and '..'")
-    return path
 
 
 def open_store(url: str) -> Store:
