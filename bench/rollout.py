@@ -1,11 +1,11 @@
 """Speed of the transformers rollout engine against `transformers.generate`, both with log-probs, on one CPU thread.
 
-    python bench/rollout.py [--hidden 64 512] [--batch 8 64 256] [--rounds 5] [--json results.json]
+    python bench/rollout.py [--hidden 64 512] [--batch 8 64 256] [--rounds 3] [--json results.json]
 
 Tiny Qwen3 models (2 layers; hidden 64 has 123k parameters), prompts of 16 to 47 tokens, up to 64 new ones, temperature
 1. Two workloads:
   fixed   one batch, a prompt of its own for each sample, all of which run to 64 tokens: decoding alone.
-  groups  four batches of 8 samples a prompt, where 1 token in 50 ends a response: a rollout of GRPO. `generate` is
+  groups  two batches of 8 samples a prompt, where 1 token in 50 ends a response: a rollout of GRPO. `generate` is
           called once a batch; the engine gets all requests and runs as many samples at a time.
 
 Both sides generate the same kind of samples from the same prompts, in one process, taking turns; the first turn of each
@@ -81,7 +81,7 @@ def make_requests(workload: str, batch_size: int) -> list[GenerateRequest]:
     draw = np.random.default_rng(batch_size)
     samples = GROUP_SIZE if workload == "groups" else 1
     stops = tuple(range(0, VOCAB_SIZE, STOP_SHARE)) if workload == "groups" else ()
-    count = 4 * batch_size // GROUP_SIZE if workload == "groups" else batch_size
+    count = 2 * batch_size // GROUP_SIZE if workload == "groups" else batch_size
     return [
         GenerateRequest(
             request_id=i,
@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 64, 256], help="samples per call")
-    parser.add_argument("--rounds", type=int, default=5, help="counted turns of each side")
+    parser.add_argument("--rounds", type=int, default=3, help="counted turns of each side")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
 
