@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-_ENTROPY_CHUNK = 1 << 22  # logits whose softmax is held at a time: 16 MiB
+_ENTROPY_CHUNK = 1 << 20  # logits whose softmax is held at a time: 4 MiB
 
 
 def response_logits(model: PreTrainedModel, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -30,31 +30,33 @@ def response_logits(model: PreTrainedModel, input_ids: torch.Tensor, positions: 
     return logits.squeeze(0)
 
 
-def token_log_probs(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """[N] log-probability of each target: its logit minus the log-sum-exp; a [N, V] softmax is never kept.
+def token_log_probs(logits: torch.Tensor, normalizer: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[N] log-probability of each target: its logit minus the normalizer; a softmax over [N, V] is never kept.
 
     Args:
         logits: [N, V] float32.
+        normalizer: [N], the logits' log-sum-exp.
         targets: [N] int64.
     """
-    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
 
 
-def entropy(logits: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
-    """[N] entropy of the next-token distribution, in nats: log-sum-exp minus the expected logit.
+def entropy(logits: torch.Tensor, normalizer: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
+    """[N] entropy of the next-token distribution, in nats: the normalizer minus the expected logit.
 
-    Where no gradient is wanted it is computed a few rows at a time, so that as a mere metric it takes no memory to
-    speak of.
+    Where no gradient is wanted it is computed a few rows at a time: a mere metric takes little memory, and on a CPU
+    only half the time when the rows fit its cache.
 
     Args:
         logits: [N, V] float32.
+        normalizer: [N], the logits' log-sum-exp.
     """
     if differentiable:
-        return _entropy(logits)
+        return _entropy(logits, normalizer)
     rows = max(1, _ENTROPY_CHUNK // logits.shape[-1])
-    return torch.cat([_entropy(chunk) for chunk in logits.detach().split(rows)])
+    chunks = zip(logits.detach().split(rows), normalizer.detach().split(rows), strict=True)
+    return torch.cat([_entropy(*chunk) for chunk in chunks])
 
 
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    normalizer = logits.logsumexp(-1, keepdim=True)
-    return normalizer.squeeze(-1) - ((logits - normalizer).exp() * logits).sum(-1)
+def _entropy(logits: torch.Tensor, normalizer: torch.Tensor) -> torch.Tensor:
+    return normalizer - ((logits - normalizer.unsqueeze(-1)).exp() * logits).sum(-1)

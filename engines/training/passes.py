@@ -49,7 +49,8 @@ def score_responses(
     for micro_batch in micro_batches:
         tokens = collate_responses(batch, micro_batch.samples, model.device)
         logits = response_logits(model, tokens.input_ids, tokens.positions).float()
-        values = token_log_probs(logits if temperature == 1 else logits / temperature, tokens.targets)
+        logits = logits if temperature == 1 else logits / temperature
+        values = token_log_probs(logits, logits.logsumexp(-1), tokens.targets)
         if micro_batch.counted:
             places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
             log_probs[torch.from_numpy(np.concatenate(places)).to(model.device)] = values

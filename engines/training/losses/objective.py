@@ -24,15 +24,17 @@ def objective(
         temperature: divides the logits, as it did in the rollout.
     """
     logits = logits.float() if temperature == 1 else logits.float() / temperature
-    log_probs = token_log_probs(logits, tokens.targets)
+    normalizer = logits.logsumexp(-1)
+    log_probs = token_log_probs(logits, normalizer, tokens.targets)
     if algorithm.loss_type == "sft_loss":
         loss = tokens.weighted_sum(sft_loss(log_probs))
         return loss, {"loss": loss.detach()}
-    return _policy_objective(logits, log_probs, tokens, algorithm)
+    entropies = entropy(logits, normalizer, differentiable=algorithm.entropy_coef > 0)
+    return _policy_objective(log_probs, entropies, tokens, algorithm)
 
 
 def _policy_objective(
-    logits: torch.Tensor, log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
+    log_probs: torch.Tensor, entropies: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, Metrics]:
     current = log_probs.detach()
     old = current if tokens.old_log_probs is None else tokens.old_log_probs
@@ -57,7 +59,7 @@ def _policy_objective(
 
     loss = tokens.weighted_sum(pg_loss)
     metrics = {"pg_loss": loss.detach()}
-    entropy_loss = tokens.weighted_sum(entropy(logits, differentiable=algorithm.entropy_coef > 0))
+    entropy_loss = tokens.weighted_sum(entropies)
     metrics["entropy_loss"] = entropy_loss.detach()
     if algorithm.entropy_coef > 0:
         loss = loss - algorithm.entropy_coef * entropy_loss

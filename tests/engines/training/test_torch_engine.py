@@ -128,7 +128,12 @@ def test_micro_batches_change_nothing_but_rounding(folder: Path, batch: TrainBat
 
 def test_recomputed_activations_give_the_same_update(folder: Path, batch: TrainBatch) -> None:
     kept, recomputed = make_engine(folder), make_engine(folder, gradient_checkpointing=True)
+    passes: list[TorchEngine] = []
+    for engine in (kept, recomputed):
+        layer = engine._model.get_submodule("model.layers.0.mlp")
+        layer.register_forward_pre_hook(lambda *_, engine=engine: passes.append(engine))
     assert train(kept, batch) == train(recomputed, batch)
+    assert [passes.count(engine) for engine in (kept, recomputed)] == [1, 2]
     assert kept.state_digest() == recomputed.state_digest()
 
 
