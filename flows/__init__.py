@@ -1,0 +1,4 @@
+import os
+
+# Read when Prefect is imported; else it reports the first use in a terminal to its makers, and says so there.
+os.environ.setdefault("DO_NOT_TRACK", "1")

@@ -1,6 +1,7 @@
 """The embedded Prefect server: history, lifetime and what it refuses."""
 
 import os
+import pty
 import signal
 import sqlite3
 import subprocess
@@ -130,3 +131,15 @@ def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(t
     with sqlite3.connect(home / "prefect.db") as database:
         states = database.execute("SELECT state_type FROM flow_run ORDER BY created").fetchall()
     assert states == [("RUNNING",), ("COMPLETED",)]
+
+
+def test_nothing_is_reported_to_the_makers_of_prefect(tmp_path: Path) -> None:
+    terminal, other_end = pty.openpty()
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    subprocess.run(
+        [sys.executable, "-c", "import flows.server"], env=environment, stdout=other_end, stderr=other_end, timeout=120
+    )
+    os.close(other_end)
+    with pytest.raises(OSError, match="Input/output error"):  # what a terminal with nothing to read says
+        os.read(terminal, 1000)
+    assert not (tmp_path / ".prefect" / ".sdk_telemetry").exists()
