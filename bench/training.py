@@ -155,7 +155,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results: list[Result] = []
-    table = Table("hidden", "parameters", "max_tokens_per_gpu", "s / step", "tokens/s", "speed-up", "digest")
+    table = Table("hidden", "parameters", "max tokens", "s / step", "tokens/s", "speed-up", "digest")
     for hidden_size in args.hidden:
         with tempfile.TemporaryDirectory() as folder:
             results += measure(folder, build_model(hidden_size, folder), [None, *args.max_tokens], args.rounds)
@@ -163,7 +163,7 @@ def main() -> None:
         table.add_row(
             str(result.hidden_size),
             f"{result.parameters:,}",
-            str(result.max_tokens_per_gpu or "one micro-batch"),
+            str(result.max_tokens_per_gpu or "no limit"),
             f"{result.seconds:.3f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.speedup:.2f}",
