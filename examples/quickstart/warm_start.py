@@ -24,7 +24,7 @@ TRAINING = TrainingConfig(
     adam_beta2=0.95,
     clip_grad=1.0,
     weight_decay=0.0,
-    num_threads=2,
+    num_threads=1,
 )
 ALGORITHM = AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=True)
 
