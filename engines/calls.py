@@ -51,6 +51,6 @@ def results(refs: "Sequence[ray.ObjectRef[Any]]", deadline: Deadline, calls: Seq
 
 
 def _reason(error: RayActorError) -> str:
-    """The last line of Ray's account says how the process ended; before it stand ids."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    """How the process ended: the last line of Ray's account, without the general advice at its end."""
+    *_, last = str(error).strip().splitlines() or [type(error).__name__]
+    return last.partition(" Some common causes include")[0]

@@ -62,7 +62,7 @@ class Cluster:
             address: of the cluster to join: `host:port`, or `auto` for the one on this machine; None starts one.
             num_cpus: CPUs that a started cluster offers. They count reservations only; more than there are do no harm.
             object_store_memory: bytes of a started cluster's object store, in shared memory.
-            timeout: seconds for all of it.
+            timeout: seconds for each of the two tries to start one.
 
         Raises:
             ClusterError: it cannot be started, reached, or shared.
@@ -143,7 +143,11 @@ def _require_listener(address: str) -> None:
 def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
     folder = _new_folder()
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(os.getpid())]
-    cluster = Cluster(None, folder, subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", start_new_session=True))
+    nowhere = subprocess.DEVNULL
+    watching = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True
+    )
+    cluster = Cluster(None, folder, watching)
 
     def start() -> None:
         ray.init(

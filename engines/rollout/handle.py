@@ -78,6 +78,12 @@ class RolloutHandle(EngineHandle):
         """Wait for a call that was begun, for `fleet.call_timeout` seconds."""
         return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, method)
 
+    def _adopted(self) -> bool:
+        if not super()._adopted():
+            return False
+        self._actor.call("abort", concurrency_group=CONTROL)  # nobody listens to what its last driver asked for
+        return True
+
     def _make_engine(self, deadline: Deadline) -> None:
         ref = self._actor.call("start", self._model_path, self._config)
         self._result(ref, deadline, self._actor, "start")

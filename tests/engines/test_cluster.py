@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,23 @@ def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
         engines = (found["rollout"], found["training"])
         assert wait_until(lambda: not any(psutil.pid_exists(pid) for pid in engines), 20)
         assert resources_in_use(address) == {}
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
+    script = "from engines.cluster import Cluster\nCluster.open(None, num_cpus=1, object_store_memory=1, timeout=60)\n"
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert re.search(
+            r"ClusterError: Ray did not start, twice \(.*object store.*\): .*ray start --head", found.stderr
+        )
+        assert wait_until(lambda: not os.listdir(folder), 10)
 
 
 def test_an_address_where_nothing_answers_is_refused_with_the_way_out() -> None:
