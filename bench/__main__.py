@@ -1,0 +1,67 @@
+"""All benchmarks, one after the other, each in a fresh process: `python -m bench`, which `make bench` runs.
+
+    build/bench/NAME.json       all numbers of each
+    build/bench/machine.json    what they were measured on, and what else the machine was doing
+
+About a quarter of an hour on two idle cores. See bench/README.md for what each measures.
+"""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+RESULTS = Path("build/bench")
+DEADLINE = 1200
+"""Seconds that one benchmark may take."""
+
+BENCHMARKS = {
+    "snapshots": "bench.snapshots",
+    "orchestration": "bench.orchestration",
+    "rollout": "bench.rollout",
+    "training": "bench.training",
+    "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
+    "durability": "bench.durability",
+    "trl": "bench.trl",
+}
+
+
+def main() -> None:
+    """Run them all; exits non-zero, at the end, if one failed."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "examples.quickstart.build"], check=True)
+    loads, failed = {}, []
+    for name, module in BENCHMARKS.items():
+        arguments = ["-m", *shlex.split(module), "--json", str(RESULTS / f"{name}.json")]
+        loads[name] = os.getloadavg()[0]
+        print(f"\n$ python {shlex.join(arguments)}    (load {loads[name]:.1f})", flush=True)
+        began = time.monotonic()
+        if subprocess.run([sys.executable, *arguments], timeout=DEADLINE).returncode != 0:
+            failed.append(name)
+        print(f"{time.monotonic() - began:.0f} s", flush=True)
+    machine = {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in ("torch", "transformers", "ray", "prefect", "pyarrow")},
+        "load before each": loads,
+    }
+    (RESULTS / "machine.json").write_text(json.dumps(machine, indent=1) + "\n")
+    print(f"\nall numbers are in {RESULTS}/")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; the messages stand above")
+
+
+def processor() -> str:
+    """Its name, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""One training step and one iteration of GRPO against TRL's GRPOTrainer: same model, same prompts, turn by turn.
+
+    python -m bench.trl [configs/recipes/quickstart.yaml] [--set a.b=c] [--rounds 12] [--json results.json]
+
+Two comparisons; in each, both sides take turns in one run:
+
+  one thread   Cairn's engines in this process, nothing around them, against TRL. TRL generates samples of its own and
+               then trains on Cairn's: both train on the same batches and keep the same weights, which is checked at
+               the end.
+  durable run  `cairn train` as the recipe has it (Prefect, Ray, Parquet, commits, all its processes), against TRL with
+               one thread and with two, each with samples of its own. Turns are of three iterations, so that what
+               Prefect's server does after an iteration falls on the next.
+
+The first three rounds of each do not count. TRL has an environment of its own in .venv-trl, made on first use from
+bench/trl-requirements.txt, and runs as a process that does one step on command; `bench.trl_process` has its settings.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from bench.meter import Meter
+from bench.trl_process import Step, TrlProcess, install
+from configs.loader import load
+from configs.schema.run import RunConfig
+from engines.rollout.transformers import TransformersEngine
+from engines.training.torch import TorchEngine
+from engines.types import GenerateRequest, SamplingParams, TrainBatch
+from flows.events import Event, IterationDone
+from flows.train import start
+from tasks.advantages import get_estimator
+from tasks.data import Draw, PromptData, draw
+from tasks.plugins import load_callable
+from tasks.rewards import get_grader
+from tasks.rollout import sample_seed
+
+WARM_UP = 3
+"""Rounds that are not counted, and iterations of the durable run that follow each other."""
+
+PAUSE = 1.0
+"""Seconds for Prefect's server to work off what it has before TRL's turn."""
+
+
+class OneProcess:
+    """Cairn's engines one after the other in this process, one thread. No KL loss, one optimizer step an iteration."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.data = PromptData.open(config.data, config.data.path, self.tokenizer)
+        self.grade = load_callable(get_grader(config.reward).path)
+        self.engine = TransformersEngine(config.model.path, config.rollout)
+        self.trainer = TorchEngine(
+            config.model,
+            config.training,
+            config.algorithm,
+            temperature=config.rollout.rollout_temperature,
+            total_steps=config.rollout.num_rollout,
+        )
+        self.cursor = 0
+
+    def iterate(self, index: int) -> tuple[Step, list[list[int]]]:
+        """What the iteration took, and its responses: those of the first prompt, then those of the second, …"""
+        config, rollout = self.config, self.config.rollout
+        meter = Meter()
+        drawn = draw_prompts(config, self.data, self.cursor, rollout.rollout_batch_size)
+        self.cursor = drawn.cursor
+        params = SamplingParams(
+            max_new_tokens=rollout.rollout_max_response_len,
+            temperature=rollout.rollout_temperature,
+            top_p=rollout.rollout_top_p,
+            top_k=rollout.rollout_top_k,
+            stop_token_ids=rollout.rollout_stop_token_ids,
+        )
+        n = rollout.n_samples_per_prompt
+        requests = [
+            GenerateRequest(
+                row.group_id,
+                row.row.prompt_ids,
+                tuple(sample_seed(config.seed, index, row.group_id, i) for i in range(n)),
+                params,
+            )
+            for row in drawn.rows
+        ]
+        samples = [sample for part in self.engine.generate(requests) for sample in part]
+        samples.sort(key=lambda sample: (sample.request_id, sample.sample_index))
+        meter.mark("generation")
+        rows = {row.group_id: row.row for row in drawn.rows}
+        responses = [sample.response_ids.tolist() for sample in samples]
+        texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
+        rewards = np.array(
+            [self.grade(text, rows[s.request_id].label, {}) for text, s in zip(texts, samples, strict=True)], np.float32
+        )
+        lengths = [len(response) for response in responses]
+        estimate = get_estimator(config.algorithm.advantage_estimator)
+        advantages, _ = estimate(rewards.reshape(-1, n), lengths, config.algorithm)
+        log_probs = [sample.log_probs for sample in samples]
+        batch = TrainBatch(
+            input_ids=[
+                np.concatenate([np.asarray(rows[s.request_id].prompt_ids, np.int32), s.response_ids]) for s in samples
+            ],
+            response_lengths=lengths,
+            loss_mask=[np.ones(length, np.uint8) for length in lengths],
+            advantages=advantages,
+            old_log_probs=log_probs if config.algorithm.use_rollout_logprobs else None,
+            rollout_log_probs=log_probs,
+        )
+        meter.mark("reward")
+        self.trainer.train(batch, num_steps=1, expected_version=index, input_digest=str(index))
+        meter.mark("training")
+        self.engine.begin_weight_update(index + 1)
+        for bucket in self.trainer.export_weights(config.fleet.update_weight_buffer_size):
+            self.engine.update_weights(bucket)
+        self.engine.end_weight_update()
+        meter.mark("sync")
+        return Step(meter.cpu, meter.wall, sum(lengths), float(rewards.mean())), responses
+
+
+def draw_prompts(config: RunConfig, data: PromptData, cursor: int, count: int) -> Draw:
+    """As the `rollout` step draws them."""
+    return draw(
+        data,
+        cursor,
+        count,
+        seed=config.seed,
+        shuffle=config.data.rollout_shuffle,
+        max_prompt_len=config.rollout.rollout_max_prompt_len,
+    )
+
+
+def prompts_of_rounds(config: RunConfig, rounds: int) -> Draw:
+    """The prompts that so many iterations take."""
+    data = PromptData.open(config.data, config.data.path, AutoTokenizer.from_pretrained(config.model.path))
+    return draw_prompts(config, data, 0, rounds * config.rollout.rollout_batch_size)
+
+
+def compare_engines(config: RunConfig, rounds: int) -> dict[str, Any]:
+    """Both in one thread: the steps of each side, and how far the trained weights lie apart."""
+    drawn = prompts_of_rounds(config, rounds)
+    cairn = OneProcess(config)
+    steps: dict[str, list[Step]] = {"cairn": [], "trl": []}
+    with tempfile.TemporaryDirectory() as folder, TrlProcess(config, drawn, Path(folder), threads=1) as trl:
+        for index in range(rounds):
+            step, responses = cairn.iterate(index)
+            steps["cairn"].append(step)
+            steps["trl"].append(trl.step(responses))
+        trl.finish()
+        before = load_file(Path(config.model.path) / "model.safetensors")
+        theirs = load_file(Path(folder) / "model.safetensors")
+    ours = {name: tensor for bucket in cairn.trainer.export_weights(1 << 30) for name, tensor in bucket.items()}
+    distance = _distance(ours, theirs) / _distance(ours, before)
+    return {name: [asdict(step) for step in taken] for name, taken in steps.items()} | {"distance": distance}
+
+
+def _distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    return sum(float((left[name] - right[name]).double().square().sum()) for name in left) ** 0.5
+
+
+class DurableTurns:
+    """Takes a durable run's events; after every few of its iterations the TRL processes do as many steps."""
+
+    def __init__(self, processes: dict[str, TrlProcess]) -> None:
+        self._processes = processes
+        self._began = 0.0
+        self.seconds: dict[str, list[float]] = {"cairn": [], **{name: [] for name in processes}}
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, IterationDone):
+            return
+        self.seconds["cairn"].append(time.perf_counter() - self._began)
+        if (event.iteration + 1) % WARM_UP == 0:
+            time.sleep(PAUSE)
+            for _ in range(WARM_UP):
+                for name, process in self._processes.items():
+                    self.seconds[name].append(sum(process.step().wall.values()))
+        self._began = time.perf_counter()
+
+
+def compare_durable(config: RunConfig, rounds: int) -> dict[str, list[float]]:
+    """Wall seconds of every iteration on each side."""
+    drawn = prompts_of_rounds(config, rounds)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        processes = {
+            f"trl, {threads} thread{'s' if threads > 1 else ''}": stack.enter_context(
+                TrlProcess(config, drawn, Path(folder) / str(threads), threads=threads)
+            )
+            for threads in (1, 2)
+        }
+        turns = DurableTurns(processes)
+        start(f"{folder}/runs", "durable", config, on_event=turns)
+    return turns.seconds
+
+
+def print_engines(console: Console, found: dict[str, Any]) -> None:
+    """Medians of the counted rounds, part by part."""
+    table = Table("one thread, s", "Cairn CPU", "TRL CPU", "ratio", "Cairn wall", "TRL wall", "ratio")
+    sides = {name: found[name][WARM_UP:] for name in ("cairn", "trl")}
+    for part in ("generation", "reward", "training", "iteration"):
+        cells = []
+        for clock in ("cpu", "wall"):
+            # Cairn's iteration also holds the sync, which has no part of its own because TRL has one model only.
+            ours, theirs = (
+                [sum(step[clock].values()) if part == "iteration" else step[clock][part] for step in sides[name]]
+                for name in ("cairn", "trl")
+            )
+            ratio = statistics.median(their / our for our, their in zip(ours, theirs, strict=True))
+            cells += [f"{statistics.median(ours):.3f}", f"{statistics.median(theirs):.3f}", f"{ratio:.2f}"]
+        table.add_row(part, *cells)
+    console.print(table)
+    tokens = {name: statistics.mean(step["tokens"] for step in steps) for name, steps in sides.items()}
+    console.print(
+        f"tokens generated an iteration: Cairn {tokens['cairn']:.0f}, TRL {tokens['trl']:.0f}; trained on the same "
+        f"samples, the weights lie {found['distance']:.1e} of the way apart that training moved them"
+    )
+
+
+def print_durable(console: Console, seconds: dict[str, list[float]]) -> None:
+    """Medians of the counted iterations."""
+    table = Table("durable run, two cores", "median wall s", "range", "× Cairn")
+    medians = {name: statistics.median(taken[WARM_UP:]) for name, taken in seconds.items()}
+    for name, taken in seconds.items():
+        counted = taken[WARM_UP:]
+        spread = f"{min(counted):.2f} – {max(counted):.2f}"
+        table.add_row(name, f"{medians[name]:.2f}", spread, f"{medians[name] / medians['cairn']:.2f}")
+    console.print(table)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of each side, the first three of which warm up")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    arguments = parser.parse_args()
+    if arguments.rounds <= WARM_UP:
+        parser.error(f"--rounds must be above {WARM_UP}")
+    install()
+    overrides = [
+        f"rollout.num_rollout={arguments.rounds}",
+        "eval.eval_interval=null",
+        "eval.benchmarks=[]",
+        "tracking.tensorboard_dir=null",
+        *arguments.set,
+    ]
+    config = load(arguments.recipe, overrides)
+    if config.algorithm.use_kl_loss or config.training.num_steps_per_rollout > 1:
+        raise SystemExit("this comparison knows no KL loss and one optimizer step an iteration")
+    one_thread = load(arguments.recipe, [*overrides, "rollout.num_threads=1", "training.num_threads=1"])
+    console = Console()
+    engines = compare_engines(one_thread, arguments.rounds)
+    print_engines(console, engines)
+    durable = compare_durable(config, arguments.rounds)
+    print_durable(console, durable)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"one thread": engines, "durable": durable}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
