@@ -6,19 +6,23 @@ the configuration of a fleet on a tiny model.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from configs.schema.run import RunConfig
-from engines.cluster import Cluster
+
+if TYPE_CHECKING:
+    from engines.cluster import Cluster
 
 NUM_CPUS = 16
 """CPUs that the session's cluster offers to reservations, whatever the machine has."""
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Cluster]:
+def ray_cluster() -> "Iterator[Cluster]":
+    from engines.cluster import Cluster  # tests without it need not wait for Ray's import
+
     cluster = Cluster.open(None, num_cpus=NUM_CPUS, object_store_memory=512 * 1024**2, timeout=240)
     yield cluster
     cluster.close()

@@ -1,0 +1,30 @@
+import torch
+
+from engines.weights.buckets import ALIGNMENT, pack, unpack
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_tensors_come_out_of_a_bucket_bit_for_bit() -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        "matrix": torch.randn(7, 5, generator=draw),
+        "transposed": torch.randn(3, 4, generator=draw).T,
+        "bfloat16": torch.randn(9, generator=draw).bfloat16(),
+        "float16": torch.tensor([float("nan"), -0.0, 65504.0], dtype=torch.float16),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "counts": torch.arange(5),
+    }
+    found = unpack(pack(tensors))
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(found[name]) == bits(tensor)
+
+
+def test_every_tensor_of_a_bucket_begins_aligned() -> None:
+    bucket = pack({str(i): torch.zeros(i, dtype=torch.uint8) for i in range(1, 130)})
+    assert all(start % ALIGNMENT == 0 for _, _, _, start in bucket.layout)
