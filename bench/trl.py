@@ -5,8 +5,8 @@
 Two comparisons; in each, both sides take turns in one run:
 
   one thread   Cairn's engines in this process, nothing around them, against TRL. TRL generates samples of its own and
-               then trains on Cairn's: both train on the same batches and keep the same weights, which is checked at
-               the end.
+               then trains on Cairn's: both train on the same batches and keep the same weights, as their distance at
+               the end shows.
   durable run  `cairn train` as the recipe has it (Prefect, Ray, Parquet, commits, all its processes), against TRL with
                one thread and with two, each with samples of its own. Turns are of three iterations, so that what
                Prefect's server does after an iteration falls on the next.

@@ -33,13 +33,13 @@ class Step:
 
 def install() -> None:
     """Bring the environment up to what bench/trl-requirements.txt asks for."""
-    python, stamp = ENVIRONMENT / "bin" / "python", ENVIRONMENT / ".installed"
+    stamp = ENVIRONMENT / ".installed"
     required = REQUIREMENTS.read_text()
     if stamp.exists() and stamp.read_text() == required:
         return
     print(f"installing TRL into {ENVIRONMENT.name}, once", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(ENVIRONMENT / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     # Alone first: asked for by name it comes as the CPU build, and then nothing pulls CUDA packages.
     subprocess.run([*pip, next(line for line in required.splitlines() if line.startswith("torch=="))], check=True)
     subprocess.run([*pip, "-r", str(REQUIREMENTS)], check=True)
