@@ -3,13 +3,13 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 from prefect import flow
 
 from configs.schema.run import RunConfig
 from flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
+from flows.handover import OpenedRun, handed_over, handing_over
 from flows.iteration import iteration
 from flows.orchestration import driving, silence_console, subflow
 from flows.server import prefect_api
@@ -22,9 +22,6 @@ from tasks.events import Message
 
 PREFECT_HOME = Path(".cairn/prefect")
 """Database and log of the embedded Prefect server, below the folder one stands in."""
-
-_opened: ContextVar[tuple[RunContext, OnEvent] | None] = ContextVar("opened", default=None)
-"""The run that `start` opened for the flow it calls; none where Prefect starts the flow."""
 
 
 def start(
@@ -40,12 +37,12 @@ def start(
     what a step raised after its last try.
     """
     silence_console()
-    with opened(store_url, run, config, takeover, on_event) as pair, prefect_api(PREFECT_HOME):
-        token = _opened.set(pair)
-        try:
-            train(run=run, store=store_url)
-        finally:
-            _opened.reset(token)
+    with (
+        opened(store_url, run, config, takeover, on_event) as pair,
+        prefect_api(PREFECT_HOME),
+        handing_over(pair),
+    ):
+        train(run=run, store=store_url)
 
 
 @flow(name="train", flow_run_name="{run}", persist_result=False)
@@ -58,7 +55,7 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         config: The configuration of a new run; leave it out to go on with the one in the ledger.
         takeover: Take the run from a driver that still lives.
     """
-    pair = _opened.get()
+    pair = handed_over()
     if pair is not None:
         drive(*pair)
         return
@@ -67,9 +64,7 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
 
 
 @contextmanager
-def opened(
-    store: str, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent
-) -> Iterator[tuple[RunContext, OnEvent]]:
+def opened(store: str, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent) -> Iterator[OpenedRun]:
     """A run and whom to tell what happens: its TensorBoard files and the watcher."""
     with (
         open_run(store, run, config, takeover=takeover, emit=watcher) as context,

@@ -13,6 +13,7 @@ from configs.schema.run import RunConfig
 from examples.quickstart.model import build_model, build_tokenizer
 from flows.session import environment, input_digests, load_tokenizer, open_graders
 from storage.commits import Commit
+from storage.leases import Outcome
 from storage.ledger import Ledger
 from storage.store import open_store
 from tasks.context import RunContext
@@ -116,7 +117,7 @@ def tiny_context(
     events = Events()
     with ExitStack() as stack:
         lease = ledger.acquire(takeover=True)
-        stack.callback(lease.release, "stopped")
+        stack.callback(lease.release, Outcome.STOPPED)
         yield (
             RunContext(
                 config,
