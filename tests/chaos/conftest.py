@@ -25,6 +25,9 @@ DEADLINE = 240.0
 
 ITERATIONS = 4
 
+OWNER = "CAIRN_TEST_RUN"
+"""Environment variable by which the processes of a run are known."""
+
 
 def chaos_config(assets: Path) -> RunConfig:
     """Every step of the DAG, two shards a round, two optimizer steps a rollout; checkpoints, evaluations at times."""
@@ -63,13 +66,18 @@ class Disturbed:
     def witness(self) -> Path:
         return self.store / "witness.jsonl"
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of a driver's process."""
+        own = {"PREFECT_API_URL": self.api_url, "PREFECT_LOGGING_LEVEL": "CRITICAL", OWNER: str(self.store)}
+        return {**os.environ, **own}
+
     def drive(self, faults: Sequence[Fault] = ()) -> int:
         """Run one driver to its end, however that comes; returns its exit status."""
         command = [sys.executable, "-m", "tests.chaos.driver", str(self.store), "run", str(self.config_file)]
         command += [json.dumps([asdict(fault) for fault in faults]), str(self.witness)]
-        environment = {**os.environ, "PREFECT_API_URL": self.api_url, "PREFECT_LOGGING_LEVEL": "CRITICAL"}
         with (self.store / "driver.log").open("ab") as log:
-            driver = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            driver = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
             try:
                 return driver.wait(DEADLINE)
             finally:
@@ -121,21 +129,34 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, config_file: Path, api
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    before = _traces()
+def nothing_is_left_behind(disturbed: Disturbed) -> Iterator[None]:
+    segments = set(os.listdir("/dev/shm"))
     yield
-    psutil.wait_procs([psutil.Process(pid) for pid in _traces()[0] - before[0] if psutil.pid_exists(pid)], timeout=15)
-    processes, segments = _traces()
-    assert not processes - before[0], [psutil.Process(pid).cmdline() for pid in processes - before[0]]
-    assert not segments - before[1]
+    psutil.wait_procs(_processes_of(disturbed), timeout=15)
+    left = [process.cmdline() for process in _processes_of(disturbed)]
+    assert not left
+    orphans = {name for name in set(os.listdir("/dev/shm")) - segments if not _is_mapped(f"/dev/shm/{name}")}
+    assert not orphans
 
 
-def _traces() -> tuple[set[int], set[str]]:
-    """Processes of engines, graders and clusters, and segments of shared memory."""
-    ours = ("ray::", "raylet", "gcs_server", "tests.chaos.driver", "tasks.rewards.worker", "engines/reaper.py")
-    processes = {
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] and any(name in " ".join(process.info["cmdline"]) for name in ours)
-    }
-    return processes, set(os.listdir("/dev/shm"))
+def _processes_of(disturbed: Disturbed) -> list[psutil.Process]:
+    """Whatever a driver of the run started, directly or not: it has inherited the driver's environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(OWNER) == str(disturbed.store):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def _is_mapped(path: str) -> bool:
+    """Whether a living process, ours or another program's, uses a segment of shared memory."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if path in maps.read_text():
+                return True
+        except OSError:  # the process has ended meanwhile
+            continue
+    return False

@@ -35,7 +35,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
 def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed
 ) -> None:
-    environment = {**os.environ, "PREFECT_API_URL": disturbed.api_url, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    environment = {**disturbed.environment, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     command = [sys.executable, "-m", "tests.chaos.serve"]
     with (disturbed.store / "driver.log").open("ab") as log, httpx.Client(base_url=disturbed.api_url) as api:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
