@@ -17,7 +17,7 @@ class FleetConfig(Section):
     """The Ray cluster and its actors."""
 
     ray_address: str | None = None
-    """Cluster to join, such as `auto` or `ray://host:10001`; null starts one that ends with the run."""
+    """Cluster to join: `auto` for the one on this machine, or `host:port`; null starts one that ends with the run."""
 
     num_cpus_per_engine: float = Field(1, ge=0)
     """CPUs reserved in the placement group for each rollout engine."""
