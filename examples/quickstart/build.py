@@ -30,7 +30,7 @@ from examples.quickstart.task import demonstration, label, problems
 FOLDER = Path("build/quickstart")
 TRAIN_ROWS = 4096
 HELD_OUT_ROWS = 256
-WRONG_DEMONSTRATIONS = 0.7
+WRONG_DEMONSTRATIONS = 0.75
 """Share of the demonstrations with one wrong swap."""
 
 STEPS = 300

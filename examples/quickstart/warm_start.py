@@ -18,7 +18,7 @@ BATCH = 64
 STEPS_PER_CALL = 10
 
 TRAINING = TrainingConfig(
-    lr=1e-2,
+    lr=5e-3,
     lr_decay_style="cosine",
     lr_warmup_iters=10,
     adam_beta2=0.95,
