@@ -21,7 +21,7 @@ Measured, with eight no-op steps an iteration, on two cores (see also `bench/orc
 - SQLite transactions that begin DEFERRED fail at once when another connection wrote meanwhile; the API answers 503 and
   Prefect's client sleeps about 2 s. On a slow machine that was every iteration. IMMEDIATE ones wait a few ms instead.
 - A listening socket made without `IPPROTO_TCP` gets no TCP_NODELAY from asyncio, and each request waits 40 ms more.
-- Task events recorded in batches instead of one by one: 260 -> 150 ms of server time an iteration.
+- Task events recorded in batches instead of one by one: 260 -> 150 ms of the server's CPU time an iteration.
 - No event persister (the UI's event feed; runs, task runs, states and logs do not need it): 150 -> 115 ms, and 40
   instead of 160 kB of database an iteration.
 """
@@ -160,7 +160,8 @@ def prefect_api(home: Path) -> Iterator[str]:
     """Run flows against the configured API, or else against the embedded server over `home`. Yields the API's URL.
 
     Holds for this thread and for what copies its context, as Prefect's task runners do: a thread that runs flows and
-    is started in another way needs `contextvars.copy_context().run`. Raises ServerFailed.
+    is started in another way needs `contextvars.copy_context().run`. A process should stay with one API: Prefect sends
+    task runs to the first that it met. Raises ServerFailed.
     """
     configured = configured_api()
     if configured is not None:
