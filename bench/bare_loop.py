@@ -291,11 +291,10 @@ def main() -> None:
             for step in outcome.iterations[0].seconds
         }
         total = statistics.median(sum(iteration.seconds.values()) for iteration in outcome.iterations)
-        scores = ", ".join(
-            f"{name} {before:.3f} -> {outcome.score_after[name]:.3f}" for name, before in outcome.score_before.items()
-        )
+        for name, before in outcome.score_before.items():
+            print(f"seed {seed}: {name} {before:.3f} -> {outcome.score_after[name]:.3f}")
         print(
-            f"seed {seed}: {scores}; median iteration {total * 1000:.0f} ms ("
+            f"seed {seed}: median iteration {total * 1000:.0f} ms ("
             + ", ".join(f"{step} {value * 1000:.0f}" for step, value in steps.items())
             + f"); state {outcome.state_digest[:16]}"
         )
