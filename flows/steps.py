@@ -6,6 +6,7 @@ from prefect import Task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
+from prefect.runtime import task_run
 
 from configs.schema.operations import RetryConfig
 from engines.errors import EngineError
@@ -42,10 +43,15 @@ def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
     def execute(index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
         return step(run, index, shard, *args, **kwargs)
 
+    def run_name() -> str:
+        shard = task_run.parameters["shard"]
+        return str(step.name) if shard is None else f"{step.name} {shard}"
+
     policy = run.config.retry
     return Task(
         execute,
         name=str(step.name),
+        task_run_name=run_name,
         description=step.body.__doc__,
         cache_policy=NO_CACHE,
         persist_result=False,
@@ -60,7 +66,7 @@ def retry_delays(policy: RetryConfig) -> list[float]:
     return [policy.retry_delay_seconds * 2**attempt for attempt in range(policy.retries)]
 
 
-def can_be_mended(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+def can_be_mended(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Whether a failed step is worth a new try: an engine or the store failed, not the run itself."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, EngineError | StoreError) and not isinstance(error, StoreRefused)

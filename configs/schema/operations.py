@@ -38,7 +38,7 @@ class FleetConfig(Section):
 class RetryConfig(Section):
     """How often a failed step is tried again before the iteration fails."""
 
-    retries: int = Field(3, ge=0)
+    retries: int = Field(3, ge=0, le=50)
     """Further tries of a step after a failure that a new try can mend, such as a dead actor or a store that did not
     answer."""
 

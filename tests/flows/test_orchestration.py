@@ -153,12 +153,12 @@ def test_the_graph_of_an_iteration_shows_which_step_read_what(url: str, client: 
     assert (below["kind"], below["id"]) == ("flow-run", str(iteration.id))
 
     found = wait_for(lambda: (done := nodes(iteration.id)) and len(done) == 4 and done)
-    names = {node["id"]: node["label"].split("-")[0] for node in found}
+    names = {node["id"]: node["label"] for node in found}
     edges = {(parent["id"], node["id"]) for node in found for parent in node["parents"]}
     assert sorted((names[parent], names[child]) for parent, child in edges) == [
         ("filter", "train"),
-        ("rollout", "filter"),
-        ("rollout", "filter"),
+        ("rollout 00-000", "filter"),
+        ("rollout 00-001", "filter"),
     ]
     # A tagged task asks the API for a concurrency slot.
     assert [task_run.tags for task_run in task_runs(client, iteration.id)] == [[], [], [], []]
