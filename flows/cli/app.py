@@ -74,9 +74,11 @@ def exit_code(error: Exception) -> int | None:
     from tasks.filter import BatchNotFilled
     from tasks.plugins import BadPlugin
     from tasks.recovery import ReplayDiverged
+    from tasks.rewards.pool import GraderFailed
 
     bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, StoreRefused, RunDiffers, LeaseHeld)
-    failure = (StoreError, Damaged, StaleCommits, LeaseLost, EngineError, NotFinite, BatchNotFilled, ReplayDiverged)
+    run_failure = (NotFinite, BatchNotFilled, ReplayDiverged, GraderFailed)
+    failure = (StoreError, Damaged, StaleCommits, LeaseLost, EngineError, *run_failure)
     if isinstance(error, bad_input):
         return BAD_INPUT
     if isinstance(error, failure):
