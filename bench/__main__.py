@@ -23,8 +23,8 @@ DEADLINE = 1200
 BENCHMARKS = {
     "snapshots": "bench.snapshots",
     "orchestration": "bench.orchestration",
-    "rollout": "bench.rollout",
-    "training": "bench.training",
+    "rollout": "bench.rollout --rounds 3",
+    "training": "bench.training --rounds 2",
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "durability": "bench.durability",
     "trl": "bench.trl",

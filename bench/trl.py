@@ -5,14 +5,15 @@
 Two comparisons; in each, both sides take turns in one run:
 
   one thread   Cairn's engines in this process, nothing around them, against TRL. TRL generates samples of its own and
-               then trains on Cairn's: both train on the same batches and keep the same weights, as their distance at
-               the end shows.
+               then trains on Cairn's: both train on the same batches and keep the same weights, or this ends in an
+               error.
   durable run  `cairn train` as the recipe has it (Prefect, Ray, Parquet, commits, all its processes), against TRL with
                one thread and with two, each with samples of its own. Turns are of three iterations, so that what
                Prefect's server does after an iteration falls on the next.
 
 The first three rounds of each do not count. TRL has an environment of its own in .venv-trl, made on first use from
 bench/trl-requirements.txt, and runs as a process that does one step on command; `bench.trl_process` has its settings.
+The learning rate is constant on both sides.
 """
 
 import argparse
@@ -49,6 +50,9 @@ from tasks.rollout import sample_seed
 
 WARM_UP = 3
 """Rounds that are not counted, and iterations of the durable run that follow each other."""
+
+TOLERANCE = 0.02
+"""How far the weights that both sides trained may lie apart, as a share of the way that training moved them."""
 
 PAUSE = 1.0
 """Seconds for Prefect's server to work off what it has before TRL's turn."""
@@ -162,6 +166,8 @@ def compare_engines(config: RunConfig, rounds: int) -> dict[str, Any]:
         theirs = load_file(Path(folder) / "model.safetensors")
     ours = {name: tensor for bucket in cairn.trainer.export_weights(1 << 30) for name, tensor in bucket.items()}
     distance = _distance(ours, theirs) / _distance(ours, before)
+    if distance > TOLERANCE:
+        raise SystemExit(f"the two sides trained differently: their weights lie {distance:.1%} of the way apart")
     return {name: [asdict(step) for step in taken] for name, taken in steps.items()} | {"distance": distance}
 
 
@@ -255,6 +261,8 @@ def main() -> None:
         "eval.eval_interval=null",
         "eval.benchmarks=[]",
         "tracking.tensorboard_dir=null",
+        "training.lr_decay_style=constant",
+        "training.lr_warmup_iters=0",
         *arguments.set,
     ]
     config = load(arguments.recipe, overrides)
