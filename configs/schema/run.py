@@ -94,6 +94,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _samples_are_trained_on(self) -> "RunConfig":
+        if self.algorithm.loss_type == "sft_loss":
+            raise ValueError(
+                "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: set it to "
+                "policy_loss, or train with the engine itself as examples/quickstart/warm_start.py does"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _reference_is_used(self) -> "RunConfig":
         if self.model.ref_path is not None and not self.algorithm.use_kl_loss:
             raise ValueError(

@@ -118,6 +118,11 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "rollout.over_sampling_batch_size=3",
             "rollout.over_sampling_batch_size (3) is below rollout.rollout_batch_size (4); it must be at least that",
         ),
+        (
+            "algorithm.loss_type=sft_loss",
+            "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: set it to "
+            "policy_loss, or train with the engine itself as examples/quickstart/warm_start.py does",
+        ),
         ("training", "--set training is not of the form section.option=value"),
         ("training..lr=1", "--set training..lr=1 is not of the form section.option=value"),
         (
