@@ -83,6 +83,8 @@ def prepare_packages(folder: Path = PACKAGES) -> Path:
     if not shutil.which("apt-get"):
         raise RuntimeError("the Ceph tests need apt-get (Debian or Ubuntu)")
     folder.mkdir(parents=True, exist_ok=True)
+    # Lists may be missing or out of date. Without root rights they stay as they are, which may do.
+    subprocess.run(["apt-get", "update", "-qq"], capture_output=True, timeout=_DEADLINE)
     install = ["apt-get", "install", "--simulate", "--no-install-recommends", *_NAMES]
     plan = subprocess.run(install, capture_output=True, text=True, timeout=_DEADLINE)
     if plan.returncode:
