@@ -91,7 +91,7 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
 
 def _read(ledger: Ledger, commit: Commit, columns: list[str] | None = None) -> pa.Table:
     (output,) = commit.outputs
-    return read_table(ledger.store, ledger.run, output, columns)
+    return read_table(ledger.store, commit.run, output, columns)
 
 
 def _by_sample(table: pa.Table) -> dict[tuple[int, int], dict]:

@@ -83,7 +83,7 @@ def drive(run: RunContext, on_event: OnEvent) -> None:
 
     The newest iteration is entered again even if all its steps are there: which of them are, the steps find out.
     """
-    first = run.ledger.last_iteration() or 0
+    first = max(run.ledger.last_iteration() or 0, run.ledger.first_iteration)
     total = run.config.rollout.num_rollout
     lease = run.ledger.lease
     assert lease is not None

@@ -15,10 +15,11 @@ from configs.schema.run import RunConfig
 from storage.commits import Commit, Record, Step
 from storage.errors import Damaged
 from storage.leases import LeaseState, Outcome, newest_lease
-from storage.ledger import Ledger, list_runs
+from storage.ledger import Ledger, Parent, list_runs
+from storage.snapshots import waiting_groups
 from storage.store import Store
 from tasks.evaluate import eval_due, eval_shard
-from tasks.recovery import checkpoint_due
+from tasks.recovery import checkpoint_due, weight_version_after
 from tasks.score import needs_scores
 
 _RUNS_AT_A_TIME = 8
@@ -57,11 +58,24 @@ class Scores(Record):
     last: float | None
 
 
+class Groups(Record):
+    """What became of an iteration's prompts when its rollout was interrupted."""
+
+    generated: int = 0
+    """By the attempts that were committed."""
+    recovered: int = 0
+    """Finished by an attempt that was interrupted, and kept."""
+    waiting: int = 0
+    """Finished and durable, of shards that are not committed: a new attempt keeps them."""
+
+
 class RunStatus(Record):
     """A run at a glance. Times are Unix seconds."""
 
     run: str
     state: RunState
+    parent: Parent | None = None
+    """Where it was forked from."""
     iterations: int = 0
     """Complete ones."""
     num_rollout: int = 0
@@ -70,6 +84,8 @@ class RunStatus(Record):
     """The one it stands in; None when all are done."""
     step: Step | None = None
     """The next one there."""
+    groups: Groups = Groups()
+    """Of the newest iteration with any."""
     weight_version: int = 0
     state_digest: str | None = None
     reward: float | None = None
@@ -87,17 +103,19 @@ def run_status(store: Store, run: str) -> RunStatus:
     lease = newest_lease(store, run)
     last = ledger.last_iteration()
     commits = ledger.commits(last) if last is not None else []
-    iteration, step = _place(config, last, commits)
+    iteration, step = _place(ledger, config, last, commits)
     trained = _newest(ledger, Step.TRAIN, last, commits)
     graded = _newest(ledger, Step.ADVANTAGE, last, commits)
     newest = max(commits, key=lambda commit: commit.committed_at, default=None)
     return RunStatus(
         run=run,
         state=_state(lease, done=iteration is None),
+        parent=ledger.manifest.parent,
         iterations=config.rollout.num_rollout if iteration is None else iteration,
         num_rollout=config.rollout.num_rollout,
         iteration=iteration,
         step=step,
+        groups=_groups(ledger, last, commits),
         weight_version=trained.weight_version_out or 0 if trained else 0,
         state_digest=trained.state_digest if trained else None,
         reward=graded.metrics.get("raw_reward") if graded else None,
@@ -121,12 +139,12 @@ def all_runs(store: Store) -> list[RunStatus]:
         return list(readers.map(status, list_runs(store)))
 
 
-def next_step(config: RunConfig, iteration: int, commits: Sequence[Commit]) -> Step | None:
+def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequence[Commit]) -> Step | None:
     """The first step of an iteration that is not committed, None if all are. Shards being rolled out, graded and
     filtered at the same time count as `rollout`."""
     present = {commit.step for commit in commits}
     evaluated = {commit.shard for commit in commits if commit.step is Step.EVAL}
-    places = [version for at, version in evaluations(config) if at == iteration]
+    places = [version for at, version in evaluations(ledger) if at == iteration]
     missing = [v for v in places if not evaluated.issuperset(eval_shard(b, v) for b in config.eval.benchmarks)]
     if 0 in missing:
         return Step.EVAL
@@ -143,16 +161,17 @@ def next_step(config: RunConfig, iteration: int, commits: Sequence[Commit]) -> S
     return left[0] if left else Step.EVAL if missing else None
 
 
-def evaluations(config: RunConfig) -> Iterator[tuple[int, int]]:
+def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
     """(iteration, weight version) of every evaluation of a run; the first iteration holds that of the initial weights
     too."""
-    if config.eval.eval_interval is None:
-        return
-    if not config.eval.skip_eval_before_train:
+    config = RunConfig.model_validate(ledger.manifest.config)
+    if ledger.parent is not None:
+        yield from (place for place in evaluations(ledger.parent) if place[0] < ledger.first_iteration)
+    elif config.eval.eval_interval is not None and not config.eval.skip_eval_before_train:
         yield 0, 0
-    for iteration in range(config.rollout.num_rollout):
+    for iteration in range(ledger.first_iteration, config.rollout.num_rollout):
         if eval_due(config, iteration):
-            yield iteration, (iteration + 1) * config.training.num_steps_per_rollout
+            yield iteration, weight_version_after(ledger, iteration)
 
 
 def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, float]]:
@@ -161,18 +180,17 @@ def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, f
     if last is None:
         return {}
     scores: dict[str, dict[int, float]] = {benchmark.name: {} for benchmark in config.eval.benchmarks}
-    for iteration, version in evaluations(config):
+    for iteration, version in evaluations(ledger):
         for benchmark in config.eval.benchmarks if iteration <= last else ():
             commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
             if commit is not None and benchmark.name in commit.metrics:
-                trained = version // config.training.num_steps_per_rollout
-                scores[benchmark.name][trained] = commit.metrics[benchmark.name]
+                scores[benchmark.name][iteration + 1 if version else 0] = commit.metrics[benchmark.name]
     return scores
 
 
 def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -> dict[str, Scores]:
     """The first and the newest score of every benchmark, reading no others."""
-    places = [place for place in evaluations(config) if last is not None and place[0] <= last]
+    places = [place for place in evaluations(ledger) if last is not None and place[0] <= last]
 
     def score(benchmark: BenchmarkConfig, places: Sequence[tuple[int, int]]) -> float | None:
         for iteration, version in places:
@@ -187,10 +205,14 @@ def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -
     }
 
 
-def _place(config: RunConfig, last: int | None, commits: Sequence[Commit]) -> tuple[int | None, Step | None]:
+def _place(
+    ledger: Ledger, config: RunConfig, last: int | None, commits: Sequence[Commit]
+) -> tuple[int | None, Step | None]:
     """The iteration in which a run stands and its next step; None twice when all is done."""
     iteration = last or 0
-    step = next_step(config, iteration, commits)
+    if iteration < ledger.first_iteration:
+        return ledger.first_iteration, Step.ROLLOUT
+    step = next_step(ledger, config, iteration, commits)
     if step is not None:
         return iteration, step
     if iteration + 1 == config.rollout.num_rollout:
@@ -202,6 +224,19 @@ def _newest(ledger: Ledger, step: Step, last: int | None, commits: Sequence[Comm
     """The newest commit of an unsharded step: in the newest iteration, or else in the one before."""
     found = next((commit for commit in commits if commit.step is step), None)
     return found or (ledger.find(last - 1, step) if last else None)
+
+
+def _groups(ledger: Ledger, last: int | None, commits: Sequence[Commit]) -> Groups:
+    """Of the newest iteration. Reads the write-ahead parts of shards that are not committed."""
+    if last is None:
+        return Groups()
+    rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
+    done = {commit.shard for commit in rollouts}
+    return Groups(
+        generated=sum(int(commit.metrics["generated_groups"]) for commit in rollouts),
+        recovered=sum(int(commit.metrics["recovered_groups"]) for commit in rollouts),
+        waiting=waiting_groups(ledger.store, ledger.owner(last).run, last, done),
+    )
 
 
 def _state(lease: LeaseState | None, done: bool) -> RunState:

@@ -37,7 +37,7 @@ from storage import canonical, layout
 from storage.errors import Damaged
 from storage.paths import check_path
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Step(StrEnum):
@@ -79,6 +79,9 @@ class OutputFile(Record):
     """Rows of a table; None where the file is no table."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of the file's bytes."""
+    content: str | None = None
+    """SHA-256 of a table without the columns that say how it came about (`storage.schemas.MEASURED`); None where it has
+    none of these."""
 
     @field_validator("path")
     @classmethod

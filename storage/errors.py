@@ -50,6 +50,8 @@ class RunDiffers(Exception):
     def __init__(self, run: str, differences: list[tuple[str, Any, Any]]):
         """`differences`: (dotted field, value in the ledger, value given) of every differing field."""
         self.differences = differences
+        self.stale: list[tuple[int, str, str | None, str]] = []
+        """Committed steps that do not match what was given, as in StaleCommits, where somebody has looked for them."""
         fields = "; ".join(
             f"{field} is {recorded!r} in the ledger, {given!r} now" for field, recorded, given in differences
         )

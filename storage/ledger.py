@@ -1,12 +1,15 @@
 """All commits of a run, read as one history. See `storage.commits` for the layout and `storage.layout` for every path.
 
 A step is made once: look its commit up with `find`; if there is none, write files into an `attempt` and `commit` them.
+
+A fork has its parent's iterations up to the one it was forked at, and copies nothing: they are read where they lie.
 """
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 from pydantic import JsonValue
@@ -17,7 +20,6 @@ from storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
 from storage.leases import Lease
 from storage.snapshots import Attempt
 from storage.store import Store
-from storage.verification import Verified, verify
 from storage.version import CodeVersion, code_version
 
 _REQUESTS = 8
@@ -110,38 +112,63 @@ class Ledger:
             raise RunDiffers(run, differences)
         return cls(store, manifest)
 
+    @cached_property
+    def parent(self) -> "Ledger | None":
+        """The run that this one was forked from."""
+        parent = self.manifest.parent
+        return None if parent is None else Ledger.open(self.store, parent.run)
+
+    @property
+    def first_iteration(self) -> int:
+        """The first iteration that the run makes itself: 0, or the one after those it shares with its parent."""
+        return 0 if self.manifest.parent is None else self.manifest.parent.iteration + 1
+
+    def owner(self, iteration: int) -> "Ledger":
+        """The ledger that holds an iteration: this one, or that of a parent."""
+        return self if self.parent is None or iteration >= self.first_iteration else self.parent.owner(iteration)
+
     def acquire(self, takeover: bool = False) -> Lease:
         """Own the run, so that commits are allowed. Raises LeaseHeld."""
         self.lease = Lease.acquire(self.store, self.run, takeover)
         return self.lease
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """A step's commit, or None. Raises Damaged if its bytes are not those committed. One request."""
-        return self._read(layout.commit(self.run, iteration, step, shard))
+        """A step's commit, or None. Raises Damaged if its bytes are not those committed. One request, or two for the
+        restore point of a fork."""
+        for run in self._holders(iteration):
+            commit = self._read(layout.commit(run, iteration, step, shard))
+            if commit is not None or step is not Step.CHECKPOINT:
+                return commit
+        return None
 
     def commits(self, iteration: int) -> list[Commit]:
         """All commits of an iteration, sorted by step (in the order of the DAG) and shard. One request for the list
         and one for each commit."""
-        folder = layout.iteration(self.run, iteration)
-        paths = [f"{folder}/{name}" for name in self.store.list(folder) if name.endswith(".json")]
         with ThreadPoolExecutor(_REQUESTS) as readers:
-            found = [commit for commit in readers.map(self._read, paths) if commit is not None]
+            found = [commit for commit in readers.map(self._read, self.markers(iteration)) if commit is not None]
         order = list(Step)
         return sorted(found, key=lambda commit: (order.index(commit.step), commit.shard or ""))
+
+    def markers(self, iteration: int) -> list[str]:
+        """Store paths of an iteration's commits, sorted by step and shard as they are spelled."""
+        folders = [layout.iteration(run, iteration) for run in self._holders(iteration)]
+        found = {name: folder for folder in reversed(folders) for name in self.store.list(folder)}
+        return [f"{found[name]}/{name}" for name in sorted(found) if name.endswith(".json")]
 
     def iterations(self) -> list[int]:
         """Numbers of all iterations that have files, sorted. One request a thousand iterations: the store lists
         folders, not what is in them."""
-        return [int(name.removesuffix("/")) for name in self.store.list(layout.iterations(self.run))]
+        shared = [] if self.parent is None else self.parent.iterations()
+        return [index for index in shared if index < self.first_iteration] + self._own_iterations()
 
     def last_iteration(self) -> int | None:
-        """The newest iteration with a commit, or None. Lists folders: ten requests at 10,000 iterations, and one or two
-        to look into the newest."""
-        for iteration in reversed(self.iterations()):
+        """The newest iteration with a commit, or None; that of a fresh fork is the last one it shares. Lists folders:
+        ten requests at 10,000 iterations, and one or two to look into the newest."""
+        for iteration in reversed(self._own_iterations()):
             names = self.store.list(layout.iteration(self.run, iteration))
             if any(name.endswith(".json") for name in names):
                 return iteration
-        return None
+        return None if self.manifest.parent is None else self.manifest.parent.iteration
 
     def attempt(self, iteration: int, step: Step, shard: str | None = None) -> Attempt:
         """A fresh folder for the files of a step. Raises LeaseLost if this driver does not own the run."""
@@ -207,9 +234,17 @@ class Ledger:
         """Store path of the folder in which a commit's files lie."""
         return layout.attempt(commit.run, commit.iteration, commit.step, commit.attempt)
 
-    def verify(self) -> Iterator[Verified]:
-        """Read the whole run again and hold it against its digests; see `storage.verification.verify`."""
-        return verify(self.store, self.run)
+    def _holders(self, iteration: int) -> list[str]:
+        """The runs in whose folders an iteration's commits lie. A fork may hold a checkpoint of the last iteration that
+        it shares, made because its parent has none there."""
+        if self.parent is None or iteration >= self.first_iteration:
+            return [self.run]
+        shared = self.parent._holders(iteration)
+        return [*shared, self.run] if iteration + 1 == self.first_iteration else shared
+
+    def _own_iterations(self) -> list[int]:
+        numbers = (int(name.removesuffix("/")) for name in self.store.list(layout.iterations(self.run)))
+        return [number for number in numbers if number >= self.first_iteration]
 
     def _held_lease(self) -> Lease:
         if self.lease is None:

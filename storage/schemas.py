@@ -29,6 +29,9 @@ class Disposition(StrEnum):
     """Filtered out; `reason` says why."""
 
 
+MEASURED = frozenset({"engine", "seconds"})
+"""Columns that say how a row came about: they differ between runs that make the same."""
+
 _IDS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
 

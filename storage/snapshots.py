@@ -20,7 +20,7 @@ Parts are never committed: the shard's commit names one compacted file, and then
 import hashlib
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage import layout, tables
-from storage.commits import OutputFile
+from storage.commits import OutputFile, Step
 from storage.errors import Damaged, StoreError
 from storage.paths import check_path
 from storage.schemas import ROLLOUT
@@ -63,11 +63,11 @@ class Attempt:
 
     def write_table(self, name: str, table: pa.Table) -> OutputFile:
         """Write a table as Parquet."""
-        return self._written(name, tables.to_parquet(table), table.num_rows)
+        return self._written(name, tables.to_parquet(table), table.num_rows, tables.content_digest(table))
 
     def write_bytes(self, name: str, data: bytes) -> OutputFile:
         """Write a file."""
-        return self._written(name, data, None)
+        return self._written(name, data)
 
     def put_file(self, name: str, local: Path) -> OutputFile:
         """Copy a local file of any size."""
@@ -94,9 +94,10 @@ class Attempt:
     def _in_run(self, name: str) -> str:
         return self.path(name).removeprefix(f"{layout.run(self.run)}/")
 
-    def _written(self, name: str, data: bytes, rows: int | None) -> OutputFile:
+    def _written(self, name: str, data: bytes, rows: int | None = None, content: str | None = None) -> OutputFile:
         self.store.write(self.path(name), data)
-        return OutputFile(path=self._in_run(name), bytes=len(data), rows=rows, sha256=hashlib.sha256(data).hexdigest())
+        sha256 = hashlib.sha256(data).hexdigest()
+        return OutputFile(path=self._in_run(name), bytes=len(data), rows=rows, sha256=sha256, content=content)
 
 
 def _delete_all(store: Store, paths: list[str]) -> None:
@@ -129,6 +130,32 @@ def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str
     """A committed table, or some of its columns. Raises Damaged, naming the file, if it is missing or not what was
     committed: the whole file is checked whatever columns are wanted."""
     return tables.from_parquet(read_bytes(store, run, output), columns)
+
+
+def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None]) -> int:
+    """How many groups of a rollout lie finished in write-ahead parts of shards other than those `committed`."""
+    folder = layout.attempts(run, iteration, Step.ROLLOUT)
+    found: set[tuple[str | None, int]] = set()
+    for attempt in (name.removesuffix("/") for name in store.list(folder)):
+        shard = layout.attempt_shard(attempt)
+        if shard in committed:
+            continue
+        for part in store.list(f"{folder}/{attempt}/{_PARTS}"):
+            table = _read_part(store, f"{folder}/{attempt}/{_PARTS}/{part}")
+            if table is not None:
+                found |= {(shard, group) for group in table["group_id"].to_pylist()}
+    return len(found)
+
+
+def _read_part(store: Store, path: str) -> pa.Table | None:
+    """The rows of a part with its schema's metadata; None if it is torn, or has gone with its shard's commit."""
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        return None
+    if not path.endswith(f".{hashlib.sha256(data).hexdigest()}.arrow"):
+        return None
+    return pa.ipc.open_file(data).read_all()
 
 
 class WriteAhead:
@@ -195,7 +222,7 @@ class WriteAhead:
         found = [ROLLOUT.empty_table()]
         seen: set[int] = set()
         with ThreadPoolExecutor(_READERS) as readers:
-            for path, table in zip(paths, readers.map(self._read_part, paths), strict=True):
+            for path, table in zip(paths, readers.map(self._own_part, paths), strict=True):
                 if table is None:
                     continue
                 attempt.superseded.append(path)
@@ -204,14 +231,11 @@ class WriteAhead:
                 found.append(table.filter(pc.is_in(table["group_id"], pa.array(groups, pa.int64()))))
         return pa.concat_tables(found).combine_chunks()
 
-    def _read_part(self, path: str) -> pa.Table | None:
-        try:
-            data = self._attempt.store.read(path)
-        except FileNotFoundError:  # another driver has just committed the shard
+    def _own_part(self, path: str) -> pa.Table | None:
+        """The rows of a part that was made from the same inputs."""
+        table = _read_part(self._attempt.store, path)
+        if table is None:
             return None
-        if not path.endswith(f".{hashlib.sha256(data).hexdigest()}.arrow"):
-            return None
-        table = pa.ipc.open_file(data).read_all()
         metadata = table.schema.metadata or {}
         table = table.replace_schema_metadata(None)
         mine = metadata.get(_INPUTS_KEY) == self._inputs_digest.encode() and table.schema.equals(ROLLOUT)

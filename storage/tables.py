@@ -1,10 +1,13 @@
 """Tables as Parquet bytes: small, and equal for equal tables."""
 
+import hashlib
 import io
 from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from storage.schemas import MEASURED
 
 _LOG_PROBS = ("log_probs", "ref_log_probs")
 """Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""
@@ -32,6 +35,12 @@ def to_parquet(table: pa.Table) -> bytes:
         write_statistics=False,
     )
     return sink.getvalue()
+
+
+def content_digest(table: pa.Table) -> str | None:
+    """SHA-256, in hex, of what a table holds besides its measured columns; None if it has no such column."""
+    measured = [name for name in table.column_names if name in MEASURED]
+    return hashlib.sha256(to_parquet(table.drop_columns(measured))).hexdigest() if measured else None
 
 
 def from_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from storage import canonical, layout
 from storage.commits import Commit, OutputFile, Record
 from storage.errors import Damaged
+from storage.ledger import Ledger
 from storage.store import Store
 
 _REQUESTS = 8
@@ -50,25 +51,25 @@ class Verified(Record):
     findings: tuple[Finding, ...] = ()
 
 
-def verify(store: Store, run: str) -> Iterator[Verified]:
+def verify(ledger: Ledger) -> Iterator[Verified]:
     """Read every marker and every committed file of a run, in the order of iterations, and compare them with their
-    digests, and each commit's inputs with the commits they name. Yields as it goes; reads everything, changes nothing.
-    Raises FileNotFoundError if there is no such run."""
-    yield _verify_manifest(store, run)
+    digests, and each commit's inputs with the commits they name. What a fork shares with its parent is its own history
+    and read too. Yields as it goes; reads everything, changes nothing."""
+    store = ledger.store
+    yield _verify_manifest(store, ledger.run)
     digests: dict[str, str] = {}
     with ThreadPoolExecutor(_REQUESTS) as readers:
-        for iteration in store.list(layout.iterations(run)):
-            folder = f"{layout.iterations(run)}/{iteration.removesuffix('/')}"
-            paths = [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".json")]
+        for iteration in ledger.iterations():
+            paths = ledger.markers(iteration)
             commits = list(readers.map(lambda path: _read_commit(store, path), paths))
             for commit in commits:
                 if isinstance(commit, Commit):
                     digests[commit.name] = commit.digest
             for path, commit in zip(paths, commits, strict=True):
                 if isinstance(commit, Finding):
-                    yield Verified(name=_name(run, path), files=1, bytes=0, findings=(commit,))
+                    yield Verified(name=_name(path), files=1, bytes=0, findings=(commit,))
                     continue
-                files = readers.map(lambda output: _verify_file(store, run, output), commit.outputs)
+                files = readers.map(lambda output, run=commit.run: _verify_file(store, run, output), commit.outputs)
                 faults = [finding for finding in files if finding is not None]
                 faults += _verify_inputs(commit, path, digests)
                 yield Verified(
@@ -79,8 +80,8 @@ def verify(store: Store, run: str) -> Iterator[Verified]:
                 )
 
 
-def _name(run: str, path: str) -> str:
-    return path.removeprefix(f"{layout.iterations(run)}/").removesuffix(".json")
+def _name(path: str) -> str:
+    return path.partition("/iterations/")[2].removesuffix(".json")
 
 
 def _verify_manifest(store: Store, run: str) -> Verified:

@@ -13,7 +13,14 @@ from tasks.batch import rows_of_groups
 from tasks.step import Outcome, StepCall, durable
 
 
-@durable(Step.ADVANTAGE, reads=("algorithm",))
+@durable(
+    Step.ADVANTAGE,
+    reads=(
+        "algorithm.advantage_estimator",
+        "algorithm.rewards_normalization",
+        "algorithm.grpo_std_normalization",
+    ),
+)
 def advantage(
     step: StepCall, selection: Commit, rollouts: list[Commit], rewards: list[Commit], scores: Commit | None
 ) -> Outcome:

@@ -5,13 +5,13 @@ from tasks.recovery import restore_trainer
 from tasks.step import Outcome, StepCall, durable
 
 
-@durable(Step.CHECKPOINT, reads=("model", "training.optimizer"))
+@durable(Step.CHECKPOINT, reads=("training.optimizer",))
 def checkpoint(step: StepCall, trained: Commit, selection: Commit) -> Outcome:
     """Save the training state that `trained` committed. `selection` fixes cursor and buffer."""
     run = step.run
     with run.weights_lock:
         restore_trainer(run, trained)
-        files = run.fleet.training.save(run.ledger.store.url, step.attempt.folder)
+        files = run.fleet.training.save(step.attempt.store.url, step.attempt.folder)
     return Outcome(
         files=[step.attempt.adopt(file) for file in files],
         values={"cursor": selection.values["cursor"]},

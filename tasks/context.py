@@ -3,7 +3,6 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,7 +14,6 @@ from storage.ledger import Ledger
 from storage.snapshots import read_table
 from tasks.data import Draw, PromptData, draw
 from tasks.events import Message, StepCommitted, StepStarted
-from tasks.plugins import load_callable, source_digest
 from tasks.rewards.pool import GraderPool
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ class RunContext:
         config: RunConfig,
         ledger: Ledger,
         *,
-        fleet: "Future[Fleet]",
+        fleet: "Callable[[], Fleet]",
         tokenizer: Any,
         data: PromptData,
         max_prompt_len: int,
@@ -45,7 +43,8 @@ class RunContext:
         environment: Environment,
         emit: Callable[[StepStarted | StepCommitted | Message], None],
     ) -> None:
-        """`max_prompt_len` is in tokens. `graders` maps a benchmark's name to its grader, None to the training's."""
+        """`fleet` returns the engines once they are up. `max_prompt_len` is in tokens. `graders` maps the name of a
+        benchmark to its grader, None to the training's."""
         self.config = config
         self.ledger = ledger
         self.tokenizer = tokenizer
@@ -62,12 +61,11 @@ class RunContext:
         self._commits: dict[tuple[int, Step, str | None], Commit] = {}
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
         self._draws: dict[tuple[int, int], Draw] = {}
-        self._plugin_digests: dict[str, str] = {}
 
     @property
     def fleet(self) -> "Fleet":
         """The engines. They start beside everything else; whoever needs them first waits, with the start's deadline."""
-        return self._fleet.result(timeout=self.config.fleet.start_timeout * 2)
+        return self._fleet()
 
     @property
     def grader(self) -> GraderPool:
@@ -127,6 +125,11 @@ class RunContext:
             )
         return found
 
+    def config_at(self, iteration: int) -> RunConfig:
+        """The configuration under which an iteration was or will be made: a parent's for those shared with it."""
+        owner = self.ledger.owner(iteration)
+        return self.config if owner is self.ledger else RunConfig.model_validate(owner.manifest.config)
+
     def commit(self, **fields: Any) -> Commit:
         """Create a commit, or adopt the one that another driver created first."""
         commit = self.ledger.commit(environment=self.environment, **fields)
@@ -139,7 +142,7 @@ class RunContext:
         with self._lock:
             table = self._tables.get(output.sha256)
         if table is None:
-            table = read_table(self.ledger.store, self.ledger.run, output)
+            table = read_table(self.ledger.store, commit.run, output)
             self.remember(output, table)
         return table if columns is None else table.select(list(columns))
 
@@ -150,15 +153,11 @@ class RunContext:
             while len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
 
-    def external_digest(self, name: str) -> str:
-        """Digest of an input from outside the ledger, as the run's manifest fixed it."""
-        return self.ledger.manifest.inputs[name]
+    def external_digest(self, name: str) -> str | None:
+        """Digest of an input from outside the ledger, as the run's manifest fixed it; None if the run has none such."""
+        return self.ledger.manifest.inputs.get(name)
 
     def plugin_digest(self, field: str) -> str:
-        """Source digest of the user code that a configuration field names; empty where it names a built-in."""
-        if field not in self._plugin_digests:
-            section, _, option = field.partition(".")
-            path = getattr(getattr(self.config, section), option)
-            named = path is not None and ("." in path or ":" in path)
-            self._plugin_digests[field] = source_digest(load_callable(path)) if named else ""
-        return self._plugin_digests[field]
+        """Source digest of the user code that a configuration field names, as the run's manifest fixed it; empty where
+        it names a built-in."""
+        return self.ledger.manifest.inputs.get(field, "")

@@ -33,7 +33,17 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
 
 @durable(
     Step.EVAL,
-    reads=("seed", "eval", "reward", "model", "rollout.engine", "rollout.dtype", "rollout.rollout_stop_token_ids"),
+    reads=(
+        "seed",
+        "eval.benchmarks",
+        "reward.rm_type",
+        "reward.custom_rm_path",
+        "reward.rm_timeout",
+        "rollout.engine",
+        "rollout.dtype",
+        "rollout.num_threads",
+        "rollout.rollout_stop_token_ids",
+    ),
     externals=("model", "eval"),
     plugins=("reward.custom_rm_path",),
 )

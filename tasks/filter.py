@@ -42,7 +42,7 @@ class Group:
 
 @durable(
     Step.FILTER,
-    reads=("rollout", "algorithm.advantage_estimator"),
+    reads=("rollout.rollout_batch_size", "rollout.max_refill_rounds", "rollout.dynamic_sampling_filter"),
     plugins=("rollout.dynamic_sampling_filter",),
 )
 def filter_groups(

@@ -11,6 +11,7 @@ from configs.schema.run import RunConfig
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.types import Position
 from storage.commits import Commit, Step
+from storage.ledger import Ledger
 from tasks.batch import train_batch
 from tasks.context import RunContext
 from tasks.events import Message
@@ -26,6 +27,14 @@ def checkpoint_due(config: RunConfig, iteration: int) -> bool:
     interval = config.checkpoint.save_interval
     last = iteration + 1 == config.rollout.num_rollout
     return last or (interval is not None and (iteration + 1) % interval == 0)
+
+
+def weight_version_after(ledger: Ledger, iteration: int) -> int:
+    """The weight version that an iteration leaves, done or not; 0 for iteration -1."""
+    owner = ledger.owner(iteration)
+    steps = RunConfig.model_validate(owner.manifest.config).training.num_steps_per_rollout
+    before = weight_version_after(owner.parent, owner.first_iteration - 1) if owner.parent else 0
+    return before + (iteration + 1 - owner.first_iteration) * steps
 
 
 def version_of(weights: Commit | None) -> int:
@@ -82,7 +91,8 @@ def restore_trainer(run: RunContext, weights: Commit | None) -> None:
 def newest_checkpoint(run: RunContext, iteration: int) -> Commit | None:
     """The newest committed checkpoint at or below the iteration."""
     for candidate in range(iteration, -1, -1):
-        if checkpoint_due(run.config, candidate):
+        before_a_fork = run.ledger.owner(candidate + 1).first_iteration == candidate + 1
+        if before_a_fork or checkpoint_due(run.config_at(candidate), candidate):
             saved = run.find(candidate, Step.CHECKPOINT)
             if saved is not None:
                 return saved

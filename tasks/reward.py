@@ -9,7 +9,11 @@ from storage.schemas import REWARD, Status
 from tasks.step import Outcome, StepCall, durable
 
 
-@durable(Step.REWARD, reads=("reward",), plugins=("reward.custom_rm_path",))
+@durable(
+    Step.REWARD,
+    reads=("reward.rm_type", "reward.custom_rm_path", "reward.rm_timeout"),
+    plugins=("reward.custom_rm_path",),
+)
 def reward(step: StepCall, rollout: Commit) -> Outcome:
     """Grade every sample of the shard. A grader that fails or takes too long marks the sample failed, never zero."""
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]

@@ -19,7 +19,24 @@ from tasks.step import Outcome, StepCall, durable
 from tasks.sync import bring_up_to_date
 
 
-@durable(Step.ROLLOUT, reads=("seed", "data", "rollout", "model"), externals=("data", "model"))
+@durable(
+    Step.ROLLOUT,
+    reads=(
+        "seed",
+        "data",
+        "rollout.engine",
+        "rollout.dtype",
+        "rollout.num_threads",
+        "rollout.n_samples_per_prompt",
+        "rollout.rollout_max_prompt_len",
+        "rollout.rollout_max_response_len",
+        "rollout.rollout_temperature",
+        "rollout.rollout_top_p",
+        "rollout.rollout_top_k",
+        "rollout.rollout_stop_token_ids",
+    ),
+    externals=("data", "model"),
+)
 def rollout(
     step: StepCall, weights: Commit | None, earlier: Sequence[Commit], *, cursor: int, count: int, part: int, parts: int
 ) -> Outcome:
@@ -56,12 +73,12 @@ def rollout(
         tables={"samples.parquet": samples.combine_chunks()},
         values={
             "cursor": draw.cursor,
-            "recovered_groups": len(finished),
-            "generated_groups": len(missing),
             "batch_invariant": engine.batch_invariant,
         },
         metrics={
             "samples": samples.num_rows,
+            "generated_groups": len(missing),
+            "recovered_groups": len(finished),
             "prompt_tokens": token_count(samples, "prompt_ids"),
             "response_tokens": token_count(samples, "response_ids"),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,

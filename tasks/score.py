@@ -23,8 +23,18 @@ def needs_scores(config: RunConfig) -> bool:
 
 @durable(
     Step.SCORE,
-    reads=("model", "algorithm", "training", "rollout.rollout_temperature"),
-    externals=("model",),
+    reads=(
+        "algorithm.use_kl_loss",
+        "algorithm.use_rollout_logprobs",
+        "training.engine",
+        "training.world_size",
+        "training.num_threads",
+        "training.dtype",
+        "training.max_tokens_per_gpu",
+        "training.num_steps_per_rollout",
+        "rollout.rollout_temperature",
+    ),
+    externals=("model", "ref_model"),
 )
 def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: list[Commit]) -> Outcome:
     """Score every trained sample, in the order of the batch."""

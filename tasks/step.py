@@ -12,12 +12,13 @@ so a step may be called any number of times, by any driver, and happens once.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, ParamSpec
 
 import pyarrow as pa
 
 from configs.digest import digest as config_digest_of
+from configs.schema.run import RunConfig
 from storage import canonical
 from storage.commits import Commit, OutputFile, Step
 from storage.errors import StaleCommits
@@ -67,7 +68,8 @@ class DurableStep(Generic[Args]):
     reads: tuple[str, ...]
     """Configuration fields, dotted, that the body reads: their digest is part of the commit."""
     externals: tuple[str, ...]
-    """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval.<benchmark>`."""
+    """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval`, and `ref_model`
+    where the run has one."""
     plugins: tuple[str, ...]
     """Configuration fields that name user code: its source is part of the configuration digest."""
 
@@ -76,24 +78,17 @@ class DurableStep(Generic[Args]):
     ) -> Commit:
         """Return the step's commit, made now if it is not there. Raises what the body raises, and StaleCommits."""
         inputs = self._inputs(run, args, kwargs)
-        config_digest = self._config_digest(run)
+        config_digest = self.config_digest(run.config, run.plugin_digest)
         committed = run.find(iteration, self.name, shard)
         if committed is not None:
             require_fresh(committed, inputs, config_digest)
             run.emit(StepCommitted(committed, adopted=True))
             return committed
         run.emit(StepStarted(iteration, self.name, shard))
-        started_at = time.time()
+        started_at, began = time.time(), time.perf_counter()
         attempt = run.ledger.attempt(iteration, self.name, shard)
         call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest))
-        began = time.perf_counter()
-        outcome = self.body(call, *args, **kwargs)
-        ran = time.perf_counter()
-        outputs = [*outcome.files]
-        for name, table in outcome.tables.items():
-            outputs.append(attempt.write_table(name, table))
-            run.remember(outputs[-1], table)
-        written = time.perf_counter()
+        outcome = self.perform(call, *args, **kwargs)
         commit = run.commit(
             iteration=iteration,
             step=self.name,
@@ -101,18 +96,30 @@ class DurableStep(Generic[Args]):
             attempt=attempt,
             inputs=inputs,
             config_digest=config_digest,
-            outputs=tuple(outputs),
+            outputs=tuple(outcome.files),
             weight_version_in=outcome.weight_version_in,
             weight_version_out=outcome.weight_version_out,
             state_digest=outcome.state_digest,
             values=dict(outcome.values),
             metrics=dict(outcome.metrics),
-            timings={"run": ran - began, "write": written - ran, **outcome.timings},
+            timings=dict(outcome.timings),
             started_at=started_at,
         )
         require_fresh(commit, inputs, config_digest)
         run.emit(StepCommitted(commit, adopted=commit.attempt != attempt.name, seconds=time.perf_counter() - began))
         return commit
+
+    def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
+        """Run the body and write its tables; the outcome then names every file and the seconds that both took."""
+        began = time.perf_counter()
+        outcome = self.body(call, *args, **kwargs)
+        ran = time.perf_counter()
+        written = []
+        for name, table in outcome.tables.items():
+            written.append(call.attempt.write_table(name, table))
+            call.run.remember(written[-1], table)
+        timings = {"run": ran - began, "write": time.perf_counter() - ran, **outcome.timings}
+        return replace(outcome, tables={}, files=[*outcome.files, *written], timings=timings)
 
     def _inputs(self, run: RunContext, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
         commits, scalars = [], {}
@@ -124,14 +131,15 @@ class DurableStep(Generic[Args]):
             elif value is not None:
                 scalars[str(name)] = value
         inputs = {commit.name: commit.digest for commit in commits}
-        inputs |= {name: run.external_digest(name) for name in self.externals}
+        inputs |= {name: digest for name in self.externals if (digest := run.external_digest(name)) is not None}
         if scalars:
             inputs["arguments"] = canonical.digest(scalars)
         return dict(sorted(inputs.items()))
 
-    def _config_digest(self, run: RunContext) -> str:
-        fields = config_digest_of(run.config, self.reads)
-        sources = {name: run.plugin_digest(name) for name in self.plugins}
+    def config_digest(self, config: RunConfig, plugin_digest: Callable[[str], str]) -> str:
+        """Of what the step reads of a configuration, the source of user code included."""
+        fields = config_digest_of(config, self.reads)
+        sources = {name: plugin_digest(name) for name in self.plugins}
         return canonical.digest({"fields": fields, "plugins": sources}) if any(sources.values()) else fields
 
 

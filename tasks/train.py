@@ -5,6 +5,7 @@ that is to be trained now, its result is committed and nothing is trained again.
 back to the committed weights first.
 """
 
+from configs.schema.training import TrainingConfig
 from engines.types import TrainResult
 from storage.commits import Commit, Step
 from tasks.batch import train_batch
@@ -12,12 +13,15 @@ from tasks.events import Message
 from tasks.recovery import current_position, restore_trainer, version_of
 from tasks.step import Outcome, StepCall, durable
 
-
-@durable(
-    Step.TRAIN,
-    reads=("model", "algorithm", "training", "rollout.rollout_temperature"),
-    externals=("model",),
+READS = (
+    "algorithm",
+    *(f"training.{option}" for option in TrainingConfig.model_fields if option != "timeout"),
+    "rollout.rollout_temperature",
+    "rollout.num_rollout",  # the learning rate decays over the whole run
 )
+
+
+@durable(Step.TRAIN, reads=READS, externals=("model",))
 def train(
     step: StepCall,
     weights: Commit | None,

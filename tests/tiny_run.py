@@ -112,8 +112,7 @@ def tiny_context(
     benchmarks = {b.name: PromptData.open(b, b.path, tokenizer) for b in config.eval.benchmarks}
     digests = input_digests(config, data, benchmarks)
     ledger = Ledger.create(open_store(store_url), name, config.model_dump(mode="json"), inputs=digests)
-    started: Future[Any] = Future()
-    started.set_result(fleet or LocalFleet(config))
+    engines: Any = fleet or LocalFleet(config)
     events = Events()
     with ExitStack() as stack:
         lease = ledger.acquire(takeover=True)
@@ -122,7 +121,7 @@ def tiny_context(
             RunContext(
                 config,
                 ledger,
-                fleet=started,
+                fleet=lambda: engines,
                 tokenizer=tokenizer,
                 data=data,
                 max_prompt_len=200,

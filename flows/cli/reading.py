@@ -94,8 +94,7 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     """
     from storage.verification import verify as verified
 
-    ledger = open_ledger(store, run)
-    checks = list(tables.with_progress(verified(ledger.store, run), hidden=json))
+    checks = list(tables.with_progress(verified(open_ledger(store, run)), hidden=json))
     findings = [finding for check in checks for finding in check.findings]
     if json:
         counts = {

@@ -9,7 +9,7 @@ from storage import canonical, layout
 from storage.commits import Step
 from storage.ledger import Ledger
 from storage.store import Store
-from storage.verification import Fault, Finding
+from storage.verification import Fault, Finding, verify
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
 
@@ -30,7 +30,7 @@ def ledger(store: Store) -> Ledger:
 
 
 def _findings(ledger: Ledger) -> Iterator[Finding]:
-    for verified in ledger.verify():
+    for verified in verify(ledger):
         yield from verified.findings
 
 
@@ -41,7 +41,7 @@ def _rollout_file(ledger: Ledger) -> str:
 
 
 def test_an_untouched_run_has_no_findings_and_every_commit_is_read(ledger: Ledger) -> None:
-    verified = list(ledger.verify())
+    verified = list(verify(ledger))
     assert [one.findings for one in verified] == [()] * 7
     assert {one.name for one in verified} == {
         "run.json",

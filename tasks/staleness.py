@@ -1,0 +1,48 @@
+"""Which committed steps no longer match, if a run's configuration, data, models or user code were others.
+
+A step is stale itself if what it reads has another digest, and with it every step that was made from its commit.
+"""
+
+from collections.abc import Mapping
+from graphlib import TopologicalSorter
+from typing import Any
+
+from configs.digest import digest
+from configs.schema.run import RunConfig
+from storage.ledger import Ledger
+from tasks.step import DurableStep
+from tasks.steps import STEPS
+
+StaleStep = tuple[int, str, str | None, str]
+"""(iteration, step, shard, why) of a commit."""
+
+
+def stale_steps(ledger: Ledger, config: RunConfig, inputs: Mapping[str, str]) -> list[StaleStep]:
+    """All commits of a run's own that would not be made from `config` and `inputs` as they were made, in the order of
+    the ledger. `inputs`: digests by the names of the manifest's; those left out count as unchanged. Reads every commit.
+    """
+    given = {**ledger.manifest.inputs, **inputs}
+    recorded = RunConfig.model_validate(ledger.manifest.config)
+    reasons = {name: _changed(step, recorded, config, ledger.manifest.inputs, given) for name, step in STEPS.items()}
+    if not any(reasons.values()):
+        return []
+    found: dict[str, StaleStep] = {}
+    for iteration in ledger.iterations():
+        if iteration < ledger.first_iteration:
+            continue
+        commits = {commit.name: commit for commit in ledger.commits(iteration)}
+        made_from = {name: [i for i in commit.inputs if i in commits] for name, commit in commits.items()}
+        for name in TopologicalSorter(made_from).static_order():
+            commit = commits[name]
+            why = reasons[commit.step] or [i for i in commit.inputs if i in found]
+            if why:
+                found[name] = (iteration, str(commit.step), commit.shard, ", ".join(why))
+    return list(found.values())
+
+
+def _changed(
+    step: DurableStep[Any], recorded: RunConfig, given: RunConfig, inputs: Mapping[str, str], others: Mapping[str, str]
+) -> list[str]:
+    """Names of what a step reads and what differs."""
+    fields = [name for name in step.reads if digest(recorded, [name]) != digest(given, [name])]
+    return fields + [name for name in (*step.externals, *step.plugins) if inputs.get(name) != others.get(name)]
