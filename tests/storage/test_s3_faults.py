@@ -16,7 +16,7 @@ from storage.errors import StoreError, StoreRefused
 from storage.ledger import Ledger
 from storage.s3 import S3Store
 from storage.store import open_store, probe
-from tests.faulty_s3 import Fault, FaultyProxy, faulty_proxy
+from tests.faulty_s3 import Fault, FaultyProxy, faulty_proxy, proxy_process
 from tests.s3 import S3Server, moto_server, use_server
 
 
@@ -72,12 +72,23 @@ def test_nothing_is_lost_or_torn_under_503s_and_cut_bodies(
 
 
 def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> None:
-    ends = time.monotonic() + 3
-    proxy.plan = lambda method, path: Fault.DROP if time.monotonic() < ends else None
+    began = time.monotonic()
+    proxy.outage(3)
     faulty_store.write("file", b"x")
-    assert time.monotonic() > ends
+    assert time.monotonic() - began > 3
     assert faulty_store.read("file") == b"x"
-    assert proxy.happened[Fault.DROP] > 1
+    assert proxy.happened[Fault.OUTAGE] > 1
+
+
+def test_a_proxy_process_is_controlled_from_outside(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with proxy_process(s3_server.endpoint) as proxy:
+        use_server(monkeypatch, replace(s3_server, endpoint=proxy.endpoint))
+        store = S3Store(f"s3://{s3_server.new_bucket()}/prefix")
+        store.write("file", b"x")
+        assert proxy.control() == {}
+        proxy.control(rates={"unavailable": 0.3}, outage=1)
+        assert [store.read("file") for _ in range(20)] == [b"x"] * 20
+        assert set(proxy.control()) == {Fault.UNAVAILABLE, Fault.OUTAGE}
 
 
 def test_a_run_of_a_thousand_iterations_and_more_is_found_in_three_requests(
