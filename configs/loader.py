@@ -1,5 +1,6 @@
 """From a recipe and `--set` overrides to a checked configuration. Nothing else makes a RunConfig from text."""
 
+import copy
 import difflib
 import json
 import re
@@ -16,7 +17,7 @@ from configs.options import LIST_ITEM, item_of, options, section_of
 from configs.schema.run import RunConfig
 from configs.yaml_file import parse_yaml
 
-__all__ = ["ConfigError", "load", "parse"]
+__all__ = ["ConfigError", "load", "override", "parse"]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -38,8 +39,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError([f"{path} is not YAML: {_place_and_problem(error)}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path} does not hold options; it should begin with a section such as `model:`"])
-    for override in overrides:
-        _apply(values, override)
+    return override(values, overrides)
+
+
+def override(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """The configuration in nested options, as from YAML or a run's manifest, with `a.b=value` overrides applied."""
+    values = copy.deepcopy(values)
+    for setting in overrides:
+        _apply(values, setting)
     return parse(values)
 
 

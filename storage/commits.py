@@ -28,7 +28,9 @@ goes on from there. A commit is never rewritten. Its digest covers everything in
 included: the commits of a run form a Merkle chain from any weights back to the prompts.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
+from graphlib import TopologicalSorter
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
@@ -171,3 +173,10 @@ class Commit(Record):
 
     def _fields(self) -> dict[str, Any]:
         return self.model_dump(mode="json")
+
+
+def causal_order(commits: Iterable[Commit]) -> list[Commit]:
+    """Each commit after those it was made from."""
+    by_name = {commit.name: commit for commit in commits}
+    made_from = {name: [i for i in commit.inputs if i in by_name] for name, commit in by_name.items()}
+    return [by_name[name] for name in TopologicalSorter(made_from).static_order()]

@@ -105,11 +105,11 @@ class Ledger:
             manifest = Manifest.model_validate(fields)
         except ValueError as error:
             raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
-        differences = [] if config is None else _differences(manifest.config, dict(config))
+        differing = [] if config is None else differences(manifest.config, dict(config))
         if inputs is not None:
-            differences += _differences(dict(manifest.inputs), dict(inputs), "digest of ")
-        if differences:
-            raise RunDiffers(run, differences)
+            differing += differences(dict(manifest.inputs), dict(inputs), "digest of ")
+        if differing:
+            raise RunDiffers(run, differing)
         return cls(store, manifest)
 
     @cached_property
@@ -265,12 +265,12 @@ def list_runs(store: Store) -> list[str]:
     return [name for name in names if store.exists(layout.run_manifest(name))]
 
 
-def _differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
     """Dotted fields in which two JSON values differ, with both values; None where one has no such field."""
     if isinstance(recorded, dict) and isinstance(given, dict):
         names = sorted({*recorded, *given})
         prefix = f"{field}." if field and not field.endswith(" ") else field
         return [
-            found for name in names for found in _differences(recorded.get(name), given.get(name), f"{prefix}{name}")
+            found for name in names for found in differences(recorded.get(name), given.get(name), f"{prefix}{name}")
         ]
     return [] if recorded == given else [(field, recorded, given)]

@@ -4,11 +4,11 @@ A step is stale itself if what it reads has another digest, and with it every st
 """
 
 from collections.abc import Mapping
-from graphlib import TopologicalSorter
 from typing import Any
 
 from configs.digest import digest
 from configs.schema.run import RunConfig
+from storage.commits import causal_order
 from storage.ledger import Ledger
 from tasks.step import DurableStep
 from tasks.steps import STEPS
@@ -30,13 +30,10 @@ def stale_steps(ledger: Ledger, config: RunConfig, inputs: Mapping[str, str]) ->
     for iteration in ledger.iterations():
         if iteration < ledger.first_iteration:
             continue
-        commits = {commit.name: commit for commit in ledger.commits(iteration)}
-        made_from = {name: [i for i in commit.inputs if i in commits] for name, commit in commits.items()}
-        for name in TopologicalSorter(made_from).static_order():
-            commit = commits[name]
+        for commit in causal_order(ledger.commits(iteration)):
             why = reasons[commit.step] or [i for i in commit.inputs if i in found]
             if why:
-                found[name] = (iteration, str(commit.step), commit.shard, ", ".join(why))
+                found[commit.name] = (iteration, str(commit.step), commit.shard, ", ".join(why))
     return list(found.values())
 
 

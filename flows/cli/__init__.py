@@ -1,10 +1,11 @@
 """`cairn`: the command line. Importing it is quick: what a command needs is imported when it runs."""
 
 from flows.cli.app import app
+from flows.cli.history import diff, fork, replay
 from flows.cli.reading import runs, show, status, verify
 from flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-for command in (train, resume, validate, runs, status, show, verify, up):
+for command in (train, resume, validate, fork, runs, status, show, verify, replay, diff, up):
     app.command()(command)

@@ -90,6 +90,7 @@ def exit_code(error: Exception) -> int | None:
 
 def describe(error: Exception) -> str:
     """What went wrong, as a person should read it."""
+    from flows.cli.tables import stale_lines
     from storage.errors import RunDiffers
 
     if not isinstance(error, RunDiffers):
@@ -102,7 +103,9 @@ def describe(error: Exception) -> str:
         [
             "the run exists with another configuration:",
             *lines,
-            "Go on with the ledger's configuration (`cairn resume`), give the recorded values, or choose another --run",
+            *stale_lines(error.stale),
+            "Go on with the ledger's configuration (`cairn resume`), give the recorded values, choose another --run, "
+            "or `cairn fork` the run at the last iteration that shall stay as it is",
         ]
     )
 

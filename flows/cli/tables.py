@@ -1,15 +1,16 @@
 """How the command line prints things for people."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from flows.samples import SampleView
-    from flows.views import RunStatus
+    from flows.views import Groups, RunStatus
     from storage.verification import Verified
+    from tasks.staleness import StaleStep
 
 _STATE_STYLES = {"running": "green", "completed": "blue", "failed": "red", "interrupted": "yellow", "damaged": "red"}
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -51,6 +52,10 @@ def print_status(status: "RunStatus") -> None:
         "state digest": status.state_digest or "–",
         "reward": _number(status.reward),
     }
+    if status.parent is not None:
+        facts["forked from"] = f"{status.parent.run}@{status.parent.iteration}"
+    if status.groups.recovered or status.groups.waiting:
+        facts["groups"] = _interrupted(status.groups)
     for name, scores in status.eval.items():
         facts[f"eval {name}"] = f"{_number(scores.first)} → {_number(scores.last)}"
     facts["last commit"] = f"{status.last_commit or '–'}, {age(status.last_commit_at)}"
@@ -60,6 +65,20 @@ def print_status(status: "RunStatus") -> None:
     console, width = _console(), max(map(len, facts))
     for name, fact in facts.items():
         console.print(Text.assemble(name.ljust(width + 3), fact), soft_wrap=True)
+
+
+def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
+    """Stale steps, a line for each step and reason; none if there are none."""
+    if not stale:
+        return []
+    itself = [found for found in stale if "/" not in found[3]]
+    made_from = [found for found in stale if "/" in found[3]]
+    lines = ["Committed steps that would no longer match:"]
+    for (step, why), found in _grouped(itself, lambda found: (found[1], found[3])).items():
+        lines.append(f"  {step} of {_iterations(found)}, which read {why}")
+    for (step,), found in _grouped(made_from, lambda found: (found[1],)).items():
+        lines.append(f"  {step} of {_iterations(found)}, made from those")
+    return lines
 
 
 def print_summary(status: "RunStatus") -> None:
@@ -117,6 +136,31 @@ def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verif
         for number, check in enumerate(checks):
             line.update(f"{number} commits read, last {check.name}")
             yield check
+
+
+def _grouped(
+    stale: Sequence["StaleStep"], key: Callable[["StaleStep"], tuple[str, ...]]
+) -> dict[tuple[str, ...], list["StaleStep"]]:
+    groups: dict[tuple[str, ...], list[StaleStep]] = {}
+    for found in stale:
+        groups.setdefault(key(found), []).append(found)
+    return groups
+
+
+def _iterations(stale: Sequence["StaleStep"]) -> str:
+    numbers = sorted({iteration for iteration, *_ in stale})
+    ranges = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    return f"iteration{'s' * (len(numbers) > 1)} {ranges} ({len(stale)} commit{'s' * (len(stale) > 1)})"
+
+
+def _interrupted(groups: "Groups") -> str:
+    """What was kept of an interrupted rollout, and what had to be generated."""
+    parts = []
+    if groups.recovered:
+        parts.append(f"{groups.recovered} kept from an interrupted rollout, {groups.generated} generated")
+    if groups.waiting:
+        parts.append(f"{groups.waiting} finished and kept for the next driver")
+    return "; ".join(parts)
 
 
 def age(moment: float | None) -> str:

@@ -149,6 +149,7 @@ def up(
 
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
+    from flows.session import telling_what_is_stale
     from flows.views import RunState, run_status
     from storage.layout import check_name
     from storage.ledger import Ledger
@@ -161,7 +162,8 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     ledger_store = open_store(store_url)
     probe(ledger_store)
     try:
-        Ledger.open(ledger_store, run, config.model_dump(mode="json") if is_new else None)
+        with telling_what_is_stale(ledger_store, run, config, {}):
+            Ledger.open(ledger_store, run, config.model_dump(mode="json") if is_new else None)
     except FileNotFoundError:
         pass
     else:

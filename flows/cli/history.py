@@ -1,0 +1,150 @@
+"""Commands that travel in a run's history: fork, replay, diff."""
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, tell
+from flows.cli.reading import open_ledger
+from flows.cli.training import SetOption
+
+if TYPE_CHECKING:
+    from flows.diff import Parting
+    from flows.events import Event
+
+_PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d+)")
+
+
+def fork(
+    origin: Annotated[
+        str, typer.Argument(metavar="RUN@ITER", help="A run, and the last iteration that the new one shares with it.")
+    ],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Name of the new run.")],
+    overrides: SetOption = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Make a run that shares another's iterations up to ITER and goes on with other options.
+
+    Copies nothing: the shared iterations are read where they lie. The other run is left as it is, and may be running.
+    Weights, optimizer, data cursor and buffer are those that iteration ITER left.
+
+    Examples:
+
+    - `cairn fork quickstart@19 warmer --set rollout.rollout_temperature=1.2` then `cairn resume warmer`
+    - `cairn fork quickstart@39 longer --set rollout.num_rollout=80`
+    """
+    from flows.fork import CannotFork
+    from flows.fork import fork as forked
+    from storage.ledger import differences
+
+    place = _PLACE.fullmatch(origin)
+    if place is None:
+        raise BadInput(f"{origin!r} is not RUN@ITER, such as quickstart@19")
+    parent = open_ledger(store, place["run"])
+    iteration = int(place["iteration"])
+    try:
+        created = forked(parent, iteration, new, overrides or [])
+    except (CannotFork, ValueError) as error:
+        raise BadInput(str(error)) from None
+    changed = differences(parent.manifest.config, created.manifest.config)
+    if json:
+        options = {name: {"parent": old, "fork": given} for name, old, given in changed}
+        print_json({"run": new, "parent": {"run": parent.run, "iteration": iteration}, "options": options})
+        return
+    last = created.manifest.config["rollout"]["num_rollout"] - 1  # type: ignore[index, call-overload, operator]
+    print(f"run {new} shares iterations 0 to {iteration} with {parent.run} and makes {iteration + 1} to {last} itself")
+    for name, old, given in changed:
+        print(f"  {name}: {old} → {given}")
+    print(f"go on with: cairn resume {new}" + ("" if store == "." else f" --store {store}"))
+
+
+def replay(
+    run: RunArgument,
+    iteration: Annotated[int, typer.Argument(metavar="ITER", min=0, help="Number of the iteration, from 0.")],
+    step: Annotated[
+        str, typer.Argument(metavar="STEP", help="rollout, reward, filter, …, or one shard of it: reward.00-000.")
+    ],
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Do one committed step again, beside the ledger, and compare what it makes bit for bit.
+
+    Nothing is written into the ledger, and a live driver of the run is not disturbed: engines, where the step needs
+    them, are started apart. Exits with 1 if anything differs.
+
+    Examples:
+
+    - `cairn replay quickstart 12 train` restores the weights before iteration 12 and does its update again
+    - `cairn replay quickstart 12 reward.00-000 --json`
+    """
+    from flows.replay import NothingToReplay
+    from flows.replay import replay as replayed
+    from storage.commits import Step
+    from tasks.events import Message
+
+    name, _, shard = step.partition(".")
+    if name not in list(Step):
+        raise BadInput(f"{name!r} is not a step; steps are {', '.join(Step)}")
+
+    def on_event(event: "Event") -> None:
+        if isinstance(event, Message):
+            tell(event.text)
+
+    try:
+        found = replayed(open_ledger(store, run), iteration, Step(name), shard or None, on_event)
+    except NothingToReplay as error:
+        raise BadInput(str(error)) from None
+    if json:
+        print_json([again.model_dump(mode="json") for again in found])
+    else:
+        for again in found:
+            verdict = "differs" if again.differences else "equal, bit for bit"
+            print(f"{again.name}: {verdict} ({again.seconds:.2f} s)")
+            for sentence in again.differences:
+                print(f"  {sentence}")
+            for sentence in again.environment if again.differences else ():
+                print(f"  environment: {sentence}")
+    if any(again.differences for again in found):
+        raise typer.Exit(FAILED)
+
+
+def diff(
+    ours: Annotated[str, typer.Argument(metavar="A", help="A run.")],
+    theirs: Annotated[str, typer.Argument(metavar="B", help="Another run of the same store.")],
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Name the first step at which two runs part, and what differs there; exits with 1 if they do.
+
+    Only what steps made is compared: samples, rewards, weights. When, where and how fast they were made is not.
+
+    Examples:
+
+    - `cairn diff quickstart warmer`
+    - `cairn diff before after --json | jq -r .parts_at`
+    """
+    from flows.diff import diff as compared
+
+    found = compared(open_ledger(store, ours), open_ledger(store, theirs))
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        _print_parting(ours, theirs, found)
+    if found.parts_at is not None:
+        raise typer.Exit(FAILED)
+
+
+def _print_parting(ours: str, theirs: str, found: "Parting") -> None:
+    for name, one, other in found.options:
+        print(f"  {name}: {one} in {ours}, {other} in {theirs}")
+    equal = f"{found.compared} commits are equal" + (f", {found.shared} of them shared" if found.shared else "")
+    if found.parts_at is not None:
+        print(f"{ours} and {theirs} part at {found.parts_at}; before it {equal}")
+        for sentence in found.how:
+            print(f"  {sentence}")
+    elif found.ended is not None:
+        print(f"{ours} and {theirs} are equal as far as {found.ended} goes: {equal}")
+    else:
+        print(f"{ours} and {theirs} are equal: {equal}")

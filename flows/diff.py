@@ -1,0 +1,68 @@
+"""`diff`: the first step at which two runs part."""
+
+from typing import Any
+
+from storage.commits import Commit, Record, Step, causal_order
+from storage.comparison import differences
+from storage.ledger import Ledger
+from storage.ledger import differences as differing_fields
+
+_BESIDE = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)
+"""Steps that nothing else is made from: whether a run has them is a matter of its options."""
+
+
+class Parting(Record):
+    """Where two runs part, if they do."""
+
+    options: tuple[tuple[str, Any, Any], ...]
+    """(dotted option, its value in the one, in the other) of their configurations."""
+    compared: int
+    """Commits that both have and that made the same."""
+    shared: int
+    """Of them, those that are one and the same commit, since one run is a fork of the other or both of a third."""
+    iteration: int | None = None
+    """The last that was compared; None where there is nothing to compare."""
+    parts_at: str | None = None
+    """The first commit that differs, such as `000042/rollout.00-000`; None where the runs are equal as far as both go.
+    """
+    how: tuple[str, ...] = ()
+    """Sentences: what differs there."""
+    ended: str | None = None
+    """The run that has no more commits, where they are equal as far as it goes."""
+
+
+def diff(ours: Ledger, theirs: Ledger) -> Parting:
+    """Compare two runs step by step, in the order in which steps were made from each other. Reads markers, and tables
+    only at the step where they part. Raises Damaged."""
+    options = tuple(differing_fields(ours.manifest.config, theirs.manifest.config))
+    compared = shared = 0
+    iteration = None
+
+    def parting(**found: Any) -> Parting:
+        return Parting(options=options, compared=compared, shared=shared, iteration=iteration, **found)
+
+    for iteration in sorted({*ours.iterations(), *theirs.iterations()}):
+        here = {commit.name: commit for commit in ours.commits(iteration)}
+        there = {commit.name: commit for commit in theirs.commits(iteration)}
+        for commit in causal_order({**there, **here}.values()):
+            first, second = here.get(commit.name), there.get(commit.name)
+            if first is not None and second is not None:
+                how = [] if first.digest == second.digest else differences(first, ours.store, second, theirs.store)
+                if how:
+                    return parting(parts_at=commit.name, how=tuple(how))
+                compared += 1
+                shared += first.digest == second.digest
+            elif commit.step not in _BESIDE:
+                lacking, commits = (ours, here) if first is None else (theirs, there)
+                if _has_ended_before(commit, lacking, commits):
+                    return parting(ended=lacking.run)
+                return parting(parts_at=commit.name, how=(f"{lacking.run} has none",))
+    return parting()
+
+
+def _has_ended_before(commit: Commit, ledger: Ledger, commits: dict[str, Commit]) -> bool:
+    """Whether a run, with these commits in the iteration, has not come to the step of a commit that it lacks."""
+    order = list(Step)
+    last = ledger.last_iteration()
+    later = [c for c in commits.values() if c.step not in _BESIDE and order.index(c.step) > order.index(commit.step)]
+    return (last is None or last <= commit.iteration) and not later

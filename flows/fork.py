@@ -1,0 +1,78 @@
+"""`fork`: a run that shares another's iterations up to one of them, and goes on with other options."""
+
+from collections.abc import Sequence
+
+from configs.errors import ConfigError
+from configs.loader import override
+from configs.schema.run import RunConfig
+from flows.session import Sources
+from storage import layout
+from storage.commits import Commit, Step
+from storage.ledger import Ledger, Parent
+from tasks.filter import number
+
+
+class CannotFork(Exception):
+    """What was asked for makes no run. The message says why, and what would."""
+
+
+def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = ()) -> Ledger:
+    """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
+
+    Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration. The
+    parent may be running. Raises CannotFork, ConfigError, BadModel, BadData and BadPlugin.
+    """
+    config = override(parent.manifest.config, overrides)
+    layout.check_name(name, "run")
+    _check_there_is_something_to_share(parent, iteration)
+    _check_there_is_something_to_do(parent, iteration, config)
+    _check_buffer(parent, iteration, config)
+    sources = Sources.open(config)
+    if sources.digests["model"] != parent.manifest.inputs["model"]:
+        raise CannotFork(
+            f"model.path ({config.model.path}) is not the model that {parent.run} started from, and the weights of a "
+            "fork come from its parent; leave it out, or start a new run with `cairn train`"
+        )
+    origin = Parent(run=parent.run, iteration=iteration)
+    if parent.store.exists(layout.run_manifest(name)):
+        raise CannotFork(f"there is a run {name!r} already; choose another name")
+    created = Ledger.create(parent.store, name, config.model_dump(mode="json"), sources.digests, origin)
+    if created.manifest.parent != origin:
+        raise CannotFork(f"there is a run {name!r} already; choose another name")
+    return created
+
+
+def _check_there_is_something_to_share(parent: Ledger, iteration: int) -> None:
+    last = parent.last_iteration()
+    if parent.find(iteration, Step.TRAIN) is None:
+        there = "it has none yet" if last is None else f"its newest is {last}, trained on or not"
+        raise CannotFork(
+            f"run {parent.run!r} has not trained iteration {iteration}: {there}; fork it at an iteration that was "
+            "trained, or start a new run with `cairn train`"
+        )
+
+
+def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    total = config.rollout.num_rollout
+    if total <= iteration + 1:
+        raise CannotFork(
+            f"rollout.num_rollout is {total}, and {parent.run}@{iteration} has that many iterations: nothing would be "
+            f"left to do; --set rollout.num_rollout to more than {iteration + 1}"
+        )
+
+
+def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    size = RunConfig.model_validate(parent.owner(iteration).manifest.config).rollout.n_samples_per_prompt
+    buffered = number(_last_filter(parent, iteration), "buffered")
+    if buffered and config.rollout.n_samples_per_prompt != size:
+        raise ConfigError(
+            [
+                f"rollout.n_samples_per_prompt is {config.rollout.n_samples_per_prompt}, but the buffer of "
+                f"{parent.run}@{iteration} holds {buffered} groups of {size}: keep {size}, or fork at an iteration "
+                "whose buffer is empty"
+            ]
+        )
+
+
+def _last_filter(ledger: Ledger, iteration: int) -> Commit:
+    return [commit for commit in ledger.commits(iteration) if commit.step is Step.FILTER][-1]

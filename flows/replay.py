@@ -1,0 +1,147 @@
+"""`replay`: one committed step again, beside the ledger, and what it makes held against what was committed.
+
+The iteration's own DAG is walked, and every step in it answered from the ledger, until it comes to the one that is
+wanted: that one's body runs, from the very inputs it was committed with, into a temporary folder. Engines start only
+where the step needs them, in a fleet of their own: a live driver of the run is not disturbed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from configs.schema.run import RunConfig
+from flows.events import Event
+from flows.iteration import iteration
+from flows.session import Sources, fleet_name, open_graders, starting_fleet, telling_what_is_stale, total_steps
+from storage.commits import Commit, Record, Step
+from storage.comparison import differences
+from storage.errors import RunDiffers
+from storage.ledger import Ledger
+from storage.ledger import differences as differing_fields
+from storage.snapshots import Attempt
+from storage.store import Store, open_store
+from tasks.context import RunContext
+from tasks.step import DurableStep, StepCall, input_digest
+
+if TYPE_CHECKING:
+    from engines.fleet import Fleet
+
+
+class NothingToReplay(Exception):
+    """The iteration has no commit of that step."""
+
+
+class Replayed(Record):
+    """One commit and what its step makes when it is done again."""
+
+    name: str
+    """Of the commit: `000042/rollout.00-000`."""
+    differences: tuple[str, ...]
+    """Sentences; none if every bit is the same."""
+    environment: tuple[str, ...]
+    """What differs from where it was committed."""
+    seconds: float
+
+
+class Replaying:
+    """Answers steps from the ledger, and does the wanted ones again. A StepRunner."""
+
+    def __init__(self, run: RunContext, wanted: Step, shard: str | None, scratch: Store) -> None:
+        self._run, self._wanted, self._shard, self._scratch = run, wanted, shard, scratch
+        self.replayed: list[Replayed] = []
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        committed = self._run.find(index, step.name, shard)
+        if committed is None:
+            raise _EndOfLedger
+        if step.name is self._wanted and self._shard in (None, shard):
+            self.replayed.append(self._again(step, committed, *args, **kwargs))
+        return committed
+
+    def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> "_Done":
+        given = [argument.result() if isinstance(argument, _Done) else argument for argument in args]
+        return _Done(self.call(step, index, shard, *given, **kwargs))
+
+    def _again(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
+        run = self._run
+        attempt = Attempt(
+            self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt
+        )
+        inputs = input_digest(committed.inputs, committed.config_digest)
+        outcome = step.perform(StepCall(run, committed.iteration, committed.shard, attempt, inputs), *args, **kwargs)
+        made = committed.model_copy(
+            update={
+                "outputs": tuple(outcome.files),
+                "weight_version_in": outcome.weight_version_in,
+                "weight_version_out": outcome.weight_version_out,
+                "state_digest": outcome.state_digest,
+                "values": dict(outcome.values),
+            }
+        )
+        then = committed.environment.model_dump(exclude={"host"})
+        now = run.environment.model_dump(exclude={"host"})
+        return Replayed(
+            name=committed.name,
+            differences=tuple(differences(committed, run.ledger.store, made, self._scratch)),
+            environment=tuple(f"{name} was {old}, is {new}" for name, old, new in differing_fields(then, now)),
+            seconds=outcome.timings["run"],
+        )
+
+
+def replay(
+    ledger: Ledger,
+    index: int,
+    step: Step,
+    shard: str | None = None,
+    emit: Callable[[Event], None] = lambda event: None,
+) -> list[Replayed]:
+    """Do a step of an iteration again, all its shards or one. Writes nothing into the ledger.
+
+    Raises NothingToReplay, RunDiffers where data, model or user code are no longer those of the run, and what the step
+    raises.
+    """
+    owner = ledger.owner(index)
+    with beside_the_ledger(owner, emit) as run, TemporaryDirectory(prefix="cairn-replay-") as folder:
+        runner = Replaying(run, step, shard, open_store(folder))
+        with suppress(_EndOfLedger):
+            iteration(run, runner, index)
+    if not runner.replayed:
+        which = step if shard is None else f"{step}.{shard}"
+        raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
+    return runner.replayed
+
+
+@contextmanager
+def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator[RunContext]:
+    """A context that reads a run as its driver does and owns nothing of it."""
+    config = RunConfig.model_validate(ledger.manifest.config)
+    sources = Sources.open(config)
+    differing = differing_fields(dict(ledger.manifest.inputs), sources.digests, "digest of ")
+    if differing:
+        with telling_what_is_stale(ledger.store, ledger.run, config, sources.digests):
+            raise RunDiffers(ledger.run, differing)
+    with ExitStack() as stack:
+        started: list[Fleet] = []
+
+        def fleet() -> "Fleet":
+            if not started:
+                name = f"{fleet_name(ledger.store, ledger.run)}-replay"
+                started.append(stack.enter_context(starting_fleet(config, name, total_steps(ledger, config)))())
+            return started[0]
+
+        yield sources.context(config, ledger, fleet, open_graders(config, stack), emit)
+
+
+class _EndOfLedger(Exception):
+    """The iteration has no further commits."""
+
+
+class _Done:
+    """A step that has been answered."""
+
+    def __init__(self, commit: Commit) -> None:
+        self._commit = commit
+
+    def result(self) -> Commit:
+        return self._commit

@@ -1,0 +1,68 @@
+"""What two commits of the same step made, held against each other.
+
+Only what they made counts: weight versions, state digest, values, and the content of every file. When and where it was
+made, by which attempt and in how many seconds, does not.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from storage.commits import Commit, OutputFile
+from storage.schemas import MEASURED
+from storage.snapshots import read_table
+from storage.store import Store
+
+_COMPARED = ("weight_version_in", "weight_version_out", "state_digest", "values")
+_TABLE = ".parquet"
+
+
+def differences(ours: Commit, our_store: Store, theirs: Commit, their_store: Store) -> list[str]:
+    """A sentence for each difference, none if both made the same. Reads tables only where their digests differ. Raises
+    Damaged."""
+    found = [
+        f"{field} is {getattr(ours, field)} and {getattr(theirs, field)}"
+        for field in _COMPARED
+        if getattr(ours, field) != getattr(theirs, field)
+    ]
+    our_files, their_files = _files(ours), _files(theirs)
+    for name in sorted({*our_files, *their_files}):
+        first, second = our_files.get(name), their_files.get(name)
+        if first is None or second is None:
+            found.append(f"{name} is in one only")
+        elif (first.content or first.sha256) != (second.content or second.sha256):
+            if name.endswith(_TABLE):
+                tables = read_table(our_store, ours.run, first), read_table(their_store, theirs.run, second)
+                found += [f"{name}: {sentence}" for sentence in table_differences(*tables)]
+            else:
+                found.append(f"{name} has other bytes")
+    return found
+
+
+def table_differences(ours: pa.Table, theirs: pa.Table) -> list[str]:
+    """Where two tables hold different values, columns that were measured left out."""
+    if ours.schema != theirs.schema:
+        return ["the columns differ"]
+    if ours.num_rows != theirs.num_rows:
+        return [f"{ours.num_rows} and {theirs.num_rows} rows"]
+    rows_by_column = {
+        name: _differing_rows(ours.column(name).to_pylist(), theirs.column(name).to_pylist())
+        for name in ours.column_names
+        if name not in MEASURED
+    }
+    columns = [name for name, rows in rows_by_column.items() if rows]
+    rows = sorted(set().union(*rows_by_column.values()))
+    if not rows:
+        return ["other bytes for equal values"]
+    return [f"{', '.join(columns)} differ in {len(rows)} of {ours.num_rows} rows, first in row {rows[0]}"]
+
+
+def _files(commit: Commit) -> dict[str, OutputFile]:
+    """By their names in the attempt's folder."""
+    return {output.path.partition(f"/{commit.attempt}/")[2]: output for output in commit.outputs}
+
+
+def _differing_rows(ours: Sequence[Any], theirs: Sequence[Any]) -> set[int]:
+    # NaN equals nothing, not even itself, but it is spelled the same.
+    return {row for row, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b and repr(a) != repr(b)}
