@@ -17,8 +17,11 @@ from flows.session import open_run
 from flows.steps import PrefectSteps
 from flows.tracking import tracked
 from storage.commits import Commit, Step
+from storage.errors import Damaged, StoreError
+from storage.retention import retire
 from tasks.context import RunContext
 from tasks.events import Message
+from tasks.recovery import checkpoint_due
 
 PREFECT_HOME = Path(".cairn/prefect")
 """Database and log of the embedded Prefect server, below the folder one stands in."""
@@ -100,10 +103,21 @@ def drive(run: RunContext, on_event: OnEvent) -> None:
         iterate = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
         for index in range(first, total):
             on_event(IterationDone(index, tuple(iterate(run.ledger.run, index))))
+            remove_old_files(run, index)
     trained = run.committed(total - 1, Step.TRAIN)
     assert trained.weight_version_out is not None
     assert trained.state_digest is not None
     on_event(RunDone(run.ledger.run, trained.weight_version_out, trained.state_digest))
+
+
+def remove_old_files(run: RunContext, index: int) -> None:
+    """After a checkpoint, remove the files that the configuration does not keep."""
+    if not checkpoint_due(run.config, index):
+        return
+    try:
+        retire(run.ledger, run.config.checkpoint)
+    except (Damaged, StoreError) as error:  # the run itself lacks nothing; the next checkpoint tries again
+        run.emit(Message(f"Older files stay for now: {error}", "warning"))
 
 
 def wait_for_engines(run: RunContext) -> None:

@@ -16,6 +16,15 @@ class Damaged(Exception):
     """A committed piece is missing, torn or altered. The message names it with what was expected and found."""
 
 
+class Retired(Exception):
+    """A committed file was removed on purpose: the run's configuration does not keep it for ever. The message names
+    it."""
+
+
+class BeingDeleted(Exception):
+    """Someone has begun to delete the run; nothing of it may be used any more. The message says how to finish."""
+
+
 class StaleCommits(Exception):
     """Committed steps whose inputs or configuration are no longer those they were made from."""
 

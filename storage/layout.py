@@ -7,19 +7,36 @@ runs/<run>/leases/<epoch>.renewed.json                      rewritten every few 
 runs/<run>/leases/<epoch>.end.json                          how the owner ended
 runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
 runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt of a step wrote
+runs/<run>/retired/<iteration>.<kind>.json                  whose files retention removed; the commits stay
 ```
 Iterations and epochs have six digits, so that names sort like numbers. An attempt is named
 `[<shard>.]<epoch>-<random>`.
 """
 
 import re
+from enum import StrEnum
 
 from storage.paths import check_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILE = re.compile(r"iterations/(\d{6})/([a-z]+)/((?:[A-Za-z0-9._-]+\.)?\d{6}-[0-9a-f]+)/.+")
 _LONGEST_NAME = 100
 _LONGEST_ATTEMPT = _LONGEST_NAME + len(".000000-0123456789ab")
-_LAST_NUMBER = 999_999
+LAST_NUMBER = 999_999
+
+
+class Kind(StrEnum):
+    """Files of one iteration that retention removes at once."""
+
+    CHECKPOINT = "checkpoint"
+    """Those of its checkpoint."""
+    SNAPSHOTS = "snapshots"
+    """Those of all its other steps."""
+
+    @classmethod
+    def of(cls, step: str) -> "Kind":
+        """With what a step's files retire."""
+        return cls.CHECKPOINT if step == cls.CHECKPOINT else cls.SNAPSHOTS
 
 
 def check_name(name: str, kind: str) -> str:
@@ -34,16 +51,17 @@ def check_name(name: str, kind: str) -> str:
     return name
 
 
-def _number(value: int, kind: str) -> str:
-    if not 0 <= value <= _LAST_NUMBER:
-        raise ValueError(f"{kind} {value} is not between 0 and {_LAST_NUMBER}")
+def digits(value: int, kind: str = "iteration") -> str:
+    """Six digits. Raises ValueError."""
+    if not 0 <= value <= LAST_NUMBER:
+        raise ValueError(f"{kind} {value} is not between 0 and {LAST_NUMBER}")
     return f"{value:06d}"
 
 
 def commit_name(iteration: int, step: str, shard: str | None = None) -> str:
     """How commits name each other: `000042/rollout.00-000`."""
     suffix = f".{check_name(shard, 'shard')}" if shard is not None else ""
-    return f"{_number(iteration, 'iteration')}/{step}{suffix}"
+    return f"{digits(iteration, 'iteration')}/{step}{suffix}"
 
 
 def runs() -> str:
@@ -73,17 +91,17 @@ def leases(name: str) -> str:
 
 def lease(name: str, epoch: int) -> str:
     """The marker by which a driver owns the run."""
-    return f"{leases(name)}/{_number(epoch, 'epoch')}.json"
+    return f"{leases(name)}/{digits(epoch, 'epoch')}.json"
 
 
 def lease_renewal(name: str, epoch: int) -> str:
     """The sign of life of a lease's owner."""
-    return f"{leases(name)}/{_number(epoch, 'epoch')}.renewed.json"
+    return f"{leases(name)}/{digits(epoch, 'epoch')}.renewed.json"
 
 
 def lease_end(name: str, epoch: int) -> str:
     """The marker by which an owner gives the run back."""
-    return f"{leases(name)}/{_number(epoch, 'epoch')}.end.json"
+    return f"{leases(name)}/{digits(epoch, 'epoch')}.end.json"
 
 
 def iterations(name: str) -> str:
@@ -93,7 +111,28 @@ def iterations(name: str) -> str:
 
 def iteration(name: str, number: int) -> str:
     """The folder of an iteration's commits and attempts."""
-    return f"{iterations(name)}/{_number(number, 'iteration')}"
+    return f"{iterations(name)}/{digits(number, 'iteration')}"
+
+
+def retirements(name: str) -> str:
+    """The folder of the markers of what retention removed."""
+    return f"{run(name)}/retired"
+
+
+def retired(name: str, iteration: int, kind: Kind) -> str:
+    """The marker that an iteration's files were removed by retention."""
+    return f"{retirements(name)}/{digits(iteration, 'iteration')}.{kind}.json"
+
+
+def parse_file(name: str, path: str) -> tuple[int, str, str] | None:
+    """Iteration, step and attempt of a file of a run, from its store path; None if it is none of an attempt."""
+    match = _FILE.fullmatch(path.removeprefix(f"{run(name)}/"))
+    return (int(match[1]), match[2], match[3]) if match else None
+
+
+def attempt_folder(path: str) -> str:
+    """The folder of the attempt that a file belongs to, from its store path."""
+    return "/".join(path.split("/")[:6])
 
 
 def commit(name: str, iteration: int, step: str, shard: str | None = None) -> str:
@@ -113,10 +152,15 @@ def attempt(name: str, iteration: int, step: str, attempt: str) -> str:
 
 def attempt_name(shard: str | None, epoch: int, random: str) -> str:
     """`[<shard>.]<epoch>-<random>`."""
-    own = f"{_number(epoch, 'epoch')}-{random}"
+    own = f"{digits(epoch, 'epoch')}-{random}"
     return own if shard is None else f"{check_name(shard, 'shard')}.{own}"
 
 
 def attempt_shard(attempt: str) -> str | None:
     """The shard in an attempt's name."""
     return attempt.rpartition(".")[0] or None
+
+
+def attempt_epoch(attempt: str) -> int:
+    """The epoch of the driver that made an attempt."""
+    return int(attempt.rpartition(".")[2].partition("-")[0])

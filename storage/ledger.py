@@ -24,6 +24,8 @@ from storage.version import CodeVersion, code_version
 
 _REQUESTS = 8
 """Commits read at a time: an object store answers one after tens of milliseconds."""
+_PAGE = 1000
+"""Names that an object store lists at a time, at most."""
 
 
 class Parent(Record):
@@ -162,9 +164,9 @@ class Ledger:
         return [index for index in shared if index < self.first_iteration] + self._own_iterations()
 
     def last_iteration(self) -> int | None:
-        """The newest iteration with a commit, or None; that of a fresh fork is the last one it shares. Lists folders:
-        ten requests at 10,000 iterations, and one or two to look into the newest."""
-        for iteration in reversed(self._own_iterations()):
+        """The newest iteration with a commit, or None; that of a fresh fork is the last one it shares. The number of
+        requests grows with the logarithm of the iterations."""
+        for iteration in range(self._newest_folder(), self.first_iteration - 1, -1):
             names = self.store.list(layout.iteration(self.run, iteration))
             if any(name.endswith(".json") for name in names):
                 return iteration
@@ -246,6 +248,24 @@ class Ledger:
         numbers = (int(name.removesuffix("/")) for name in self.store.list(layout.iterations(self.run)))
         return [number for number in numbers if number >= self.first_iteration]
 
+    def _newest_folder(self) -> int:
+        """The last of the run's own iterations that has files; less than the first if none has. Lists further and
+        further ahead and then in the middle, so that most of a long run is passed over."""
+        folder, low, high, stride = layout.iterations(self.run), self.first_iteration, None, 0
+        names, more = self.store.page(folder, layout.digits(low))
+        while more:
+            low = int(names[-1].removesuffix("/")) + 1
+            if high is None:
+                ahead, stride = min(low + stride, layout.LAST_NUMBER), max(_PAGE, 2 * stride)
+            else:
+                ahead = low + (high - low) // 2 if high - low > _PAGE else low
+            found, further = self.store.page(folder, layout.digits(ahead))
+            if found:
+                names, more = found, further
+            else:
+                high, more = ahead, ahead > low
+        return int(names[-1].removesuffix("/")) if names else self.first_iteration - 1
+
     def _held_lease(self) -> Lease:
         if self.lease is None:
             raise LeaseLost(f"this process does not own run {self.run!r}; acquire its lease first")
@@ -262,7 +282,9 @@ class Ledger:
 def list_runs(store: Store) -> list[str]:
     """Names of all runs in a store, sorted."""
     names = [name.removesuffix("/") for name in store.list(layout.runs()) if name.endswith("/")]
-    return [name for name in names if store.exists(layout.run_manifest(name))]
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        exist = pool.map(lambda name: store.exists(layout.run_manifest(name)), names)
+        return [name for name, there in zip(names, exist, strict=True) if there]
 
 
 def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:

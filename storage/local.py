@@ -17,6 +17,7 @@ from pathlib import Path
 
 from storage.errors import StoreError, StoreRefused
 from storage.paths import check_path
+from storage.store import Unfinished
 
 _REFUSALS = {
     errno.ENOSPC: "no space is left on the device; free some",
@@ -156,15 +157,8 @@ class LocalStore:
     def exists(self, path: str) -> bool:
         return self._path(path).is_file()
 
-    def list(self, folder: str) -> list[str]:
-        target = self._path(folder)
-        with _named_errors("list", target):
-            try:
-                with os.scandir(target) as entries:
-                    names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-        return sorted(name for name in names if not _is_temporary(name))
+    def page(self, folder: str, after: str) -> tuple[list[str], bool]:
+        return [name for name in self.list(folder) if name > after], False
 
     def find(self, folder: str) -> dict[str, int]:
         sizes = {}
@@ -181,6 +175,33 @@ class LocalStore:
         target = self._path(path)
         with _named_errors("delete", target), suppress(FileNotFoundError, NotADirectoryError):
             target.unlink()
+
+    def unfinished(self, folder: str) -> list[Unfinished]:
+        found = []
+        for path in sorted(self._path(folder).rglob(".*.tmp")):
+            with suppress(FileNotFoundError):  # finished since it was listed
+                status = path.stat()
+                found.append(Unfinished(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime))
+        return found
+
+    def list(self, folder: str) -> list[str]:
+        target = self._path(folder)
+        with _named_errors("list", target):
+            try:
+                with os.scandir(target) as entries:
+                    names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(name for name in names if not _is_temporary(name))
+
+    def discard(self, unfinished: Unfinished) -> None:
+        self.delete(unfinished.path)
+
+    def remove_empty_folders(self, folder: str) -> None:
+        self._durable.clear()
+        for path, _, _ in os.walk(self._path(folder), topdown=False):
+            with suppress(OSError):  # it holds something
+                os.rmdir(path)
 
     def sha256(self, path: str) -> tuple[int, str]:
         target = self._path(path)

@@ -37,6 +37,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_de
 
 from storage.errors import StoreError, StoreRefused
 from storage.paths import check_path
+from storage.store import Unfinished
 
 T = TypeVar("T")
 
@@ -77,6 +78,11 @@ _REFUSED_STATUS = {
 }
 _MOMENTARY = {"RequestTimeout", "IncompleteBody", "BadDigest", "PreconditionFailed", "ConditionalRequestConflict"}
 _MOMENTARY_STATUS = {400, 408, 409, 412, 429}
+
+
+def _names(page: dict[str, Any], prefix: str) -> Iterator[str]:
+    yield from (entry["Prefix"].removeprefix(prefix) for entry in page.get("CommonPrefixes", []))
+    yield from (name for entry in page.get("Contents", []) if (name := entry["Key"].removeprefix(prefix)))
 
 
 class S3Store:
@@ -140,13 +146,10 @@ class S3Store:
         except FileNotFoundError:
             return False
 
-    def list(self, folder: str) -> list[str]:
+    def page(self, folder: str, after: str) -> tuple[list[str], bool]:
         prefix = self._key(folder) + "/"
-        names = []
-        for page in self._pages(prefix, Delimiter="/"):
-            names += [entry["Prefix"].removeprefix(prefix) for entry in page.get("CommonPrefixes", [])]
-            names += [entry["Key"].removeprefix(prefix) for entry in page.get("Contents", [])]
-        return sorted(name for name in names if name)
+        page = next(self._pages(prefix, Delimiter="/", StartAfter=prefix + after))
+        return sorted(name for name in _names(page, prefix) if name > after), bool(page.get("IsTruncated"))
 
     def find(self, folder: str) -> dict[str, int]:
         prefix, root = self._key(folder) + "/", len(self._prefix)
@@ -157,6 +160,26 @@ class S3Store:
         self._retrying(
             lambda: self._call(path, self._s3.call_s3, "delete_object", Bucket=self._bucket, Key=self._key(path))
         )
+
+    def unfinished(self, folder: str) -> list[Unfinished]:
+        where = {"Bucket": self._bucket, "Prefix": self._key(folder) + "/"}
+        page = self._retrying(lambda: self._call(folder, self._s3.call_s3, "list_multipart_uploads", **where))
+        return [
+            Unfinished(upload["Key"][len(self._prefix) :], None, upload["Initiated"].timestamp(), upload["UploadId"])
+            for upload in page.get("Uploads", [])
+        ]
+
+    def list(self, folder: str) -> list[str]:
+        prefix = self._key(folder) + "/"
+        return sorted(name for page in self._pages(prefix, Delimiter="/") for name in _names(page, prefix))
+
+    def discard(self, unfinished: Unfinished) -> None:
+        where = {"Bucket": self._bucket, "Key": self._key(unfinished.path), "UploadId": unfinished.upload}
+        with suppress(FileNotFoundError):
+            self._retrying(lambda: self._call(unfinished.path, self._s3.call_s3, "abort_multipart_upload", **where))
+
+    def remove_empty_folders(self, folder: str) -> None:
+        pass
 
     def sha256(self, path: str) -> tuple[int, str]:
         digest, size = hashlib.sha256(), 0

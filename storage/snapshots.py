@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 
 from storage import layout, tables
 from storage.commits import OutputFile, Step
-from storage.errors import Damaged, StoreError
+from storage.errors import Damaged, Retired, StoreError
 from storage.paths import check_path
 from storage.schemas import ROLLOUT
 from storage.store import Store
@@ -107,14 +107,22 @@ def _delete_all(store: Store, paths: list[str]) -> None:
 
 
 def read_bytes(store: Store, run: str, output: OutputFile) -> bytes:
-    """A committed file. Raises Damaged, naming it, if it is missing or not what was committed."""
+    """A committed file. Raises Damaged, naming it, if it is missing or not what was committed, and Retired."""
     path = layout.in_run(run, output.path)
     try:
         data = store.read(path)
     except FileNotFoundError:
+        if is_retired(store, run, path):
+            raise Retired(f"{path} is retired: run {run!r} does not keep its older files for ever") from None
         raise Damaged(f"{path} is committed but missing; expected {output.bytes} bytes") from None
     check_bytes(path, output, len(data), hashlib.sha256(data).hexdigest())
     return data
+
+
+def is_retired(store: Store, run: str, path: str) -> bool:
+    """Whether retention has removed a file of a run, given by its store path, or is about to. One request."""
+    place = layout.parse_file(run, path)
+    return place is not None and store.exists(layout.retired(run, place[0], layout.Kind.of(place[1])))
 
 
 def check_bytes(path: str, output: OutputFile, size: int, sha256: str) -> None:
@@ -128,7 +136,7 @@ def check_bytes(path: str, output: OutputFile, size: int, sha256: str) -> None:
 
 def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
     """A committed table, or some of its columns. Raises Damaged, naming the file, if it is missing or not what was
-    committed: the whole file is checked whatever columns are wanted."""
+    committed (the whole file is checked whatever columns are wanted), and Retired."""
     return tables.from_parquet(read_bytes(store, run, output), columns)
 
 

@@ -5,11 +5,26 @@ all, and of several creators of one path exactly one wins.
 """
 
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from storage.errors import StoreRefused
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What an interrupted write left behind, which only `unfinished` shows."""
+
+    path: str
+    """Of the hidden file, or of the file that an upload was to become."""
+    bytes: int | None
+    """None where the store does not say."""
+    touched_at: float
+    """Unix seconds: when something of it was last written, or the upload began."""
+    upload: str | None = None
+    """The upload's id on an object store."""
 
 
 class Store(Protocol):
@@ -50,14 +65,26 @@ class Store(Protocol):
     def exists(self, path: str) -> bool:
         """Whether there is a file (not a folder) at the path."""
 
-    def list(self, folder: str) -> list[str]:
-        """Names of a folder's direct children, sorted; folders end in "/". An absent folder has none."""
+    def page(self, folder: str, after: str) -> tuple[list[str], bool]:
+        """The first of the names that `list` gives after the one given, and whether there are more. One request."""
 
     def find(self, folder: str) -> dict[str, int]:
         """Path and size in bytes of every file at any depth below a folder, sorted by path."""
 
     def delete(self, path: str) -> None:
         """Remove a file if it is there."""
+
+    def unfinished(self, folder: str) -> list[Unfinished]:
+        """What writes that were interrupted, or still go on, left at any depth below a folder."""
+
+    def list(self, folder: str) -> list[str]:
+        """Names of a folder's direct children, sorted; folders end in "/". An absent folder has none."""
+
+    def discard(self, unfinished: Unfinished) -> None:
+        """Remove it if it is there. A write that still goes on fails."""
+
+    def remove_empty_folders(self, folder: str) -> None:
+        """Remove a folder and those below it, as far as they hold no file; object stores have no folders."""
 
     def sha256(self, path: str) -> tuple[int, str]:
         """Size in bytes and hexadecimal SHA-256 of a file, streamed. Raises FileNotFoundError."""

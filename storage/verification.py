@@ -4,14 +4,17 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from typing import Final, Literal
 
 from storage import canonical, layout
 from storage.commits import Commit, OutputFile, Record
 from storage.errors import Damaged
 from storage.ledger import Ledger
+from storage.snapshots import is_retired
 from storage.store import Store
 
 _REQUESTS = 8
+_RETIRED: Final = "retired"
 _COMMIT_NAME = re.compile(r"\d{6}/")
 
 
@@ -48,6 +51,8 @@ class Verified(Record):
     files: int
     """Files read, the marker included."""
     bytes: int
+    retired: int = 0
+    """Files that are gone on purpose: the run does not keep them for ever."""
     findings: tuple[Finding, ...] = ()
 
 
@@ -69,14 +74,17 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                 if isinstance(commit, Finding):
                     yield Verified(name=_name(path), files=1, bytes=0, findings=(commit,))
                     continue
-                files = readers.map(lambda output, run=commit.run: _verify_file(store, run, output), commit.outputs)
-                faults = [finding for finding in files if finding is not None]
-                faults += _verify_inputs(commit, path, digests)
+                read = list(
+                    readers.map(lambda output, run=commit.run: _verify_file(store, run, output), commit.outputs)
+                )
+                there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
+                faults = [found for found in read if isinstance(found, Finding)]
                 yield Verified(
                     name=commit.name,
-                    files=1 + len(commit.outputs),
-                    bytes=len(commit.to_bytes()) + sum(output.bytes for output in commit.outputs),
-                    findings=tuple(faults),
+                    files=1 + len(there),
+                    bytes=len(commit.to_bytes()) + sum(output.bytes for output in there),
+                    retired=len(read) - len(there),
+                    findings=(*faults, *_verify_inputs(commit, path, digests)),
                 )
 
 
@@ -102,12 +110,14 @@ def _read_commit(store: Store, path: str) -> Commit | Finding:
         return Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
 
 
-def _verify_file(store: Store, run: str, output: OutputFile) -> Finding | None:
+def _verify_file(store: Store, run: str, output: OutputFile) -> Finding | Literal["retired"] | None:
     path = layout.in_run(run, output.path)
     expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
     try:
         size, sha256 = store.sha256(path)
     except FileNotFoundError:
+        if is_retired(store, run, path):
+            return _RETIRED
         return Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing: {expected}")
     if (size, sha256) == (output.bytes, output.sha256):
         return None

@@ -12,6 +12,7 @@ from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.types import Position
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
+from storage.retention import is_retired
 from tasks.batch import train_batch
 from tasks.context import RunContext
 from tasks.events import Message
@@ -89,12 +90,12 @@ def restore_trainer(run: RunContext, weights: Commit | None) -> None:
 
 
 def newest_checkpoint(run: RunContext, iteration: int) -> Commit | None:
-    """The newest committed checkpoint at or below the iteration."""
+    """The newest committed checkpoint at or below the iteration that has its files: an older one may be retired."""
     for candidate in range(iteration, -1, -1):
         before_a_fork = run.ledger.owner(candidate + 1).first_iteration == candidate + 1
         if before_a_fork or checkpoint_due(run.config_at(candidate), candidate):
             saved = run.find(candidate, Step.CHECKPOINT)
-            if saved is not None:
+            if saved is not None and not is_retired(run.ledger.store, saved):
                 return saved
     return None
 

@@ -1,6 +1,6 @@
 """Where a run keeps things and how it holds its workers: nothing here changes what is computed."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.schema.base import Section
 
@@ -11,6 +11,30 @@ class CheckpointConfig(Section):
     save_interval: int | None = Field(None, ge=1)
     """Iterations between checkpoints; the last iteration always has one. Null keeps only that one, and recovery
     replays the committed steps from the initial weights. slime: `--save-interval`."""
+
+    save_retain_interval: int | None = Field(None, ge=1)
+    """Of the checkpoints before the newest, keep those of every so many iterations, a multiple of `save_interval`, and
+    remove the files of the others. Null keeps all. Megatron: `--save-retain-interval`."""
+
+    retain_snapshots: int | None = Field(None, ge=2)
+    """Newest iterations whose samples and other snapshot files are kept; those that recovery would read are kept too.
+    Commits, with all metrics and digests, stay. Null keeps the files for ever."""
+
+    @model_validator(mode="after")
+    def _recovery_keeps_what_it_needs(self) -> "CheckpointConfig":
+        for name in ("save_retain_interval", "retain_snapshots"):
+            value = getattr(self, name)
+            if value is not None and self.save_interval is None:
+                raise ValueError(
+                    f"{name} is {value} but save_interval is null: without checkpoints recovery needs every file of "
+                    "the run; set save_interval, or leave it out"
+                )
+        if self.save_retain_interval is not None and self.save_retain_interval % (self.save_interval or 1):
+            raise ValueError(
+                f"save_retain_interval is {self.save_retain_interval}, which is not a multiple of save_interval "
+                f"({self.save_interval}): there would be no checkpoint to keep there"
+            )
+        return self
 
 
 class FleetConfig(Section):

@@ -69,16 +69,26 @@ def exit_code(error: Exception) -> int | None:
     from configs.errors import ConfigError
     from engines.errors import BadModel, EngineError
     from engines.training.errors import NotFinite
-    from storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers, StaleCommits, StoreError, StoreRefused
+    from storage.errors import (
+        BeingDeleted,
+        Damaged,
+        LeaseHeld,
+        LeaseLost,
+        Retired,
+        RunDiffers,
+        StaleCommits,
+        StoreError,
+        StoreRefused,
+    )
     from tasks.data import BadData
     from tasks.filter import BatchNotFilled
     from tasks.plugins import BadPlugin
     from tasks.recovery import ReplayDiverged
     from tasks.rewards.pool import GraderFailed
 
-    bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, StoreRefused, RunDiffers, LeaseHeld)
+    bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, StoreRefused, RunDiffers, LeaseHeld, BeingDeleted)
     run_failure = (NotFinite, BatchNotFilled, ReplayDiverged, GraderFailed)
-    failure = (StoreError, Damaged, StaleCommits, LeaseLost, EngineError, *run_failure)
+    failure = (StoreError, Damaged, Retired, StaleCommits, LeaseLost, EngineError, *run_failure)
     if isinstance(error, bad_input):
         return BAD_INPUT
     if isinstance(error, failure):

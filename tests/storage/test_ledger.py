@@ -3,6 +3,7 @@
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from storage.commits import Commit, Step
 from storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers
 from storage.leases import Outcome
 from storage.ledger import Ledger, list_runs
+from storage.local import LocalStore
 from storage.snapshots import read_table
 from storage.store import Store
 from tests.storage.builders import CONFIG, ENVIRONMENT, commit_step, rollout_table
@@ -201,3 +203,29 @@ def test_outputs_cannot_leave_the_run(ledger: Ledger) -> None:
             started_at=time.time(),
             outputs=(output,),  # type: ignore[arg-type]
         )
+
+
+class _ShortPages(LocalStore):
+    """Lists three names at a time, as an object store lists a thousand."""
+
+    pages = 0
+
+    def page(self, folder: str, after: str) -> tuple[list[str], bool]:
+        self.pages += 1
+        names, _ = super().page(folder, after)
+        return names[:3], len(names) > 3
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 4, 7, 10, 31, 100, 200])
+def test_the_newest_iteration_of_a_long_run_is_found_in_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
+) -> None:
+    monkeypatch.setattr("storage.ledger._PAGE", 3)
+    store = _ShortPages(str(tmp_path))
+    for iteration in range(iterations):
+        path = tmp_path / layout.commit("run-1", iteration, Step.TRAIN)
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (tmp_path / layout.attempt("run-1", iterations, Step.ROLLOUT, "000001-0f")).mkdir(parents=True)
+    assert Ledger.create(store, "run-1", CONFIG).last_iteration() == iterations - 1
+    assert store.pages <= 3 + 2 * math.log2(iterations)

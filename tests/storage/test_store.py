@@ -97,3 +97,25 @@ def test_the_probe_accepts_the_store_and_leaves_nothing_behind(store: Store) -> 
     probe(store)
     root, _, folder = store.url.rpartition("/")
     assert open_store(root).find(folder) == {f"{folder}/folder/file": 1}
+
+
+def test_a_page_begins_after_the_name_given_and_says_whether_there_are_more(store: Store) -> None:
+    for name in ("000001/a", "000002/b", "000003/c/d", "file"):
+        store.write(f"folder/{name}", b"x")
+    assert store.page("folder", "") == (["000001/", "000002/", "000003/", "file"], False)
+    assert store.page("folder", "000002") == (["000002/", "000003/", "file"], False)
+    assert store.page("folder", "000002/") == (["000003/", "file"], False)
+    assert store.page("folder", "file") == ([], False)
+    assert store.page("nothing", "000001") == ([], False)
+
+
+def test_only_folders_without_files_are_removed(store: Store) -> None:
+    for path in ("runs/a/b/one", "runs/a/two"):
+        store.write(path, b"x")
+    store.delete("runs/a/b/one")
+    store.remove_empty_folders("runs")
+    assert store.list("runs/a") == ["two"]
+    store.delete("runs/a/two")
+    store.remove_empty_folders("runs")
+    assert store.list("runs") == []
+    assert store.unfinished("runs") == []

@@ -1,0 +1,252 @@
+"""What a long history costs: requests and seconds on a Ceph object gateway, by the number of iterations a run has.
+
+    python -m bench.ledger [--iterations 100 1000 10000] [--read 1000] [--epochs 1000] [--json results.json]
+
+Runs of eight steps an iteration (two shards of rollout and reward, filter, advantage, train, sync), with a checkpoint
+and a benchmark every tenth, are written as a driver writes them, but for the snapshots' files, which no listing shows.
+The newest iteration ends after its train step, as if the driver had been killed there. Then, each with a connection of
+its own, and counting every HTTP request:
+
+  resume   what a driver asks the store from its start to the step at which it goes on
+  status   `cairn status`
+  runs     `cairn runs` over all runs written so far
+  verify   `cairn verify`: all commits; for runs up to `--read` iterations, for it takes minutes on longer ones
+  gc       `cairn gc`, a dry run; likewise
+  acquire  taking a lease that has changed hands `--epochs` times
+
+The gateway is a real one, of Debian's packages (see tests/ceph/rgw.py), on this machine: add a round trip to a request
+for a store that is further away.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import s3fs
+from rich.console import Console
+from rich.table import Table
+
+from configs.loader import parse
+from configs.schema.run import RunConfig
+from flows.iteration import last_selection
+from flows.train import report_changed_environment
+from flows.views import all_runs, run_status
+from storage import layout
+from storage.commits import Commit, Environment, Step
+from storage.leases import Lease, Outcome
+from storage.ledger import Ledger
+from storage.s3 import S3Store
+from storage.store import probe
+from storage.verification import verify
+from tasks.context import RunContext
+from tasks.evaluate import eval_due, eval_shard
+from tasks.recovery import checkpoint_due, newest_checkpoint
+from tests.ceph.rgw import gateway, prepare_packages
+
+ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"python": "3.11", "torch": "2.13"})
+SHARDS = ("00-000", "00-001")
+WRITERS = 2
+REQUESTS = 16
+
+
+class CountingStore(S3Store):
+    """Counts what it sends, new tries included."""
+
+    requests = 0
+
+    def _connect(self) -> s3fs.S3FileSystem:
+        connection = super()._connect()
+        connection.s3.meta.events.register("request-created.s3", self._count_request)
+        return connection
+
+    def _count_request(self, **_: Any) -> None:
+        self.requests += 1
+
+
+def config_of(iterations: int) -> RunConfig:
+    """A run that has all its iterations after the one it stands in."""
+    benchmark = {"name": "heldout", "path": "test.jsonl", "max_response_len": 8}
+    return parse(
+        {
+            "model": {"path": "model"},
+            "data": {"path": "train.jsonl"},
+            "rollout": {
+                "num_rollout": iterations + 1,
+                "rollout_batch_size": 2,
+                "n_samples_per_prompt": 2,
+                "num_engines": 2,
+                "rollout_max_response_len": 8,
+            },
+            "checkpoint": {"save_interval": 10},
+            "eval": {"eval_interval": 10, "benchmarks": [benchmark]},
+        }
+    )
+
+
+def commits_of(run: str, iterations: int) -> Iterator[Commit]:
+    """All commits of a run, each made from those before it."""
+    config, trained = config_of(iterations), None
+    for index in range(iterations):
+
+        def commit(step: Step, shard: str | None, inputs: list[Commit], index: int = index, **fields: Any) -> Commit:
+            return Commit(
+                run=run,
+                iteration=index,
+                step=step,
+                shard=shard,
+                attempt=layout.attempt_name(shard, 1, "0123456789ab"),
+                epoch=1,
+                inputs={commit.name: commit.digest for commit in inputs},
+                config_digest="0" * 64,
+                started_at=float(index),
+                committed_at=float(index),
+                timings={"run": 1.0, "write": 0.1},
+                environment=ENVIRONMENT,
+                **fields,
+            )
+
+        before = [trained] if trained else []
+        metrics = {"response_tokens": 8, "generated_groups": 1, "recovered_groups": 0}
+        rollouts = [commit(Step.ROLLOUT, shard, before, metrics=metrics) for shard in SHARDS]
+        rewards = [commit(Step.REWARD, at, [made]) for at, made in zip(SHARDS, rollouts, strict=True)]
+        values = {"full": True, "missing": 0, "cursor": 2 * (index + 1), "round": 0, "buffered": 0}
+        selection = commit(Step.FILTER, "00", [*rollouts, *rewards], values=values)
+        advantages = commit(Step.ADVANTAGE, None, [selection, *rollouts, *rewards], metrics={"raw_reward": 0.5})
+        trained = commit(
+            Step.TRAIN, None, [*before, selection, *rollouts, advantages],
+            weight_version_in=index, weight_version_out=index + 1, state_digest=f"{index + 1:064x}",
+        )  # fmt: skip
+        yield from [*rollouts, *rewards, selection, advantages, trained]
+        if index + 1 == iterations:
+            return
+        yield commit(Step.SYNC, None, [trained])
+        if checkpoint_due(config, index):
+            yield commit(Step.CHECKPOINT, None, [trained, selection], state_digest=trained.state_digest)
+        if eval_due(config, index):
+            shard = eval_shard(config.eval.benchmarks[0], index + 1)
+            yield commit(Step.EVAL, shard, [trained], metrics={"heldout": 0.5})
+
+
+def write_share(url: str, run: str, iterations: int, share: int) -> None:
+    """Create every `WRITERS`-th commit of a run."""
+    store = S3Store(url)
+
+    def create(commit: Commit) -> None:
+        store.create(layout.commit(run, commit.iteration, commit.step, commit.shard), commit.to_bytes())
+
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        mine = (commit for number, commit in enumerate(commits_of(run, iterations)) if number % WRITERS == share)
+        list(pool.map(create, mine))
+
+
+def write_run(url: str, iterations: int) -> str:
+    """A run with a manifest, a driver that ended, and its commits; the run's name."""
+    run = f"run-{iterations}"
+    ledger = Ledger.create(S3Store(url), run, config_of(iterations).model_dump(mode="json"))
+    ledger.acquire().release(Outcome.STOPPED)
+    with ProcessPoolExecutor(WRITERS) as pool:
+        list(pool.map(write_share, *zip(*[(url, run, iterations, share) for share in range(WRITERS)], strict=True)))
+    return run
+
+
+def find_the_place(store: S3Store, run: str) -> Lease:
+    """All that a driver asks the store on its way to the first step that is not committed."""
+    probe(store)
+    ledger = Ledger.open(store, run)
+    lease = ledger.acquire()
+    config = RunConfig.model_validate(ledger.manifest.config)
+    nothing = cast(Any, None)
+    context = RunContext(
+        config,
+        ledger,
+        fleet=nothing,
+        tokenizer=nothing,
+        data=nothing,
+        max_prompt_len=1,
+        benchmarks={},
+        graders={},
+        environment=ENVIRONMENT,
+        emit=lambda event: None,
+    )
+    newest = ledger.last_iteration()
+    assert newest is not None
+    report_changed_environment(context, newest)
+    context.committed(newest - 1, Step.TRAIN)
+    last_selection(context, newest - 1)
+    for step, shard in [
+        *((Step.ROLLOUT, shard) for shard in SHARDS),
+        *((Step.REWARD, shard) for shard in SHARDS),
+        (Step.FILTER, "00"),
+        (Step.ADVANTAGE, None),
+        (Step.TRAIN, None),
+    ]:
+        context.committed(newest, step, shard)
+    saved = newest_checkpoint(context, newest)
+    assert newest < 10 or saved is not None
+    assert context.find(newest, Step.SYNC) is None
+    return lease
+
+
+def measure(url: str, work: Callable[[S3Store], Any]) -> tuple[int, float]:
+    """Requests and seconds of a piece of work, on a connection that it opens itself."""
+    store = CountingStore(url)
+    began = time.perf_counter()
+    work(store)
+    return store.requests, time.perf_counter() - began
+
+
+def resume(store: S3Store, run: str) -> None:
+    find_the_place(store, run).release(Outcome.STOPPED)
+
+
+def acquire_many(store: S3Store, run: str, epochs: int) -> None:
+    """Change the lease's holder."""
+    for _ in range(epochs):
+        Lease.acquire(store, run).release(Outcome.STOPPED)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, nargs="+", default=[100, 1000, 10000])
+    parser.add_argument("--read", type=int, default=1000, help="longest run that is read as a whole")
+    parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    arguments = parser.parse_args()
+    console, found = Console(), []
+    table = Table("work", "iterations", "requests", "seconds")
+
+    def note(work: str, iterations: int, cost: tuple[int, float]) -> None:
+        requests, seconds = cost
+        found.append({"work": work, "iterations": iterations, "requests": requests, "seconds": seconds})
+        table.add_row(work, str(iterations), str(requests), f"{seconds:.2f}")
+
+    with gateway(prepare_packages()) as server:
+        os.environ.update(server.env)
+        url = f"s3://{server.new_bucket()}/bench"
+        for iterations in arguments.iterations:
+            began = time.perf_counter()
+            run = write_run(url, iterations)
+            console.print(f"{iterations} iterations written in {time.perf_counter() - began:.0f} s")
+            note("resume", iterations, measure(url, lambda store, run=run: resume(store, run)))
+            note("status", iterations, measure(url, lambda store, run=run: run_status(store, run)))
+            note("runs", iterations, measure(url, all_runs))
+            if iterations <= arguments.read:
+                cost = measure(url, lambda store, run=run: list(verify(Ledger.open(store, run))))
+                note("verify", iterations, cost)
+        first = f"run-{arguments.iterations[0]}"
+        measure(url, lambda store: acquire_many(store, first, arguments.epochs))
+        cost = measure(url, lambda store: Lease.acquire(store, first).release(Outcome.STOPPED))
+        note(f"acquire after {arguments.epochs} leases", arguments.iterations[0], cost)
+    console.print(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Files that no commit names: what interrupted and beaten attempts left behind.
+
+| found | garbage |
+|---|---|
+| a file of an attempt at a step that another attempt was committed for | yes |
+| a file that its own attempt's commit does not name, such as a write-ahead part | yes |
+| a file that retention removes (`storage.retention`), between its marker and its removal | yes |
+| an attempt at a step without a commit, in the newest iteration | no: a driver writes it or takes it over |
+| the same in an earlier iteration | yes, unless it is the live driver's |
+| a write that did not end: a hidden temporary file, an upload in parts | yes, but a live driver's after a day only |
+
+A step's commit is final: the first three are garbage whoever drives the run, so removing them needs no lease. Nothing
+reads garbage, so it goes in any order, and what a crash leaves is garbage as before.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+
+from storage import layout
+from storage.commits import Record
+from storage.layout import Kind
+from storage.leases import newest_lease
+from storage.ledger import Ledger
+from storage.retention import remove, retired, shared_with_forks
+
+_DAY = 24 * 3600.0
+
+
+class Reason(StrEnum):
+    """Why a file is garbage."""
+
+    LOST = "lost"
+    """Another attempt was committed."""
+    SUPERSEDED = "superseded"
+    """It is not among the files that its attempt committed."""
+    RETIRED = "retired"
+    """Its snapshot or checkpoint is retired."""
+    ABANDONED = "abandoned"
+    """The run has gone on without the step."""
+    UNFINISHED = "unfinished"
+    """A write that did not end."""
+
+
+class Garbage(Record):
+    """A file that nobody needs."""
+
+    path: str
+    """In the store."""
+    bytes: int | None
+    """None where the store does not say."""
+    reason: Reason
+
+
+def garbage(ledger: Ledger) -> Iterator[Garbage]:
+    """All garbage of a run, by iteration; a fork's own, not that of its parents. Costs one listing an iteration, and
+    the commits of those that have files. Changes nothing."""
+    newest = ledger.last_iteration()
+    lease = newest_lease(ledger.store, ledger.run)
+    live_epoch = lease.epoch if lease is not None and not lease.is_over() else None
+    gone, shared = retired(ledger), shared_with_forks(ledger)
+    for entry in ledger.store.list(layout.iterations(ledger.run)):
+        iteration = int(entry.removesuffix("/"))
+        in_work = newest is None or iteration >= newest
+        kinds = {kind for kind in Kind if (iteration, kind) in gone and iteration > shared}
+        yield from _of_iteration(ledger, iteration, in_work, live_epoch, kinds)
+    oldest = time.time() - _DAY
+    for write in ledger.store.unfinished(layout.run(ledger.run)):
+        if live_epoch is None or write.touched_at < oldest:
+            yield Garbage(path=write.path, bytes=write.bytes, reason=Reason.UNFINISHED)
+
+
+def collect(ledger: Ledger, found: Iterable[Garbage]) -> None:
+    """Remove what `garbage` found, as far as it is still there."""
+    found = list(found)
+    remove(ledger.store, [one.path for one in found if one.reason is not Reason.UNFINISHED])
+    unfinished = {one.path for one in found if one.reason is Reason.UNFINISHED}
+    for write in ledger.store.unfinished(layout.run(ledger.run)) if unfinished else ():
+        if write.path in unfinished:
+            ledger.store.discard(write)
+
+
+def _of_iteration(
+    ledger: Ledger, iteration: int, in_work: bool, live_epoch: int | None, kinds: set[Kind]
+) -> Iterator[Garbage]:
+    folder = layout.iteration(ledger.run, iteration)
+    files = ledger.store.find(folder)
+    places = {path: place for path in files if (place := layout.parse_file(ledger.run, path))}
+    if not places:
+        return
+    commits = {
+        (str(commit.step), commit.shard): commit for commit in ledger.commits(iteration) if commit.run == ledger.run
+    }
+    for path, (_, step, attempt) in places.items():
+        commit = commits.get((step, layout.attempt_shard(attempt)))
+        reason = None
+        if commit is None:
+            if not in_work and layout.attempt_epoch(attempt) != live_epoch:
+                reason = Reason.ABANDONED
+        elif commit.attempt != attempt:
+            reason = Reason.LOST
+        elif path not in {layout.in_run(ledger.run, output.path) for output in commit.outputs}:
+            reason = Reason.SUPERSEDED
+        elif Kind.of(commit.step) in kinds:
+            reason = Reason.RETIRED
+        if reason is not None:
+            yield Garbage(path=path, bytes=files[path], reason=reason)

@@ -1,0 +1,181 @@
+"""Files that a run does not keep for ever: older checkpoints and older snapshots, as its configuration says.
+
+```
+runs/<run>/retired/000042.checkpoint.json    the files of iteration 42's checkpoint are removed
+runs/<run>/retired/000042.snapshots.json     those of all its other steps
+```
+Commits stay: the Merkle chain is whole. Markers are created, exclusively, before the first file is removed; what a
+crash leaves in between is garbage, which `storage.collector` finds.
+
+| never retired | because |
+|---|---|
+| the newest checkpoint | recovery begins there |
+| snapshots after it, and earlier ones that their steps were made from | recovery replays these steps |
+| snapshots of the last two iterations, and of groups that the newest selection kept | the next steps read them |
+| everything up to where another run was forked | the fork reads it here |
+
+So nothing is retired before there is a checkpoint: recovery then replays the run from its initial weights.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from configs.schema.operations import CheckpointConfig
+from storage import canonical, layout
+from storage.commits import Commit, Record, Step
+from storage.errors import BeingDeleted
+from storage.layout import Kind
+from storage.ledger import Ledger
+from storage.schemas import Disposition
+from storage.snapshots import read_table
+from storage.store import Store
+
+_REQUESTS = 8
+
+
+class Retirement(Record):
+    """Files of one iteration that go."""
+
+    iteration: int
+    kind: Kind
+    commits: tuple[str, ...]
+    """Names of those that lose their files."""
+    files: tuple[str, ...]
+    """Store paths."""
+    bytes: int
+
+
+def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> list[Retirement]:
+    """Remove what a run need not keep, `due` of it; returns what went."""
+    found = list(due(ledger, config, everything=everything))
+    for one in found:
+        marker = {"run": ledger.run, "retired_at": time.time(), **one.model_dump(mode="json", exclude={"files"})}
+        ledger.store.create(layout.retired(ledger.run, one.iteration, one.kind), canonical.seal(marker))
+    # A fork made in the meantime has seen the markers, or is seen here.
+    shared = shared_with_forks(ledger) if found else -1
+    remove(ledger.store, [path for one in found if one.iteration > shared for path in one.files])
+    return found
+
+
+def remove(store: Store, paths: Iterable[str]) -> None:
+    """Delete files of attempts, several at a time, and folders that are empty then."""
+    paths = list(paths)
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        list(pool.map(store.delete, paths))
+    for folder in sorted({layout.attempt_folder(path) for path in paths}):
+        store.remove_empty_folders(folder)
+
+
+def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:
+    """What a run has and need not keep, of its own iterations. Looks from the newest backwards as far as the last that
+    is retired already, or, for `everything`, to the first."""
+    if config.save_retain_interval is None and config.retain_snapshots is None:
+        return
+    newest = ledger.last_iteration()
+    checkpoint = None if newest is None else newest_checkpoint(ledger, config, newest)
+    if newest is None or checkpoint is None:
+        return
+    first = max(ledger.first_iteration, shared_with_forks(ledger) + 1)
+    needed = needed_iterations(ledger, checkpoint, newest)
+    gone = retired(ledger) if everything else set()
+    finished: set[Kind] = set()
+    for iteration, kind in candidates(config, newest=newest, checkpoint=checkpoint, needed=needed, first=first):
+        if kind in finished or (iteration, kind) in gone:
+            continue
+        if not everything and ledger.store.exists(layout.retired(ledger.run, iteration, kind)):
+            finished.add(kind)
+            continue
+        commits = [commit for commit in _commits(ledger, iteration, kind) if commit.outputs]
+        if commits:
+            outputs = [output for commit in commits for output in commit.outputs]
+            yield Retirement(
+                iteration=iteration,
+                kind=kind,
+                commits=tuple(commit.name for commit in commits),
+                files=tuple(layout.in_run(ledger.run, output.path) for output in outputs),
+                bytes=sum(output.bytes for output in outputs),
+            )
+
+
+def candidates(
+    config: CheckpointConfig, *, newest: int, checkpoint: int, needed: Collection[int], first: int
+) -> Iterator[tuple[int, Kind]]:
+    """What a run need not keep, from the newest to the oldest, whether it has it or not.
+
+    `newest`: its last iteration with commits. `checkpoint`: that of its newest checkpoint. `needed`: iterations whose
+    snapshots are read although they lie before the checkpoint. `first`: the first iteration that may lose anything.
+    """
+    interval, kept = config.save_interval or 1, config.save_retain_interval
+    if kept is not None:
+        for iteration in range(checkpoint - 1, first - 1, -1):
+            if (iteration + 1) % interval == 0 and (iteration + 1) % kept != 0:
+                yield iteration, Kind.CHECKPOINT
+    if config.retain_snapshots is not None:
+        for iteration in range(min(checkpoint, newest - max(config.retain_snapshots, 2)), first - 1, -1):
+            if iteration not in needed:
+                yield iteration, Kind.SNAPSHOTS
+
+
+def newest_checkpoint(ledger: Ledger, config: CheckpointConfig, newest: int) -> int | None:
+    """The iteration of a run's newest checkpoint."""
+    interval = config.save_interval or newest + 1
+    places = (i for i in range(newest, -1, -1) if i == newest or (i + 1) % interval == 0)
+    return next((i for i in places if ledger.find(i, Step.CHECKPOINT) is not None), None)
+
+
+def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
+    """Iterations whose snapshots the steps after a checkpoint were made from, and those of groups that the newest
+    selection trains on or leaves waiting."""
+    needed: set[int] = set()
+    selection = None
+    for iteration in range(min(checkpoint + 1, newest - 1), newest + 1):
+        commits = ledger.commits(iteration) if iteration >= 0 else []
+        names = [name for commit in commits for name in commit.inputs if iteration > checkpoint]
+        needed |= {int(name.partition("/")[0]) for name in names if "/" in name}
+        selection = next((commit for commit in reversed(commits) if commit.step is Step.FILTER), selection)
+    if selection is not None:
+        (output,) = selection.outputs
+        rows = read_table(ledger.store, selection.run, output, ["iteration", "disposition"]).to_pylist()
+        needed |= {row["iteration"] for row in rows if row["disposition"] != Disposition.DROP}
+    return needed
+
+
+def is_retired(store: Store, commit: Commit) -> bool:
+    """Whether the files of a commit are gone, or about to go. One request."""
+    return store.exists(layout.retired(commit.run, commit.iteration, Kind.of(commit.step)))
+
+
+def retired(ledger: Ledger) -> set[tuple[int, Kind]]:
+    """All that a run has retired. One request a thousand."""
+    names = (name.split(".") for name in ledger.store.list(layout.retirements(ledger.run)))
+    return {(int(iteration), Kind(kind)) for iteration, kind, _ in names}
+
+
+def forks(store: Store, run: str) -> dict[str, int]:
+    """The runs that were forked from a run, and the last iteration that each shares with it. Reads the manifests of all
+    runs; raises Damaged where one does not say what it was forked from."""
+
+    def parent(name: str) -> int | None:
+        try:
+            parent = Ledger.open(store, name).manifest.parent
+        except (FileNotFoundError, BeingDeleted):
+            return None
+        return parent.iteration if parent is not None and parent.run == run else None
+
+    names = [name.removesuffix("/") for name in store.list(layout.runs()) if name.endswith("/")]
+    with ThreadPoolExecutor(_REQUESTS) as readers:
+        found = dict(zip(names, readers.map(parent, names), strict=True))
+    return {name: iteration for name, iteration in found.items() if iteration is not None}
+
+
+def shared_with_forks(ledger: Ledger) -> int:
+    """The last iteration of a run that a fork reads; -1 without forks."""
+    return max(forks(ledger.store, ledger.run).values(), default=-1)
+
+
+def _commits(ledger: Ledger, iteration: int, kind: Kind) -> list[Commit]:
+    if kind is Kind.CHECKPOINT:
+        saved = ledger.find(iteration, Step.CHECKPOINT)
+        return [] if saved is None else [saved]
+    return [commit for commit in ledger.commits(iteration) if Kind.of(commit.step) is kind]

@@ -1,0 +1,194 @@
+"""`retention`: what a run may lose, that it loses nothing else, and that it says so."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema.operations import CheckpointConfig
+from storage import layout
+from storage.collector import Reason, collect, garbage
+from storage.commits import Commit, Step
+from storage.errors import Damaged, Retired
+from storage.layout import Kind
+from storage.ledger import Ledger, Parent
+from storage.local import LocalStore
+from storage.retention import candidates, retire, retired
+from storage.snapshots import read_table
+from storage.store import Store
+from storage.verification import verify
+from tests.flows.written_runs import filter_table
+from tests.storage.builders import CONFIG, commit_step, rollout_table
+
+EVERY_FOURTH = CheckpointConfig(save_interval=2, save_retain_interval=4, retain_snapshots=2)
+
+
+def _iteration(ledger: Ledger, index: int, buffered: tuple[int, ...] = (), save: bool = False) -> None:
+    """Rollout, filter (which takes over `buffered` groups of the iteration before) and train; perhaps a checkpoint."""
+    before = ledger.find(index - 1, Step.TRAIN) if index else None
+    rollout = commit_step(
+        ledger, index, Step.ROLLOUT, "00-000", inputs=(before,) if before else (), table=rollout_table([index])
+    )
+    earlier = [ledger.find(index - 1, Step.ROLLOUT, "00-000") for _ in buffered[:1]]
+    selection = commit_step(
+        ledger, index, Step.FILTER, "00", inputs=(rollout,), table=filter_table(index, buffered), values={"full": True}
+    )
+    sources = [commit for commit in (*earlier, before) if commit is not None]
+    trained = commit_step(ledger, index, Step.TRAIN, inputs=(*sources, selection, rollout))
+    if save:
+        commit_step(ledger, index, Step.CHECKPOINT, inputs=(trained,), table=rollout_table([0]))
+
+
+@pytest.fixture
+def ledger(store: Store) -> Ledger:
+    """Ten iterations, every second with a checkpoint, and an eleventh without; owned by this process."""
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    ledger.acquire()
+    for index in range(11):
+        _iteration(ledger, index, save=index % 2 == 1)
+    return ledger
+
+
+def _kept(ledger: Ledger, step: Step) -> list[int]:
+    """Iterations whose file of a step is there."""
+    files = ledger.store.find(layout.iterations(ledger.run))
+    commits = [commit for index in ledger.iterations() for commit in ledger.commits(index) if commit.step is step]
+    return [commit.iteration for commit in commits if layout.in_run(commit.run, commit.outputs[0].path) in files]
+
+
+def _rollout(ledger: Ledger, iteration: int) -> Commit:
+    commit = ledger.find(iteration, Step.ROLLOUT, "00-000")
+    assert commit is not None
+    return commit
+
+
+def test_every_kth_checkpoint_and_the_newest_stay_and_the_newest_snapshots(ledger: Ledger) -> None:
+    retire(ledger, EVERY_FOURTH)
+    assert _kept(ledger, Step.CHECKPOINT) == [3, 7, 9]
+    assert _kept(ledger, Step.ROLLOUT) == [9, 10]
+    assert retire(ledger, EVERY_FOURTH, everything=True) == [], "nothing is left to retire"
+
+
+def test_what_is_retired_is_no_finding_and_a_reader_is_told_so(ledger: Ledger) -> None:
+    gone = retire(ledger, EVERY_FOURTH)
+    checks = list(verify(ledger))
+    assert [finding for one in checks for finding in one.findings] == []
+    assert sum(one.retired for one in checks) == sum(len(one.files) for one in gone) == 2 + 2 * 9
+    commit = _rollout(ledger, 3)
+    with pytest.raises(Retired, match=r"iterations/000003/rollout/.* is retired"):
+        read_table(ledger.store, commit.run, commit.outputs[0])
+
+
+def test_a_file_that_is_missing_though_not_retired_is_damage_still(ledger: Ledger) -> None:
+    retire(ledger, EVERY_FOURTH)
+    commit = _rollout(ledger, 10)
+    ledger.store.delete(path := layout.in_run(commit.run, commit.outputs[0].path))
+    assert [finding.path for one in verify(ledger) for finding in one.findings] == [path]
+    with pytest.raises(Damaged, match="missing"):
+        read_table(ledger.store, commit.run, commit.outputs[0])
+
+
+def test_without_options_or_without_a_checkpoint_nothing_goes(store: Store, ledger: Ledger) -> None:
+    assert retire(ledger, CheckpointConfig(save_interval=2), everything=True) == []
+    other = Ledger.create(store, "run-2", CONFIG)
+    other.acquire()
+    for index in range(6):
+        _iteration(other, index)
+    assert retire(other, EVERY_FOURTH, everything=True) == []
+
+
+def test_snapshots_that_replay_begins_with_stay_however_old_they_are(store: Store) -> None:
+    """The checkpoint is iteration 1's; iteration 2 trained on groups that iteration 1 left."""
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    ledger.acquire()
+    for index in range(8):
+        _iteration(ledger, index, buffered=(0,) if index == 2 else (), save=index == 1)
+    retire(ledger, CheckpointConfig(save_interval=2, retain_snapshots=2), everything=True)
+    assert _kept(ledger, Step.ROLLOUT) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_snapshots_of_groups_in_the_buffer_stay(store: Store) -> None:
+    """The newest selection, at the checkpoint, holds groups of iteration 2."""
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    ledger.acquire()
+    for index in range(7):
+        _iteration(ledger, index)
+    rows = filter_table(3, buffered=(0,)).set_column(4, "disposition", [["buffer"] * 4])
+    commit_step(ledger, 7, Step.FILTER, "00", table=rows, values={"full": True})
+    commit_step(ledger, 7, Step.CHECKPOINT, table=rollout_table([0]))
+    retire(ledger, CheckpointConfig(save_interval=1, retain_snapshots=2), everything=True)
+    assert _kept(ledger, Step.ROLLOUT) == [2, 3, 6]
+
+
+def test_what_a_fork_shares_stays_whole(store: Store, ledger: Ledger) -> None:
+    Ledger.create(store, "fork", CONFIG, parent=Parent(run="run-1", iteration=4))
+    gone = retire(ledger, EVERY_FOURTH)
+    assert min(one.iteration for one in gone) == 5
+    assert _kept(ledger, Step.CHECKPOINT) == [1, 3, 7, 9]
+    assert _kept(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 9, 10]
+
+
+class _Crash(Exception):
+    pass
+
+
+class _CrashingStore(LocalStore):
+    """Dies at the given deletion."""
+
+    left = 0
+
+    def delete(self, path: str) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise _Crash
+        super().delete(path)
+
+
+@pytest.mark.parametrize("deletions", [0, 1, 7])
+def test_a_crash_between_marker_and_last_file_leaves_what_the_collector_finishes(
+    tmp_path_factory: pytest.TempPathFactory, deletions: int
+) -> None:
+    store = _CrashingStore(str(tmp_path_factory.mktemp("store")))
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    ledger.acquire()
+    for index in range(11):
+        _iteration(ledger, index, save=index % 2 == 1)
+    store.left = deletions
+    with pytest.raises(_Crash):
+        retire(ledger, EVERY_FOURTH)
+    store.left = 1000
+    assert [finding for one in verify(ledger) for finding in one.findings] == []
+    left = list(garbage(ledger))
+    assert {one.reason for one in left} == {Reason.RETIRED}
+    collect(ledger, left)
+    assert _kept(ledger, Step.CHECKPOINT) == [3, 7, 9]
+    assert _kept(ledger, Step.ROLLOUT) == [9, 10]
+
+
+def test_a_driver_looks_only_as_far_back_as_the_last_that_is_retired(ledger: Ledger) -> None:
+    retire(ledger, EVERY_FOURTH)
+    ledger.store.delete(layout.retired(ledger.run, 2, Kind.SNAPSHOTS))
+    assert retire(ledger, EVERY_FOURTH) == []
+    assert (2, Kind.SNAPSHOTS) not in retired(ledger)
+
+
+@given(
+    save_interval=st.integers(1, 4),
+    kept=st.integers(1, 4),
+    snapshots=st.integers(2, 6),
+    newest=st.integers(0, 30),
+    back=st.integers(0, 30),
+    first=st.integers(0, 10),
+)
+def test_recovery_never_lacks_anything(
+    save_interval: int, kept: int, snapshots: int, newest: int, back: int, first: int
+) -> None:
+    config = CheckpointConfig(
+        save_interval=save_interval, save_retain_interval=kept * save_interval, retain_snapshots=snapshots
+    )
+    checkpoint = max(0, newest - back)
+    found = set(candidates(config, newest=newest, checkpoint=checkpoint, needed=(checkpoint - 1,), first=first))
+    assert all(iteration >= first for iteration, _ in found)
+    assert all(iteration < checkpoint for iteration, kind in found if kind is Kind.CHECKPOINT)
+    last = min(checkpoint, newest - snapshots, newest - 2)
+    expected = set(range(first, last + 1)) - {checkpoint - 1}
+    assert {iteration for iteration, kind in found if kind is Kind.SNAPSHOTS} == expected
