@@ -41,7 +41,6 @@ class Replayed(Record):
     """Sentences; none if every bit is the same."""
     environment: tuple[str, ...]
     """What differs from where it was committed."""
-    seconds: float
 
 
 class Replaying:
@@ -85,7 +84,6 @@ class Replaying:
             name=committed.name,
             differences=tuple(differences(committed, run.ledger.store, made, self._scratch)),
             environment=tuple(f"{name} was {old}, is {new}" for name, old, new in differing_fields(then, now)),
-            seconds=outcome.timings["run"],
         )
 
 

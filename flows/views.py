@@ -28,6 +28,8 @@ _RUNS_AT_A_TIME = 8
 class RunState(StrEnum):
     """Where a run stands."""
 
+    NEW = "new"
+    """No driver has owned it: a fork, before its first `cairn resume`."""
     RUNNING = "running"
     """A live driver owns it."""
     COMPLETED = "completed"
@@ -240,11 +242,13 @@ def _groups(ledger: Ledger, last: int | None, commits: Sequence[Commit]) -> Grou
 
 
 def _state(lease: LeaseState | None, done: bool) -> RunState:
-    if lease is not None and not lease.is_over():
+    if lease is None:
+        return RunState.NEW
+    if not lease.is_over():
         return RunState.RUNNING
     if done:
         return RunState.COMPLETED
-    if lease is not None and lease.outcome is Outcome.FAILED:
+    if lease.outcome is Outcome.FAILED:
         return RunState.FAILED
     return RunState.INTERRUPTED
 

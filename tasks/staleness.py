@@ -6,10 +6,9 @@ A step is stale itself if what it reads has another digest, and with it every st
 from collections.abc import Mapping
 from typing import Any
 
-from configs.digest import digest
 from configs.schema.run import RunConfig
 from storage.commits import causal_order
-from storage.ledger import Ledger
+from storage.ledger import Ledger, differences
 from tasks.step import DurableStep
 from tasks.steps import STEPS
 
@@ -41,5 +40,6 @@ def _changed(
     step: DurableStep[Any], recorded: RunConfig, given: RunConfig, inputs: Mapping[str, str], others: Mapping[str, str]
 ) -> list[str]:
     """Names of what a step reads and what differs."""
-    fields = [name for name in step.reads if digest(recorded, [name]) != digest(given, [name])]
+    options = [name for name, _, _ in differences(recorded.model_dump(mode="json"), given.model_dump(mode="json"))]
+    fields = [option for option in options if any(f"{option}.".startswith(f"{name}.") for name in step.reads)]
     return fields + [name for name in (*step.externals, *step.plugins) if inputs.get(name) != others.get(name)]

@@ -101,7 +101,7 @@ def replay(
     else:
         for again in found:
             verdict = "differs" if again.differences else "equal, bit for bit"
-            print(f"{again.name}: {verdict} ({again.seconds:.2f} s)")
+            print(f"{again.name}: {verdict}")
             for sentence in again.differences:
                 print(f"  {sentence}")
             for sentence in again.environment if again.differences else ():

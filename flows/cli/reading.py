@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
     """List all runs of a store: how far each is, its reward, and when it last committed something.
 
-    States: *running* (a live driver owns it), *completed*, *failed*, *interrupted* (stopped or killed; `cairn resume`
+    States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*, *interrupted* (stopped or killed; `cairn resume`
     goes on), *damaged* (see `cairn verify`).
 
     Examples:

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from storage.verification import Verified
     from tasks.staleness import StaleStep
 
-_STATE_STYLES = {"running": "green", "completed": "blue", "failed": "red", "interrupted": "yellow", "damaged": "red"}
+_STATE_STYLES = {
+    "new": "cyan",
+    "running": "green",
+    "completed": "blue",
+    "failed": "red",
+    "interrupted": "yellow",
+    "damaged": "red",
+}
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 

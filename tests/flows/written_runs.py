@@ -166,7 +166,14 @@ def rollout_metrics(groups: tuple[int, ...]) -> dict[str, float]:
     """As the rollout step reports them: prompts have 3 tokens, group g's responses g + 2."""
     tokens = sum(2 * (group + 2) for group in groups)
     samples = 2 * len(groups)
-    return {"samples": samples, "prompt_tokens": 3 * samples, "response_tokens": tokens, "passed_over_prompts": 0}
+    return {
+        "samples": samples,
+        "generated_groups": len(groups),
+        "recovered_groups": 0,
+        "prompt_tokens": 3 * samples,
+        "response_tokens": tokens,
+        "passed_over_prompts": 0,
+    }
 
 
 def rollout_table(iteration: int, groups: tuple[int, ...], version: int) -> pa.Table:
