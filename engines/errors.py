@@ -17,5 +17,17 @@ class WrongVersion(EngineError):
     """The engine holds other weights than the caller expects; nothing was changed."""
 
 
+class RequestRefused(ValueError):
+    """Requests that the engine cannot serve, however often it is asked; nothing was generated."""
+
+    def __init__(self, refused: dict[int, str]) -> None:
+        """`refused`: why, by the request's id."""
+        self.refused = refused
+        super().__init__(refused)
+
+    def __str__(self) -> str:
+        return "; ".join(f"request {id} cannot be served: {why}" for id, why in self.refused.items())
+
+
 class BadModel(Exception):
     """The model folder cannot be used; a new try will not help. The message says why and what to do."""

@@ -14,6 +14,8 @@ class FinishReason(StrEnum):
     """The model emitted an end token; it is the response's last token."""
     LENGTH = "length"
     """The response reached its longest allowed length or the end of the context."""
+    ERROR = "error"
+    """Generation failed; there is no response."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Completion:
     weight_version: int
     seconds: float
     """From the request's admission to its end."""
+    error: str | None = None
+    """Why generation failed; None where it did not."""
 
 
 @dataclass(frozen=True)

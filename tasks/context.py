@@ -1,7 +1,7 @@
 """What every step of a live run shares: configuration, ledger, data, grader and fleet."""
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,8 @@ class RunContext:
         self.environment = environment
         self.weights_lock = threading.RLock()
         """Held while the training engine is moved to a state, and while rollout engines take its weights."""
+        self.failed_generations: Counter[tuple[str, int]] = Counter()
+        """How often an engine failed while it generated a group, by step and request: see tasks.generation."""
         self._fleet = fleet
         self._benchmarks = benchmarks
         self._graders = graders

@@ -11,9 +11,10 @@ from configs.schema.run import RunConfig
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from storage.commits import Commit, Step
 from storage.schemas import EVAL, Status
-from tasks.context import RunContext
+from tasks.generation import generate_groups
 from tasks.recovery import version_of
-from tasks.rollout import sample_seed
+from tasks.reward import grade_generated
+from tasks.rollout import completion_status, sample_seed
 from tasks.step import Outcome, StepCall, durable
 from tasks.sync import bring_up_to_date
 
@@ -71,11 +72,13 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         for row in rows
     ]
     bring_up_to_date(run, weights)
-    completions = sorted(_generate(run, requests), key=lambda c: (c.request_id, c.sample_index))
+    completions = sorted(_generate(step, weights, requests), key=lambda c: (c.request_id, c.sample_index))
     texts = run.tokenizer.batch_decode([c.response_ids.tolist() for c in completions], skip_special_tokens=True)
     asked = [rows[c.request_id] for c in completions]
-    graded = run.benchmark_grader(name).grade(
-        [(text, row.label, row.metadata or {}) for text, row in zip(texts, asked, strict=True)]
+    graded = grade_generated(
+        run.benchmark_grader(name),
+        [(text, row.label, row.metadata or {}) for text, row in zip(texts, asked, strict=True)],
+        [completion.error for completion in completions],
     )
     failed = [g.reward is None for g in graded]
     rewards = np.asarray([g.reward for g in graded if g.reward is not None], np.float64)
@@ -93,8 +96,8 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
             "label": [row.label for row in asked],
             "finish_reason": [str(c.finish_reason) for c in completions],
             "status": [
-                str(Status.FAILED if bad else Status.TRUNCATED if cut else Status.COMPLETED)
-                for bad, cut in zip(failed, truncated, strict=True)
+                str(Status.FAILED if bad else completion_status(completion))
+                for bad, completion in zip(failed, completions, strict=True)
             ],
             "error": [g.error for g in graded],
             "seed": [requests[c.request_id].seeds[c.sample_index] for c in completions],
@@ -117,13 +120,13 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     )
 
 
-def _generate(run: RunContext, requests: Sequence[GenerateRequest]) -> list[Completion]:
+def _generate(step: StepCall, weights: Commit | None, requests: Sequence[GenerateRequest]) -> list[Completion]:
     """All completions, the requests dealt out over the rollout engines."""
-    engines = run.fleet.rollout
+    engines = step.run.fleet.rollout
 
     def on_engine(index: int) -> list[Completion]:
-        part = requests[index :: len(engines)]
-        return [c for completions in engines[index].generate(part) for c in completions] if part else []
+        groups = generate_groups(step, engines[index], weights, requests[index :: len(engines)])
+        return [completion for group in groups for completion in group]
 
     with ThreadPoolExecutor(len(engines)) as pool:
         return [c for part in pool.map(on_engine, range(len(engines))) for c in part]

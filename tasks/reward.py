@@ -1,11 +1,13 @@
 """`reward`: grade the samples of one shard, while other shards still generate."""
 
 import json
+from collections.abc import Sequence
 
 import pyarrow as pa
 
 from storage.commits import Commit, Step
 from storage.schemas import REWARD, Status
+from tasks.rewards.pool import Graded, GraderPool, Sample
 from tasks.step import Outcome, StepCall, durable
 
 
@@ -15,17 +17,20 @@ from tasks.step import Outcome, StepCall, durable
     plugins=("reward.custom_rm_path",),
 )
 def reward(step: StepCall, rollout: Commit) -> Outcome:
-    """Grade every sample of the shard. A grader that fails or takes too long marks the sample failed, never zero."""
+    """Grade every sample of the shard. A grader that fails or takes too long marks the sample failed, never zero; what
+    failed while it was generated is not graded, and stays failed."""
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
     samples = step.run.read(rollout, columns).to_pydict()
     grader = step.run.grader
-    graded = grader.grade(
+    graded = grade_generated(
+        grader,
         [
             (response, label, json.loads(metadata) if metadata else {})
             for response, label, metadata in zip(
                 samples["response_text"], samples["label"], samples["metadata"], strict=True
             )
-        ]
+        ],
+        samples["error"],
     )
     n = len(graded)
     failed = [g.reward is None for g in graded]
@@ -48,3 +53,9 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
         tables={"rewards.parquet": table},
         metrics={"failed_samples": sum(failed)},
     )
+
+
+def grade_generated(grader: GraderPool, samples: Sequence[Sample], errors: Sequence[str | None]) -> list[Graded]:
+    """Grade the samples whose generation did not fail; the others keep their error. In the order of the samples."""
+    graded = iter(grader.grade([sample for sample, error in zip(samples, errors, strict=True) if error is None]))
+    return [next(graded) if error is None else Graded(None, error=error) for error in errors]

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ from storage.schemas import ROLLOUT, Status
 from storage.snapshots import WriteAhead
 from tasks.context import RunContext
 from tasks.data import Draw, DrawnRow
+from tasks.generation import generate_groups
 from tasks.step import Outcome, StepCall, durable
 from tasks.sync import bring_up_to_date
 
@@ -45,7 +45,7 @@ def rollout(
     `weights` is the train step that made the weights, None for the initial ones; `earlier` are the filter steps that
     fixed the cursor. Groups are durable as they finish: after a failure only the missing ones are generated.
     """
-    run, config = step.run, step.run.config.rollout
+    run = step.run
     version = weights.weight_version_out if weights is not None else 0
     assert version is not None
     draw = run.draw(cursor, count)
@@ -59,16 +59,13 @@ def rollout(
         missing = [row for row in rows if row.group_id not in finished]
         tables = [recovered]
         began = time.perf_counter()
-        for group in _finished_groups(run, step.iteration, engine, missing):
+        by_group = {row.group_id: row for row in missing}
+        for completions in generate_groups(step, engine, weights, _requests(run, step.iteration, missing)):
+            group = _group_table(run, engine.name, by_group[completions[0].request_id], step.iteration, completions)
             tables.append(group)
             log.append(group)
         seconds = time.perf_counter() - began
         samples = pa.concat_tables(tables).sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
-    if samples.num_rows != len(rows) * config.n_samples_per_prompt:
-        raise RuntimeError(
-            f"rollout {step.shard} made {samples.num_rows} samples, "
-            f"wanted {len(rows)} × {config.n_samples_per_prompt}: the engine lost some"
-        )
     return Outcome(
         tables={"samples.parquet": samples.combine_chunks()},
         values={
@@ -89,6 +86,13 @@ def rollout(
     )
 
 
+def completion_status(completion: Completion) -> Status:
+    """How a generated sample ended, before it is graded."""
+    if completion.error is not None:
+        return Status.FAILED
+    return Status.TRUNCATED if completion.finish_reason == FinishReason.LENGTH else Status.COMPLETED
+
+
 def token_count(samples: pa.Table, column: str) -> int:
     """Tokens in a list column."""
     return sum(len(chunk.flatten()) for chunk in samples.column(column).chunks)
@@ -107,8 +111,7 @@ def sample_seed(run_seed: int, iteration: int, group_id: int, sample_index: int)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
-def _finished_groups(run: RunContext, iteration: int, engine: Any, rows: Sequence[DrawnRow]) -> Iterator[pa.Table]:
-    """Generate the rows' samples; yield a group's table as soon as its last sample ends."""
+def _requests(run: RunContext, iteration: int, rows: Sequence[DrawnRow]) -> list[GenerateRequest]:
     config = run.config.rollout
     params = SamplingParams(
         max_new_tokens=config.rollout_max_response_len,
@@ -117,30 +120,21 @@ def _finished_groups(run: RunContext, iteration: int, engine: Any, rows: Sequenc
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
     )
-    seeds = {
-        row.group_id: tuple(
-            sample_seed(run.config.seed, iteration, row.group_id, index) for index in range(config.n_samples_per_prompt)
-        )
+    return [
+        GenerateRequest(row.group_id, row.row.prompt_ids, _group_seeds(run, iteration, row.group_id), params)
         for row in rows
-    }
-    requests = [GenerateRequest(row.group_id, row.row.prompt_ids, seeds[row.group_id], params) for row in rows]
-    by_group = {row.group_id: row for row in rows}
-    open_groups: dict[int, list[Completion]] = {row.group_id: [] for row in rows}
-    if not requests:
-        return
-    for completions in engine.generate(requests):
-        for completion in completions:
-            group = open_groups[completion.request_id]
-            group.append(completion)
-            if len(group) == config.n_samples_per_prompt:
-                row = by_group[completion.request_id]
-                yield _group_table(run, engine.name, row, seeds[row.group_id], open_groups.pop(row.group_id))
+    ]
+
+
+def _group_seeds(run: RunContext, iteration: int, group_id: int) -> tuple[int, ...]:
+    samples = range(run.config.rollout.n_samples_per_prompt)
+    return tuple(sample_seed(run.config.seed, iteration, group_id, index) for index in samples)
 
 
 def _group_table(
-    run: RunContext, engine_name: str, drawn: DrawnRow, seeds: Sequence[int], completions: list[Completion]
+    run: RunContext, engine_name: str, drawn: DrawnRow, iteration: int, completions: list[Completion]
 ) -> pa.Table:
-    row = drawn.row
+    row, seeds = drawn.row, _group_seeds(run, iteration, drawn.group_id)
     texts = run.tokenizer.batch_decode([c.response_ids.tolist() for c in completions], skip_special_tokens=True)
     n = len(completions)
     lengths = [len(c.response_ids) for c in completions]
@@ -160,10 +154,8 @@ def _group_table(
             np.full(length, c.weight_version, np.int32) for c, length in zip(completions, lengths, strict=True)
         ],
         "finish_reason": [str(c.finish_reason) for c in completions],
-        "status": [
-            str(Status.TRUNCATED if c.finish_reason == FinishReason.LENGTH else Status.COMPLETED) for c in completions
-        ],
-        "error": [None] * n,
+        "status": [str(completion_status(c)) for c in completions],
+        "error": [c.error for c in completions],
         "seed": [seeds[c.sample_index] for c in completions],
         "engine": [engine_name] * n,
         "seconds": [c.seconds for c in completions],

@@ -18,7 +18,7 @@ class RolloutEngine(Protocol):
         """Generate every sample of every request; yield each as it finishes, earlier requests first where possible.
 
         Raises:
-            ValueError: a request cannot be served (named by its id); nothing is generated.
+            RequestRefused: some of the requests cannot be served; nothing is generated.
             EngineError: another `generate` or a weight update is in progress, or the weights give no finite logits.
         """
 

@@ -4,16 +4,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engines.errors import RequestRefused
 from engines.types import GenerateRequest, SamplingParams
 
 
 def validate_requests(requests: Sequence[GenerateRequest], context_length: int, vocab_size: int) -> None:
-    """Raises: ValueError: a request cannot be served; the sentence names it by its id."""
-    for request in requests:
-        if problem := _prompt_problem(request, context_length, vocab_size) or _params_problem(request.sampling_params):
-            raise ValueError(f"Request {request.request_id} cannot be served: {problem}.")
-        if any(not -(2**63) <= seed < 2**64 for seed in request.seeds):
-            raise ValueError(f"Request {request.request_id} cannot be served: a seed has more than 64 bits.")
+    """Raises: RequestRefused: some cannot be served; it names every one of them."""
+    problems = {request.request_id: _problem(request, context_length, vocab_size) for request in requests}
+    refused = {request_id: problem for request_id, problem in problems.items() if problem is not None}
+    if refused:
+        raise RequestRefused(refused)
+
+
+def _problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
+    if any(not -(2**63) <= seed < 2**64 for seed in request.seeds):
+        return "a seed has more than 64 bits"
+    return _prompt_problem(request, context_length, vocab_size) or _params_problem(request.sampling_params)
 
 
 def _prompt_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:

@@ -38,6 +38,10 @@ class BadData(Exception):
     """The data cannot be used as the configuration says; a new try will not help. The message says what to do."""
 
 
+class BadPrompt(BadData):
+    """A row that gives no prompt; the others may."""
+
+
 class RowFile:
     """The rows of one file or of a slice of it. Thread-safe."""
 

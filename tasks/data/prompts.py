@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from configs.schema.data import RowFormat
-from tasks.data.files import BadData, RowFile, open_rows
+from tasks.data.files import BadData, BadPrompt, RowFile, open_rows
 
 Messages = list[dict[str, Any]]
 
@@ -70,14 +70,15 @@ class PromptData:
         return len(self._rows)
 
     def row(self, index: int) -> PromptRow:
-        """Read, render and tokenize the row at `index`. Raises BadData if the chat template refuses it."""
+        """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template refuses it or it is
+        empty."""
         where = f"{self.path}, row {index + 1}"
         prompt, label, metadata, tools = _fields(self._rows.read(index), self._format, where)
         text = self._render(prompt, tools, where) if self._format.apply_chat_template else prompt
         # The template writes the special tokens that it wants; a plain prompt is taken literally, as in slime.
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
-            raise BadData(f"{where} has an empty prompt: give it some text or remove the row")
+            raise BadPrompt(f"{where} has an empty prompt: give it some text or remove the row")
         if tools is not None:
             metadata = {**(metadata or {}), "tools": tools}
         return PromptRow(index, prompt, str(text), tuple(ids), label, metadata)
@@ -93,7 +94,7 @@ class PromptData:
                 **self._format.apply_chat_template_kwargs,
             )
         except TemplateError as error:
-            raise BadData(f"{where}: the chat template refuses the prompt ({error}): correct the row") from error
+            raise BadPrompt(f"{where}: the chat template refuses the prompt ({error}): correct the row") from error
         return text
 
 

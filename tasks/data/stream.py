@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.data.files import BadData
+from tasks.data.files import BadData, BadPrompt
 from tasks.data.prompts import PromptData, PromptRow
 
 
@@ -32,7 +32,7 @@ class Draw:
     cursor: int
     """Where the next draw begins."""
     passed_over: int
-    """Prompts that were too long."""
+    """Prompts that were too long, or that the chat template refuses."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -49,28 +49,35 @@ def order(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def draw(data: PromptData, cursor: int, count: int, *, seed: int, shuffle: bool, max_prompt_len: int | None) -> Draw:
-    """The next `count` prompts of at most `max_prompt_len` tokens after `cursor`; longer ones are passed over.
+    """The next `count` prompts of at most `max_prompt_len` tokens after `cursor`; longer ones are passed over, and so
+    are rows that give no prompt.
 
     A pure function of its arguments. A draw may span any number of epochs.
 
     Raises:
-        BadData: no prompt of the data is short enough.
+        BadData: no prompt of the data will do.
     """
     n = len(data)
     rows: list[DrawnRow] = []
-    position, last_taken, shortest = cursor, cursor - 1, None
+    position, last_taken, shortest, refusal = cursor, cursor - 1, None, None
     while len(rows) < count:
         epoch, place = divmod(position, n)
-        row = data.row(int(order(seed, epoch, n)[place]) if shuffle else place)
-        length = len(row.prompt_ids)
-        if max_prompt_len is None or length <= max_prompt_len:
-            rows.append(DrawnRow(position, epoch, row))
-            last_taken = position
+        try:
+            row = data.row(int(order(seed, epoch, n)[place]) if shuffle else place)
+        except BadPrompt as error:
+            refusal = error
         else:
-            shortest = length if shortest is None else min(shortest, length)
+            length = len(row.prompt_ids)
+            if max_prompt_len is None or length <= max_prompt_len:
+                rows.append(DrawnRow(position, epoch, row))
+                last_taken = position
+            else:
+                shortest = length if shortest is None else min(shortest, length)
         position += 1
         # So many positions in a row hold at least one whole epoch, wherever they begin.
         if position - last_taken >= 2 * n:
+            if shortest is None:
+                raise BadData(f"no row of {data.path} gives a prompt; the last one: {refusal}")
             raise BadData(
                 f"{data.path}: every prompt is longer than {max_prompt_len} tokens, the shortest has {shortest}: raise "
                 "rollout_max_prompt_len, lower rollout_max_response_len, or use a model with a longer context"

@@ -109,12 +109,12 @@ def test_no_requests_give_no_completions(qwen3: TransformersEngine) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
-        ([], {}, "Request 3 .* prompt is empty"),
-        ([1] * CONTEXT_LENGTH, {}, "Request 3 .* prompt of 128 tokens leaves no room in the context of 128"),
-        ([1, VOCAB_SIZE], {}, "Request 3 .* token 320, outside the model's vocabulary"),
-        ([1], {"max_new_tokens": 0}, "Request 3 .* max_new_tokens is 0"),
-        ([1], {"temperature": -1.0}, "Request 3 .* temperature is -1"),
-        ([1], {"top_p": 0.0}, "Request 3 .* top_p is 0"),
+        ([], {}, "request 3 .* prompt is empty"),
+        ([1] * CONTEXT_LENGTH, {}, "request 3 .* prompt of 128 tokens leaves no room in the context of 128"),
+        ([1, VOCAB_SIZE], {}, "request 3 .* token 320, outside the model's vocabulary"),
+        ([1], {"max_new_tokens": 0}, "request 3 .* max_new_tokens is 0"),
+        ([1], {"temperature": -1.0}, "request 3 .* temperature is -1"),
+        ([1], {"top_p": 0.0}, "request 3 .* top_p is 0"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_named_before_anything_is_generated(

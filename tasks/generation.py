@@ -1,0 +1,113 @@
+"""Generation of whole groups, so arranged that no prompt can hold a run up.
+
+| what happens while a group is generated | what becomes of it |
+|---|---|
+| the engine refuses the prompt | it fails, at once |
+| the engine fails, in company | the step fails and is tried again; after `TOGETHER` such tries the group is a suspect |
+| the engine fails on a suspect, which is generated alone | the step is tried again; after `ALONE` such tries it fails |
+
+All samples of a failed group carry the error and no token: they are graded by nobody, and the filter drops the group
+and asks for another. A suspect whose engine did not fail is a group like any other.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from engines.errors import EngineError, RequestRefused
+from engines.types import Completion, FinishReason, GenerateRequest
+from storage.commits import Commit
+from storage.layout import commit_name
+from tasks.recovery import version_of
+from tasks.step import StepCall
+from tasks.sync import bring_up_to_date
+
+
+class Engine(Protocol):
+    """Of a rollout engine, or of what stands for it in the driver, what generation needs."""
+
+    name: str
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        """See `engines.rollout.base.RolloutEngine`."""
+
+
+TOGETHER = 2
+"""Failures in company after which a group is a suspect."""
+ALONE = 2
+"""Failures alone after which it fails. With `retry.retries` of 3 that is one driver's last try of the step."""
+
+
+def generate_groups(
+    step: StepCall, engine: Engine, weights: Commit | None, requests: Sequence[GenerateRequest]
+) -> Iterator[list[Completion]]:
+    """Generate every sample of every request with the weights that `weights` left; yield each request's completions, by
+    sample, when the last of them has ended. Raises EngineError where a new try of the step may help."""
+    failures = step.run.failed_generations
+    suspects = [request for request in requests if failures[_key(step, request)] >= TOGETHER]
+    yield from _together(step, engine, weights, [request for request in requests if request not in suspects])
+    for request in suspects:
+        yield from _alone(step, engine, weights, request)
+
+
+def _together(
+    step: StepCall, engine: Engine, weights: Commit | None, requests: Sequence[GenerateRequest]
+) -> Iterator[list[Completion]]:
+    if not requests:
+        return
+    unfinished = {request.request_id: request for request in requests}
+    finished: dict[int, list[Completion]] = {request.request_id: [] for request in requests}
+    try:
+        for completions in engine.generate(requests):
+            for completion in completions:
+                group = finished[completion.request_id]
+                group.append(completion)
+                if len(group) == len(unfinished[completion.request_id].seeds):
+                    del unfinished[completion.request_id]
+                    yield sorted(group, key=lambda sample: sample.sample_index)
+        if unfinished:
+            lost = ", ".join(f"{len(finished[id])} of {len(one.seeds)} for {id}" for id, one in unfinished.items())
+            raise EngineError(f"{engine.name} gave fewer samples than asked: {lost}")
+    except RequestRefused as refusal:
+        for id, why in refusal.refused.items():
+            yield _failed(unfinished.pop(id), weights, why)
+        yield from _together(step, engine, weights, list(unfinished.values()))
+    except EngineError:
+        step.run.failed_generations.update(_key(step, request) for request in unfinished.values())
+        raise
+
+
+def _alone(
+    step: StepCall, engine: Engine, weights: Commit | None, request: GenerateRequest
+) -> Iterator[list[Completion]]:
+    with step.run.weights_lock:  # one suspect at a time, so that each answers for its own failures
+        bring_up_to_date(step.run, weights)
+        try:
+            groups = list(_together(step, engine, weights, [request]))
+        except EngineError as error:
+            if step.run.failed_generations[_key(step, request)] < TOGETHER + ALONE:
+                raise
+            groups = [_failed(request, weights, f"{type(error).__name__}: {error}")]
+            bring_up_to_date(step.run, weights)
+    yield from groups
+
+
+def _failed(request: GenerateRequest, weights: Commit | None, why: str) -> list[Completion]:
+    return [
+        Completion(
+            request_id=request.request_id,
+            sample_index=index,
+            response_ids=np.zeros(0, np.int32),
+            log_probs=np.zeros(0, np.float32),
+            finish_reason=FinishReason.ERROR,
+            weight_version=version_of(weights),
+            seconds=0.0,
+            error=why,
+        )
+        for index in range(len(request.seeds))
+    ]
+
+
+def _key(step: StepCall, request: GenerateRequest) -> tuple[str, int]:
+    return commit_name(step.iteration, step.attempt.step, step.shard), request.request_id
