@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from configs.schema.run import RunConfig
 from flows.events import Event
 from flows.iteration import iteration
 from flows.session import Sources, fleet_name, open_graders, starting_fleet, telling_what_is_stale, total_steps
+from flows.trust import recorded_config
 from storage.commits import Commit, Record, Step
 from storage.comparison import differences
 from storage.errors import RunDiffers
@@ -100,20 +100,20 @@ def replay(
     raises.
     """
     owner = ledger.owner(index)
+    if not any(commit.step is step and shard in (None, commit.shard) for commit in owner.commits(index)):
+        which = step if shard is None else f"{step}.{shard}"
+        raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
     with beside_the_ledger(owner, emit) as run, TemporaryDirectory(prefix="cairn-replay-") as folder:
         runner = Replaying(run, step, shard, open_store(folder))
         with suppress(_EndOfLedger):
             iteration(run, runner, index)
-    if not runner.replayed:
-        which = step if shard is None else f"{step}.{shard}"
-        raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
     return runner.replayed
 
 
 @contextmanager
 def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator[RunContext]:
     """A context that reads a run as its driver does and owns nothing of it."""
-    config = RunConfig.model_validate(ledger.manifest.config)
+    config = recorded_config(ledger)
     sources = Sources.open(config)
     differing = differing_fields(dict(ledger.manifest.inputs), sources.digests, "digest of ")
     if differing:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
     """List all runs of a store: how far each is, its reward, and when it last committed something.
 
-    States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*, *interrupted* (stopped or killed; `cairn resume`
-    goes on), *damaged* (see `cairn verify`).
+    States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*,
+    *interrupted* (stopped or killed; `cairn resume` goes on), *damaged* (see `cairn verify`).
 
     Examples:
 
@@ -101,6 +101,7 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
             "commits": len(checks) - 1,
             "files": sum(c.files for c in checks),
             "bytes": sum(c.bytes for c in checks),
+            "retired": sum(c.retired for c in checks),
         }
         print_json({"run": run, **counts, "findings": [finding.model_dump(mode="json") for finding in findings]})
     else:

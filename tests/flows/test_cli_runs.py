@@ -102,6 +102,34 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(tiny_as
     assert (again.returncode, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
 
 
+@pytest.mark.timeout(4 * DEADLINE)
+def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(tiny_assets: Path, folder: Path) -> None:
+    write_recipe(folder, "origin", tiny_assets, rollout={"num_rollout": 3})
+    assert run(folder, "train", "origin.yaml").returncode == 0
+    made = run(folder, "fork", "origin@1", "faster", "--set", "training.lr=0.002")
+    assert made.stdout == (
+        "run faster shares iterations 0 to 1 with origin and makes 2 to 2 itself\n"
+        "  training.lr: 0.001 → 0.002\n"
+        "go on with: cairn resume faster\n"
+    )
+    assert status(folder, "faster")["state"] == "new"
+    resumed = run(folder, "resume", "faster")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "Restoring the weights of iteration 1 as run origin trained them" in resumed.stdout + resumed.stderr
+    assert status(folder, "faster")["state"] == "completed"
+    assert run(folder, "verify", "faster").returncode == 0
+
+    compared = run(folder, "diff", "origin", "faster", "--json")
+    assert compared.returncode == 1
+    parting = json.loads(compared.stdout)
+    assert (parting["parts_at"], parting["options"]) == ("000002/train", [["training.lr", 0.001, 0.002]])
+
+    again = run(folder, "replay", "faster", "2", "train")
+    assert (again.returncode, again.stdout) == (0, "000002/train: equal, bit for bit\n")
+    assert run(folder, "replay", "faster", "7", "train").returncode == 2
+    assert run(folder, "replay", "faster", "2", "training").returncode == 2
+
+
 def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path, folder: Path) -> None:
     config = tiny_config(tiny_assets)
     tokenizer = load_tokenizer(config.model.path)
