@@ -13,7 +13,7 @@ from pydantic import Field
 from configs.schema.evaluation import BenchmarkConfig
 from configs.schema.run import RunConfig
 from storage.commits import Commit, Record, Step
-from storage.errors import Damaged
+from storage.errors import BeingDeleted, Damaged
 from storage.leases import LeaseState, Outcome, newest_lease
 from storage.ledger import Ledger, Parent, list_runs
 from storage.snapshots import waiting_groups
@@ -40,6 +40,8 @@ class RunState(StrEnum):
     """Its driver was stopped or killed; `cairn resume` goes on from the last commit."""
     DAMAGED = "damaged"
     """A piece of the ledger is missing or altered; `cairn verify` says which."""
+    DELETED = "deleted"
+    """But not wholly: `cairn delete` was interrupted, and goes on if it is given again."""
 
 
 class Driver(Record):
@@ -136,6 +138,8 @@ def all_runs(store: Store) -> list[RunStatus]:
             return run_status(store, run)
         except Damaged:
             return RunStatus(run=run, state=RunState.DAMAGED)
+        except BeingDeleted:
+            return RunStatus(run=run, state=RunState.DELETED)
 
     with ThreadPoolExecutor(_RUNS_AT_A_TIME) as readers:
         return list(readers.map(status, list_runs(store)))

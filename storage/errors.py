@@ -25,6 +25,10 @@ class BeingDeleted(Exception):
     """Someone has begun to delete the run; nothing of it may be used any more. The message says how to finish."""
 
 
+class SharedWithForks(Exception):
+    """Other runs were forked from the run and read it. The message names them."""
+
+
 class StaleCommits(Exception):
     """Committed steps whose inputs or configuration are no longer those they were made from."""
 

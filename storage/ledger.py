@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from storage import canonical, layout
 from storage.commits import SCHEMA_VERSION, Commit, Environment, OutputFile, Record, Step
-from storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
+from storage.errors import BeingDeleted, Damaged, LeaseLost, RunDiffers, StoreError
 from storage.leases import Lease
 from storage.snapshots import Attempt
 from storage.store import Store
@@ -95,7 +95,7 @@ class Ledger:
         inputs: Mapping[str, str] | None = None,
     ) -> "Ledger":
         """Open a run. Raises FileNotFoundError if there is none, RunDiffers if `config` or `inputs` are given and not
-        those recorded, and Damaged."""
+        those recorded, BeingDeleted and Damaged."""
         path = layout.run_manifest(run)
         try:
             data = store.read(path)
@@ -104,6 +104,10 @@ class Ledger:
         try:
             fields = canonical.unseal(data)
             del fields["digest"]
+            if "being_deleted_since" in fields:
+                raise BeingDeleted(
+                    f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` goes on"
+                )
             manifest = Manifest.model_validate(fields)
         except ValueError as error:
             raise Damaged(f"manifest {path} cannot be trusted: {error}") from None

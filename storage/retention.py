@@ -159,11 +159,11 @@ def forks(store: Store, run: str) -> dict[str, int]:
     def parent(name: str) -> int | None:
         try:
             parent = Ledger.open(store, name).manifest.parent
-        except (FileNotFoundError, BeingDeleted):
+        except (FileNotFoundError, BeingDeleted):  # no run, or none any more
             return None
         return parent.iteration if parent is not None and parent.run == run else None
 
-    names = [name.removesuffix("/") for name in store.list(layout.runs()) if name.endswith("/")]
+    names = [name.removesuffix("/") for name in store.list(layout.runs()) if name not in (run, f"{run}/")]
     with ThreadPoolExecutor(_REQUESTS) as readers:
         found = dict(zip(names, readers.map(parent, names), strict=True))
     return {name: iteration for name, iteration in found.items() if iteration is not None}

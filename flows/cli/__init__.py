@@ -2,10 +2,11 @@
 
 from flows.cli.app import app
 from flows.cli.history import diff, fork, replay
+from flows.cli.housekeeping import delete, gc
 from flows.cli.reading import runs, show, status, verify
 from flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-for command in (train, resume, validate, fork, runs, status, show, verify, replay, diff, up):
+for command in (train, resume, validate, fork, runs, status, show, verify, replay, diff, gc, delete, up):
     app.command()(command)

@@ -76,6 +76,7 @@ def exit_code(error: Exception) -> int | None:
         LeaseLost,
         Retired,
         RunDiffers,
+        SharedWithForks,
         StaleCommits,
         StoreError,
         StoreRefused,
@@ -86,7 +87,8 @@ def exit_code(error: Exception) -> int | None:
     from tasks.recovery import ReplayDiverged
     from tasks.rewards.pool import GraderFailed
 
-    bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, StoreRefused, RunDiffers, LeaseHeld, BeingDeleted)
+    refused = (StoreRefused, RunDiffers, LeaseHeld, BeingDeleted, SharedWithForks)
+    bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, *refused)
     run_failure = (NotFinite, BatchNotFilled, ReplayDiverged, GraderFailed)
     failure = (StoreError, Damaged, Retired, StaleCommits, LeaseLost, EngineError, *run_failure)
     if isinstance(error, bad_input):

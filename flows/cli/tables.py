@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     from flows.samples import SampleView
     from flows.views import Groups, RunStatus
+    from storage.collector import Garbage
+    from storage.retention import Retirement
     from storage.verification import Verified
     from tasks.staleness import StaleStep
 
@@ -130,8 +132,30 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
         print(f"{finding.fault}: {finding.message}")
     size = sum(check.bytes for check in checks)
     read = f"{len(checks) - 1} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
+    retired = sum(check.retired for check in checks)
+    if retired:
+        read += f" ({retired} older files are retired)"
     verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
     print(f"run {run}: {read} read; {verdict}")
+
+
+def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool) -> None:
+    """What of a run may go, or has gone: a line a file, or for what retention does not keep a line an iteration."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("path", "bytes", "why"):
+        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold")
+    for one in old:
+        table.add_row(f"iteration {one.iteration}: {len(one.files)} files", str(one.bytes), f"old {one.kind}")
+    for garbage in found:
+        table.add_row(garbage.path, "–" if garbage.bytes is None else str(garbage.bytes), garbage.reason)
+    files = sum(len(one.files) for one in old) + len(found)
+    size = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
+    if files:
+        _console().print(table)
+    end = "removed" if removed else f"can go; `cairn gc {run} --apply` removes them" if files else "can go"
+    print(f"run {run}: {files} files, {size / 1e6:.1f} MB, {end}")
 
 
 def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verified"]:

@@ -1,0 +1,85 @@
+"""Commands that remove things: gc, delete."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, tell
+from flows.cli.reading import open_ledger
+from flows.cli.tables import print_garbage
+
+if TYPE_CHECKING:
+    from storage.store import Store
+
+
+def gc(
+    run: RunArgument,
+    apply: Annotated[bool, typer.Option("--apply", help="Remove what was found.")] = False,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Find files of a run that nobody needs; remove them if asked to.
+
+    What interrupted drivers left behind: attempts that lost, groups that have gone into a committed shard, writes that
+    did not end. And what the run's retention does not keep: `checkpoint.save_retain_interval` and
+    `checkpoint.retain_snapshots`. Safe beside a live driver: what it writes, and finished groups that the next driver
+    takes over, are left alone.
+
+    Examples:
+
+    - `cairn gc quickstart` shows what would go
+    - `cairn gc quickstart --apply`
+    """
+    from configs.schema.run import RunConfig
+    from storage.collector import collect, garbage
+    from storage.retention import due, retire
+
+    ledger = open_ledger(store, run)
+    keep = RunConfig.model_validate(ledger.manifest.config).checkpoint
+    old = retire(ledger, keep, everything=True) if apply else list(due(ledger, keep, everything=True))
+    found = list(garbage(ledger))
+    if apply:
+        collect(ledger, found)
+    if json:
+        rows = [one.model_dump(mode="json") for one in (*old, *found)]
+        print_json({"run": run, "removed": apply, "retention": rows[: len(old)], "garbage": rows[len(old) :]})
+    else:
+        print_garbage(run, old, found, removed=apply)
+
+
+def delete(
+    run: RunArgument,
+    yes_delete: Annotated[
+        str | None, typer.Option("--yes-delete", metavar="RUN", help="The name again, instead of typing it.")
+    ] = None,
+    store: StoreOption = ".",
+) -> None:
+    """Delete a run with all its samples, checkpoints and metrics. There is no way back.
+
+    Asks for the name again. Refused while a driver lives, and while other runs that were forked from it need it. A
+    deletion that was interrupted is finished by giving the command again; the run cannot be used in between.
+
+    Examples:
+
+    - `cairn delete quickstart`
+    - `cairn delete quickstart --yes-delete quickstart` in scripts
+    """
+    from storage.deletion import delete_run
+    from storage.store import open_store
+
+    opened = open_store(store)
+    if yes_delete is None:
+        yes_delete = _typed_name(opened, run)
+    if yes_delete != run:
+        raise BadInput(f"the name given again is {yes_delete!r}, not {run!r}; nothing was deleted")
+    try:
+        delete_run(opened, run)
+    except (FileNotFoundError, ValueError) as error:
+        raise BadInput(str(error)) from None
+    tell(f"run {run} is deleted")
+
+
+def _typed_name(store: "Store", run: str) -> str:
+    """What a person types when asked for the name; nothing where nobody can be asked."""
+    tell(f"This deletes run {run!r} in {store.url} for ever.")
+    return typer.prompt("Type the run's name to delete it", err=True, default="", show_default=False)

@@ -1,0 +1,71 @@
+"""Deleting a whole run.
+
+| order | what a crash right after it leaves |
+|---|---|
+| the lease is taken: refused while a driver lives | the run, whole |
+| `run.json` is replaced by a note that the run is being deleted | a run that nothing opens; `delete` finishes |
+| everything but `run.json` and the leases is removed | the same, with fewer files |
+| the leases, then `run.json` | the same, and then nothing |
+
+`run.json` goes last because a run is where it is: were it gone first, files without a name would lie there, and a new
+run of that name would take them for its own.
+"""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from storage import canonical, layout
+from storage.errors import SharedWithForks
+from storage.leases import Lease, Outcome
+from storage.retention import forks
+from storage.store import Store
+
+_REQUESTS = 8
+
+
+def delete_run(store: Store, run: str) -> None:
+    """Delete a run and everything of it, or finish a deletion that was interrupted.
+
+    Raises FileNotFoundError if there is no such run, LeaseHeld while a driver lives and SharedWithForks, naming them,
+    while other runs read what they share with it; nothing is changed then.
+    """
+    manifest = layout.run_manifest(run)
+    if not store.exists(manifest):
+        raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them")
+    _require_unshared(store, run)
+    lease = Lease.acquire(store, run)
+    try:
+        before = store.read(manifest)
+        store.write(manifest, canonical.seal({"run": run, "being_deleted_since": time.time()}))
+        try:
+            _require_unshared(store, run)  # a fork made in between reads the note, or is seen here
+        except Exception:
+            store.write(manifest, before)
+            raise
+        _delete_all(store, (path for path in store.find(layout.run(run)) if not _is_last(run, path)))
+        for write in store.unfinished(layout.run(run)):
+            store.discard(write)
+    finally:
+        lease.release(Outcome.STOPPED)
+    leases = store.list(layout.leases(run))
+    for ends in (False, True):  # a lease without its end would look as if its holder lived
+        _delete_all(store, (f"{layout.leases(run)}/{name}" for name in leases if (name.count(".") > 1) == ends))
+    store.delete(manifest)
+    store.remove_empty_folders(layout.run(run))
+
+
+def _is_last(run: str, path: str) -> bool:
+    return path == layout.run_manifest(run) or path.startswith(f"{layout.leases(run)}/")
+
+
+def _require_unshared(store: Store, run: str) -> None:
+    found = forks(store, run)
+    if found:
+        names = ", ".join(f"{name} (up to iteration {iteration})" for name, iteration in sorted(found.items()))
+        raise SharedWithForks(f"run {run!r} is read by its forks: {names}; delete these first")
+
+
+def _delete_all(store: Store, paths: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        list(pool.map(store.delete, paths))

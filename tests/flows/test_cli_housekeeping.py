@@ -1,0 +1,98 @@
+"""`cairn gc | delete`: dry runs change nothing, and nothing goes by mistake."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flows.cli import app
+from storage import layout
+from storage.commits import Step
+from storage.leases import Outcome
+from storage.ledger import Ledger, Parent
+from tests.flows.written_runs import new_run, write_run
+
+
+def cairn(*arguments: str, store: Ledger, answer: str | None = None) -> Result:
+    return CliRunner().invoke(app, [*arguments, "--store", store.store.url], input=answer)
+
+
+@pytest.fixture
+def ledger(tmp_path) -> Ledger:
+    """Twelve iterations, a checkpoint each second, and a lost attempt; its driver has ended."""
+    options = {"save_interval": 2, "save_retain_interval": 4, "retain_snapshots": 3}
+    ledger = new_run(str(tmp_path), rollout={"num_rollout": 13}, checkpoint=options, eval={"eval_interval": None})
+    write_run(ledger, 12)
+    ledger.attempt(4, Step.TRAIN).write_bytes("lost", b"12345")
+    assert ledger.lease is not None
+    ledger.lease.release(Outcome.STOPPED)
+    return ledger
+
+
+def test_gc_shows_first_and_removes_what_it_showed(ledger: Ledger) -> None:
+    before = ledger.store.find("runs")
+    shown = cairn("gc", "toy", store=ledger)
+    assert shown.exit_code == 0
+    assert "iteration 8: 6 files" in shown.stdout
+    assert "lost" in shown.stdout
+    assert "`cairn gc toy --apply` removes them" in shown.stdout
+    assert ledger.store.find("runs") == before
+    dry = json.loads(cairn("gc", "toy", "--json", store=ledger).stdout)
+    assert (dry["removed"], [row["bytes"] for row in dry["garbage"]]) == (False, [5])
+    assert {row["iteration"] for row in dry["retention"] if row["kind"] == "snapshots"} == set(range(9))
+
+    applied = json.loads(cairn("gc", "toy", "--apply", "--json", store=ledger).stdout)
+    assert applied == dry | {"removed": True}
+    gone = {path for row in dry["retention"] for path in row["files"]} | {row["path"] for row in dry["garbage"]}
+    left = {path for path in ledger.store.find("runs") if "/retired/" not in path}
+    assert left == set(before) - gone
+    assert cairn("gc", "toy", store=ledger).stdout == "run toy: 0 files, 0.0 MB, can go\n"
+
+
+def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
+    cairn("gc", "toy", "--apply", store=ledger)
+    verified = cairn("verify", "toy", store=ledger)
+    assert verified.exit_code == 0
+    assert "(54 older files are retired) read; every byte is what was committed" in verified.stdout
+    shown = cairn("show", "toy", "3", store=ledger)
+    assert shown.exit_code == 1
+    assert "is retired: run 'toy' does not keep its older files for ever" in shown.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--yes-delete", "to"], []])
+def test_delete_wants_the_exact_name_again(ledger: Ledger, arguments: list[str]) -> None:
+    refused = cairn("delete", "toy", *arguments, store=ledger, answer="y\n")
+    assert refused.exit_code == 2
+    assert "not 'toy'; nothing was deleted" in refused.stderr
+    assert Ledger.open(ledger.store, "toy").last_iteration() == 11
+
+
+@pytest.mark.parametrize(("arguments", "answer"), [(["--yes-delete", "toy"], None), ([], "toy\n")])
+def test_delete_leaves_nothing(ledger: Ledger, arguments: list[str], answer: str | None) -> None:
+    done = cairn("delete", "toy", *arguments, store=ledger, answer=answer)
+    assert done.exit_code == 0, done.stderr
+    assert ledger.store.find("runs") == {}
+
+
+def test_delete_is_refused_with_a_sentence(ledger: Ledger) -> None:
+    Ledger.create(ledger.store, "branch", ledger.manifest.config, parent=Parent(run="toy", iteration=3))
+    shared = cairn("delete", "toy", "--yes-delete", "toy", store=ledger)
+    assert (shared.exit_code, "branch (up to iteration 3)" in shared.stderr) == (2, True)
+    other = new_run(ledger.store, "other")
+    held = cairn("delete", "other", "--yes-delete", "other", store=other)
+    assert (held.exit_code, "run 'other' is driven by pid" in held.stderr) == (2, True)
+    absent = cairn("delete", "none", "--yes-delete", "none", store=ledger)
+    assert (absent.exit_code, "there is no run 'none'" in absent.stderr) == (2, True)
+
+
+def test_a_half_deleted_run_is_shown_as_such_and_nothing_goes_on_with_it(ledger: Ledger) -> None:
+    from storage import canonical
+
+    note = canonical.seal({"run": "toy", "being_deleted_since": 1.0})
+    ledger.store.write(layout.run_manifest("toy"), note)
+    (status,) = json.loads(cairn("runs", "--json", store=ledger).stdout)
+    assert status["state"] == "deleted"
+    for command in ("resume", "status", "verify", "gc"):
+        refused = cairn(command, "toy", store=ledger)
+        assert (refused.exit_code, "`cairn delete toy` goes on" in refused.stderr) == (2, True), command
+    assert cairn("delete", "toy", "--yes-delete", "toy", store=ledger).exit_code == 0

@@ -1,0 +1,97 @@
+"""`delete_run` leaves nothing, or a run that nobody can use until it is deleted."""
+
+import pytest
+
+from storage import layout
+from storage.commits import Step
+from storage.deletion import delete_run
+from storage.errors import BeingDeleted, LeaseHeld, SharedWithForks
+from storage.leases import Outcome
+from storage.ledger import Ledger, Parent, list_runs
+from storage.local import LocalStore
+from storage.store import Store
+from tests.storage.builders import CONFIG, commit_step, rollout_table
+
+
+def _write_run(store: Store, run: str = "run-1") -> Ledger:
+    ledger = Ledger.create(store, run, CONFIG)
+    lease = ledger.acquire()
+    for iteration in range(3):
+        commit_step(ledger, iteration, Step.ROLLOUT, "00-000", table=rollout_table([iteration]))
+    lease.release(Outcome.COMPLETED)
+    return ledger
+
+
+def test_nothing_of_a_deleted_run_is_left_and_another_run_is_whole(store: Store) -> None:
+    _write_run(store)
+    other = _write_run(store, "run-10")
+    before = store.find(layout.run(other.run))
+    delete_run(store, "run-1")
+    assert store.find("runs") == before
+    assert store.list("runs") == ["run-10/"]
+    assert list_runs(store) == ["run-10"]
+    with pytest.raises(FileNotFoundError, match="no run 'run-1'"):
+        delete_run(store, "run-1")
+    assert Ledger.create(store, "run-1", CONFIG).last_iteration() is None
+
+
+def test_a_run_with_a_live_driver_is_left_alone(store: Store) -> None:
+    ledger = _write_run(store)
+    ledger.acquire()
+    before = set(store.find("runs"))
+    with pytest.raises(LeaseHeld):
+        delete_run(store, "run-1")
+    assert set(store.find("runs")) == before
+
+
+def test_a_run_that_forks_share_is_left_alone(store: Store) -> None:
+    _write_run(store)
+    for name in ("fork-b", "fork-a"):
+        Ledger.create(store, name, CONFIG, parent=Parent(run="run-1", iteration=1))
+    before = set(store.find("runs"))
+    with pytest.raises(SharedWithForks, match=r"fork-a \(up to iteration 1\), fork-b \(up to iteration 1\)"):
+        delete_run(store, "run-1")
+    assert set(store.find("runs")) == before
+    for name in ("fork-a", "fork-b", "run-1"):
+        delete_run(store, name)
+    assert store.find("runs") == {}
+
+
+class _Crash(Exception):
+    pass
+
+
+class _CrashingStore(LocalStore):
+    """Dies at a deletion."""
+
+    left = 10**6
+
+    def delete(self, path: str) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise _Crash
+        super().delete(path)
+
+
+def test_a_deletion_that_crashed_anywhere_can_be_finished_and_nothing_opens_the_run_until_then(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    moments = 0
+    while True:
+        store = _CrashingStore(str(tmp_path_factory.mktemp("store")))
+        ledger = _write_run(store)
+        store.left = moments
+        try:
+            delete_run(store, "run-1")
+            break
+        except _Crash:
+            moments += 1
+        store.left = 10**6
+        with pytest.raises(BeingDeleted, match="`cairn delete run-1` goes on"):
+            Ledger.open(store, "run-1")
+        with pytest.raises(BeingDeleted):
+            Ledger.create(store, "run-1", ledger.manifest.config)
+        assert list_runs(store) == ["run-1"]
+        delete_run(store, "run-1")
+        assert store.find("runs") == {}
+    assert moments >= 9, "three commits, their files, the lease and the manifest"
