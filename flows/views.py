@@ -119,7 +119,7 @@ def run_status(store: Store, run: str) -> RunStatus:
         num_rollout=config.rollout.num_rollout,
         iteration=iteration,
         step=step,
-        groups=_groups(ledger, last, commits),
+        groups=_groups(ledger, iteration, commits),
         weight_version=trained.weight_version_out or 0 if trained else 0,
         state_digest=trained.state_digest if trained else None,
         reward=graded.metrics.get("raw_reward") if graded else None,
@@ -232,16 +232,15 @@ def _newest(ledger: Ledger, step: Step, last: int | None, commits: Sequence[Comm
     return found or (ledger.find(last - 1, step) if last else None)
 
 
-def _groups(ledger: Ledger, last: int | None, commits: Sequence[Commit]) -> Groups:
-    """Of the newest iteration. Reads the write-ahead parts of shards that are not committed."""
-    if last is None:
-        return Groups()
+def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) -> Groups:
+    """Those of the newest commits, and what waits in the iteration in which the run stands: reads the write-ahead parts
+    of its shards that are not committed."""
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
-    done = {commit.shard for commit in rollouts}
+    done = {commit.shard for commit in rollouts if commit.iteration == iteration}
     return Groups(
         generated=sum(int(commit.metrics["generated_groups"]) for commit in rollouts),
         recovered=sum(int(commit.metrics["recovered_groups"]) for commit in rollouts),
-        waiting=waiting_groups(ledger.store, ledger.owner(last).run, last, done),
+        waiting=0 if iteration is None else waiting_groups(ledger.store, ledger.run, iteration, done),
     )
 
 

@@ -1,0 +1,67 @@
+"""A rollout that was killed half way keeps what had finished, generates the rest, and says so."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema.run import RunConfig
+from engines.types import Completion, GenerateRequest
+from flows.cli.tables import print_status
+from flows.iteration import iteration
+from flows.views import Groups, run_status
+from storage.store import open_store
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
+
+GROUPS, SAMPLES = 6, 4
+
+
+def dying_fleet(config: RunConfig, samples: int) -> LocalFleet:
+    """Its driver is gone as soon as so many samples have finished."""
+    fleet = LocalFleet(config)
+    generate = fleet.rollout[0].generate
+
+    def generate_until_the_end(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        finished = 0
+        for completions in generate(requests):
+            yield completions
+            finished += len(completions)
+            if finished >= samples:
+                raise KeyboardInterrupt
+
+    engine: Any = fleet.rollout[0]
+    engine.generate = generate_until_the_end
+    return fleet
+
+
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_only_the_missing_groups_are_generated_and_status_counts_them(
+    tiny_assets: Path, tmp_path: Path, s3_url: str, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One group at a time, so that groups finish one after the other.
+    rollout = {"rollout_batch_size": GROUPS, "n_samples_per_prompt": SAMPLES, "max_running_requests": SAMPLES}
+    config = tiny_config(tiny_assets, rollout={"num_rollout": 1, "rollout_max_response_len": 12, **rollout})
+    with tiny_context(str(tmp_path / "undisturbed"), config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        undisturbed = train_digests(run, [0])
+
+    store = s3_url if scheme == "s3" else str(tmp_path / "killed")
+    dying = dying_fleet(config, GROUPS * SAMPLES // 2)
+    with tiny_context(store, config, fleet=dying) as (run, _), pytest.raises(KeyboardInterrupt):
+        iteration(run, DirectSteps(run), 0)
+    killed = run_status(open_store(store), "tiny")
+    assert killed.groups == Groups(waiting=GROUPS // 2)
+    print_status(killed)
+    assert "3 finished and kept for the next driver" in capsys.readouterr().out
+
+    fleet = LocalFleet(config)
+    with tiny_context(store, config, fleet=fleet) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        assert train_digests(run, [0]) == undisturbed
+    assert fleet.rollout[0].generated_groups == GROUPS - GROUPS // 2
+    done = run_status(open_store(store), "tiny")
+    assert done.groups == Groups(generated=GROUPS - GROUPS // 2, recovered=GROUPS // 2)
+    print_status(done)
+    assert "3 kept from an interrupted rollout, 3 generated" in capsys.readouterr().out
