@@ -7,7 +7,8 @@ and a benchmark every tenth, are written as a driver writes them, but for the sn
 The newest iteration ends after its train step, as if the driver had been killed there. Then, each with a connection of
 its own, and counting every HTTP request:
 
-  resume   what a driver asks the store from its start to the step at which it goes on
+  resume   what a driver asks the store from opening the run to the step at which it goes on; the six requests that
+           first make sure of a store come to it
   status   `cairn status`
   runs     `cairn runs` over all runs written so far
   verify   `cairn verify`: all commits; for runs up to `--read` iterations, for it takes minutes on longer ones
@@ -37,11 +38,11 @@ from flows.iteration import last_selection
 from flows.train import report_changed_environment
 from flows.views import all_runs, run_status
 from storage import layout
+from storage.collector import garbage
 from storage.commits import Commit, Environment, Step
 from storage.leases import Lease, Outcome
 from storage.ledger import Ledger
 from storage.s3 import S3Store
-from storage.store import probe
 from storage.verification import verify
 from tasks.context import RunContext
 from tasks.evaluate import eval_due, eval_shard
@@ -156,7 +157,6 @@ def write_run(url: str, iterations: int) -> str:
 
 def find_the_place(store: S3Store, run: str) -> Lease:
     """All that a driver asks the store on its way to the first step that is not committed."""
-    probe(store)
     ledger = Ledger.open(store, run)
     lease = ledger.acquire()
     config = RunConfig.model_validate(ledger.manifest.config)
@@ -175,6 +175,7 @@ def find_the_place(store: S3Store, run: str) -> Lease:
     )
     newest = ledger.last_iteration()
     assert newest is not None
+    assert newest + 1 == config.rollout.num_rollout - 1
     report_changed_environment(context, newest)
     context.committed(newest - 1, Step.TRAIN)
     last_selection(context, newest - 1)
@@ -198,10 +199,6 @@ def measure(url: str, work: Callable[[S3Store], Any]) -> tuple[int, float]:
     began = time.perf_counter()
     work(store)
     return store.requests, time.perf_counter() - began
-
-
-def resume(store: S3Store, run: str) -> None:
-    find_the_place(store, run).release(Outcome.STOPPED)
 
 
 def acquire_many(store: S3Store, run: str, epochs: int) -> None:
@@ -233,12 +230,16 @@ def main() -> None:
             began = time.perf_counter()
             run = write_run(url, iterations)
             console.print(f"{iterations} iterations written in {time.perf_counter() - began:.0f} s")
-            note("resume", iterations, measure(url, lambda store, run=run: resume(store, run)))
+            leases: list[Lease] = []
+            cost = measure(url, lambda store, run=run, to=leases: to.append(find_the_place(store, run)))
+            note("resume", iterations, cost)
+            leases[0].release(Outcome.STOPPED)
             note("status", iterations, measure(url, lambda store, run=run: run_status(store, run)))
             note("runs", iterations, measure(url, all_runs))
             if iterations <= arguments.read:
                 cost = measure(url, lambda store, run=run: list(verify(Ledger.open(store, run))))
                 note("verify", iterations, cost)
+                note("gc", iterations, measure(url, lambda store, run=run: list(garbage(Ledger.open(store, run)))))
         first = f"run-{arguments.iterations[0]}"
         measure(url, lambda store: acquire_many(store, first, arguments.epochs))
         cost = measure(url, lambda store: Lease.acquire(store, first).release(Outcome.STOPPED))

@@ -9,6 +9,7 @@ from flows.session import Sources
 from storage import layout
 from storage.commits import Commit, Step
 from storage.ledger import Ledger, Parent
+from storage.retention import require_restorable
 from tasks.filter import number
 
 
@@ -20,13 +21,14 @@ def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = (
     """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
 
     Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration. The
-    parent may be running. Raises CannotFork, ConfigError, BadModel, BadData and BadPlugin.
+    parent may be running. Raises CannotFork, ConfigError, Retired, BadModel, BadData and BadPlugin.
     """
     config = override(parent.manifest.config, overrides)
     layout.check_name(name, "run")
     _check_there_is_something_to_share(parent, iteration)
     _check_there_is_something_to_do(parent, iteration, config)
     _check_buffer(parent, iteration, config)
+    require_restorable(parent, iteration)
     sources = Sources.open(config)
     if sources.digests["model"] != parent.manifest.inputs["model"]:
         raise CannotFork(
@@ -39,6 +41,7 @@ def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = (
     created = Ledger.create(parent.store, name, config.model_dump(mode="json"), sources.digests, origin)
     if created.manifest.parent != origin:
         raise CannotFork(f"there is a run {name!r} already; choose another name")
+    require_restorable(parent, iteration)  # the parent's driver may have removed files before it could see the fork
     return created
 
 

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from configs.schema.operations import CheckpointConfig
 from storage import canonical, layout
 from storage.commits import Commit, Record, Step
-from storage.errors import BeingDeleted
+from storage.errors import BeingDeleted, Retired
 from storage.layout import Kind
 from storage.ledger import Ledger
 from storage.schemas import Disposition
@@ -131,14 +131,37 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
     selection = None
     for iteration in range(min(checkpoint + 1, newest - 1), newest + 1):
         commits = ledger.commits(iteration) if iteration >= 0 else []
-        names = [name for commit in commits for name in commit.inputs if iteration > checkpoint]
-        needed |= {int(name.partition("/")[0]) for name in names if "/" in name}
+        if iteration > checkpoint:
+            needed |= _made_from(commits)
         selection = next((commit for commit in reversed(commits) if commit.step is Step.FILTER), selection)
     if selection is not None:
-        (output,) = selection.outputs
-        rows = read_table(ledger.store, selection.run, output, ["iteration", "disposition"]).to_pylist()
-        needed |= {row["iteration"] for row in rows if row["disposition"] != Disposition.DROP}
+        needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, Disposition.BUFFER})
     return needed
+
+
+def require_restorable(ledger: Ledger, iteration: int) -> None:
+    """Raise Retired, naming what is gone, unless a fork can go on after the iteration: from a checkpoint, and from the
+    snapshots since then and of the groups in the buffer."""
+    if not retired(ledger.owner(iteration)):
+        return
+    places = range(iteration, -1, -1)
+    saved = (commit for i in places if (commit := ledger.find(i, Step.CHECKPOINT)) is not None)
+    checkpoint = next((commit.iteration for commit in saved if not is_retired(ledger.store, commit)), -1)
+    at_end = ledger.find(iteration, Step.CHECKPOINT)
+    if at_end is not None and checkpoint != iteration:
+        raise Retired(f"run {ledger.run!r} cannot be forked at iteration {iteration}: its checkpoint is retired")
+    needed = set(range(checkpoint + 1, iteration + 1))
+    for since in range(checkpoint + 1, iteration + 1):
+        needed |= _made_from(ledger.commits(since))
+    selections = [commit for commit in ledger.commits(iteration) if commit.step is Step.FILTER]
+    if selections and selections[-1].values["buffered"]:
+        needed |= {iteration, *_places_of_groups(ledger, selections[-1], {Disposition.BUFFER})}
+    for i in sorted(needed):
+        if ledger.store.exists(layout.retired(ledger.owner(i).run, i, Kind.SNAPSHOTS)):
+            raise Retired(
+                f"run {ledger.run!r} cannot be forked at iteration {iteration}: that needs the snapshots of iteration "
+                f"{i}, which are retired"
+            )
 
 
 def is_retired(store: Store, commit: Commit) -> bool:
@@ -179,3 +202,16 @@ def _commits(ledger: Ledger, iteration: int, kind: Kind) -> list[Commit]:
         saved = ledger.find(iteration, Step.CHECKPOINT)
         return [] if saved is None else [saved]
     return [commit for commit in ledger.commits(iteration) if Kind.of(commit.step) is kind]
+
+
+def _made_from(commits: Iterable[Commit]) -> set[int]:
+    """Iterations of the commits with files that commits were made from; a train step leaves none."""
+    names = (name.partition("/") for commit in commits for name in commit.inputs)
+    return {int(iteration) for iteration, slash, step in names if slash and step != Step.TRAIN}
+
+
+def _places_of_groups(ledger: Ledger, selection: Commit, dispositions: Collection[Disposition]) -> set[int]:
+    """Iterations in which groups with one of the dispositions lie."""
+    (output,) = selection.outputs
+    rows = read_table(ledger.store, selection.run, output, ["iteration", "disposition"]).to_pylist()
+    return {row["iteration"] for row in rows if row["disposition"] in dispositions}

@@ -21,6 +21,7 @@ _STATE_STYLES = {
     "failed": "red",
     "interrupted": "yellow",
     "damaged": "red",
+    "deleted": "red",
 }
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 

@@ -12,13 +12,14 @@ from storage.errors import Damaged, Retired
 from storage.layout import Kind
 from storage.ledger import Ledger, Parent
 from storage.local import LocalStore
-from storage.retention import candidates, retire, retired
+from storage.retention import candidates, require_restorable, retire, retired
 from storage.snapshots import read_table
 from storage.store import Store
 from storage.verification import verify
 from tests.flows.written_runs import filter_table
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
+FULL = {"full": True, "buffered": 0}
 EVERY_FOURTH = CheckpointConfig(save_interval=2, save_retain_interval=4, retain_snapshots=2)
 
 
@@ -30,7 +31,13 @@ def _iteration(ledger: Ledger, index: int, buffered: tuple[int, ...] = (), save:
     )
     earlier = [ledger.find(index - 1, Step.ROLLOUT, "00-000") for _ in buffered[:1]]
     selection = commit_step(
-        ledger, index, Step.FILTER, "00", inputs=(rollout,), table=filter_table(index, buffered), values={"full": True}
+        ledger,
+        index,
+        Step.FILTER,
+        "00",
+        inputs=(rollout,),
+        table=filter_table(index, buffered),
+        values=FULL,
     )
     sources = [commit for commit in (*earlier, before) if commit is not None]
     trained = commit_step(ledger, index, Step.TRAIN, inputs=(*sources, selection, rollout))
@@ -113,7 +120,7 @@ def test_snapshots_of_groups_in_the_buffer_stay(store: Store) -> None:
     for index in range(7):
         _iteration(ledger, index)
     rows = filter_table(3, buffered=(0,)).set_column(4, "disposition", [["buffer"] * 4])
-    commit_step(ledger, 7, Step.FILTER, "00", table=rows, values={"full": True})
+    commit_step(ledger, 7, Step.FILTER, "00", table=rows, values=FULL)
     commit_step(ledger, 7, Step.CHECKPOINT, table=rollout_table([0]))
     retire(ledger, CheckpointConfig(save_interval=1, retain_snapshots=2), everything=True)
     assert _kept(ledger, Step.ROLLOUT) == [2, 3, 6]
@@ -125,6 +132,22 @@ def test_what_a_fork_shares_stays_whole(store: Store, ledger: Ledger) -> None:
     assert min(one.iteration for one in gone) == 5
     assert _kept(ledger, Step.CHECKPOINT) == [1, 3, 7, 9]
     assert _kept(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 9, 10]
+
+
+@pytest.mark.parametrize("iteration", [3, 7, 9, 10])
+def test_where_files_are_left_a_run_can_be_forked(ledger: Ledger, iteration: int) -> None:
+    retire(ledger, EVERY_FOURTH)
+    require_restorable(ledger, iteration)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "gone"),
+    [(1, "its checkpoint is retired"), (4, "snapshots of iteration 4"), (8, "snapshots of iteration 8")],
+)
+def test_where_they_are_not_a_fork_is_refused(ledger: Ledger, iteration: int, gone: str) -> None:
+    retire(ledger, EVERY_FOURTH)
+    with pytest.raises(Retired, match=f"'run-1' cannot be forked at iteration {iteration}: .*{gone}"):
+        require_restorable(ledger, iteration)
 
 
 class _Crash(Exception):
