@@ -6,6 +6,7 @@ from configs.errors import ConfigError
 from configs.loader import override
 from configs.schema.run import RunConfig
 from flows.session import Sources
+from flows.trust import require_trusted
 from storage import layout
 from storage.commits import Commit, Step
 from storage.ledger import Ledger, Parent
@@ -29,6 +30,7 @@ def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = (
     _check_there_is_something_to_do(parent, iteration, config)
     _check_buffer(parent, iteration, config)
     require_restorable(parent, iteration)
+    require_trusted(config, parent.store)
     sources = Sources.open(config)
     if sources.digests["model"] != parent.manifest.inputs["model"]:
         raise CannotFork(

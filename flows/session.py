@@ -24,6 +24,7 @@ from configs.schema.run import RunConfig
 from engines.models import check_model_folder, context_length
 from flows.events import Event
 from flows.iteration import last_selection
+from flows.trust import recorded_config, user_code
 from flows.validation import load_tokenizer, setup_problems
 from storage import canonical
 from storage.commits import Environment, Step
@@ -65,7 +66,7 @@ def open_run(
     store = open_store(store_url)
     probe(store)
     if config is None:
-        config = RunConfig.model_validate(Ledger.open(store, name).manifest.config)
+        config = recorded_config(Ledger.open(store, name))
     sources = Sources.open(config)
     with telling_what_is_stale(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config.model_dump(mode="json"), sources.digests)
@@ -174,15 +175,6 @@ def input_digests(config: RunConfig, data: PromptData, benchmarks: Mapping[str, 
     if config.model.ref_path is not None:
         digests["ref_model"] = folder_digest(Path(config.model.ref_path))
     return digests
-
-
-def user_code(config: RunConfig) -> dict[str, str]:
-    """Where the user's own functions are, by the option that names each."""
-    named = {
-        "reward.custom_rm_path": config.reward.custom_rm_path,
-        "rollout.dynamic_sampling_filter": config.rollout.dynamic_sampling_filter,
-    }
-    return {option: path for option, path in named.items() if path is not None and "." in path}
 
 
 def folder_digest(folder: Path) -> str:

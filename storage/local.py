@@ -97,7 +97,10 @@ class LocalStore:
         return LocalStore, (self.url,)
 
     def _path(self, path: str) -> Path:
-        return self.root / check_path(path)
+        target = self.root / check_path(path)
+        if not target.resolve().is_relative_to(self.root):
+            raise StoreRefused(f"{target} leads out of the store by a symbolic link; remove the link")
+        return target
 
     @contextmanager
     def _replacing(self, target: Path) -> Iterator[Path]:

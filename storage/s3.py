@@ -90,10 +90,10 @@ class S3Store:
 
     def __init__(self, url: str):
         parts = urlsplit(url)
-        if parts.scheme != "s3" or not parts.hostname or parts.query or parts.fragment:
-            raise StoreRefused(f"store {parts.scheme}://{parts.hostname or ''}… is not of the form s3://bucket/prefix")
-        if "@" in parts.netloc:
+        if "@" in url or ":" in parts.netloc or parts.query:  # keys may hold slashes: then they look like a path
             raise StoreRefused(f"keys do not belong into a store's address; {_KEYS}")
+        if parts.scheme != "s3" or not parts.netloc or parts.fragment:
+            raise StoreRefused(f"store {parts.scheme}://{parts.netloc}… is not of the form s3://bucket/prefix")
         self._bucket = parts.netloc
         prefix = parts.path.strip("/")
         self._prefix = f"{check_path(prefix)}/" if prefix else ""
@@ -229,8 +229,10 @@ class S3Store:
         connection.retries = 1  # s3fs's own retries would multiply botocore's, uncounted
         try:
             connection.connect()
-        except (BotoCoreError, ValueError) as error:
+        except BotoCoreError as error:
             raise StoreRefused(f"store {self.url} cannot be opened: {error}") from None
+        except ValueError:  # whose text quotes the URL, and that may hold keys
+            raise StoreRefused(f"store {self.url} cannot be opened: AWS_ENDPOINT_URL is no valid URL") from None
         connection.s3.meta.events.register("after-call.s3", self._count_request_retries)
         return connection
 

@@ -35,6 +35,21 @@ def load_callable(path: str) -> Callable[..., Any]:
     return function
 
 
+def find_source(path: str) -> Path | None:
+    """The file, or the folder of the package, that holds the code that `path` names, links followed; None if there is
+    none, as for what is built into Python. Runs none of it."""
+    if ".py:" in path:
+        return Path(path.rpartition(":")[0]).expanduser().resolve()
+    try:
+        spec = importlib.util.find_spec(path.partition(".")[0])
+    except ValueError:  # a module without a file, such as __main__
+        return None
+    if spec is None:
+        return None
+    places = [spec.origin] if spec.has_location else spec.submodule_search_locations
+    return Path(places[0]).resolve() if places and places[0] else None
+
+
 def source_digest(function: Callable[..., Any]) -> str:
     """sha256, in hex, of the file that defines the callable, or of its class's. Raises BadPlugin if it has none."""
     function = inspect.unwrap(function)

@@ -1,6 +1,7 @@
 """A tiny run of the real thing: a random model, a few prompts, a custom reward that a random policy can earn."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -46,8 +47,11 @@ def write_assets(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_assets(tmp_path_factory.mktemp("tiny"))
+def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = write_assets(tmp_path_factory.mktemp("tiny"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)  # runs that are resumed may use its grader
+        yield folder
 
 
 def tiny_config(assets: Path, **sections: dict[str, Any]) -> RunConfig:

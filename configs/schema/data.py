@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from configs.schema.base import Section
+from configs.schema.location import Location
 
 
 class RowFormat(Section):
@@ -50,7 +51,7 @@ class RowFormat(Section):
 class DataConfig(RowFormat):
     """The training prompts."""
 
-    path: str
+    path: Location
     """JSONL or Parquet file, on disk or at any fsspec URL; `path@[100:200]` takes a slice of its rows. slime:
     `--prompt-data`."""
 

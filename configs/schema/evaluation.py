@@ -4,6 +4,7 @@ from pydantic import Field, model_validator
 
 from configs.schema.base import Section
 from configs.schema.data import RowFormat
+from configs.schema.location import Location
 
 
 class BenchmarkConfig(RowFormat):
@@ -12,7 +13,7 @@ class BenchmarkConfig(RowFormat):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Name in metrics and commits."""
 
-    path: str
+    path: Location
     """JSONL or Parquet file, on disk or at any fsspec URL; `path@[0:100]` takes a slice of its rows."""
 
     rm_type: str | None = None

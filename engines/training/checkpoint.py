@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
@@ -30,7 +30,7 @@ NamedTensors = list[tuple[str, torch.Tensor]]
 class CheckpointFile(BaseModel):
     """One file of tensors."""
 
-    name: str
+    name: str = Field(pattern=r"^[a-z_]+-[0-9]{5}\.safetensors$")
     kind: str
     bytes: int
     sha256: str
