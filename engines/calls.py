@@ -7,6 +7,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from engines.cluster import require_cluster
 from engines.errors import EngineDied, EngineError, EngineTimeout
 
 
@@ -23,25 +24,35 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
 
+def put(value: Any) -> "ray.ObjectRef[Any]":
+    """The value in the object store. Raises ClusterLost."""
+    require_cluster()
+    return ray.put(value)
+
+
 def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
     """The result of an actor call.
 
     Raises:
         EngineTimeout: it did not come in time.
         EngineDied: the actor is gone or out of reach; whether it did the call is unknown.
+        ClusterLost: all actors are.
         Exception: what the engine itself raised, with the actor's traceback as its cause.
     """
     try:
         return ray.get(ref, timeout=deadline.remaining)
     except GetTimeoutError:
+        require_cluster()
         raise EngineTimeout(f"{call} did not return within {deadline.seconds:g} s") from None
     except RayTaskError as error:
         if isinstance(error.cause, RayError) or not isinstance(error.cause, Exception):
             raise EngineError(f"{call} failed: {error}") from error
         raise error.cause from error
     except RayActorError as error:
+        require_cluster()
         raise EngineDied(f"{call}: the actor's process is gone or out of reach. {_reason(error)}") from error
     except RayError as error:
+        require_cluster()
         raise EngineError(f"{call} failed: {error}") from error
 
 

@@ -7,9 +7,12 @@ joined     someone else's: left running
 A process has one cluster at a time; it is let go when the last of its users closes it.
 """
 
+import contextlib
 import logging
 import os
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,17 +23,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import ray
 from ray.exceptions import AuthenticationError
 
 from engines import reaper
-from engines.errors import EngineError
+from engines.errors import ClusterLost, EngineError
 
 NAMESPACE = "cairn"
 """Ray namespace of all actors and placement groups."""
 
 MAX_FOLDER_LENGTH = 40
 """Characters of the cluster's folder: Ray adds up to 64 for a Unix socket, which Linux limits to 107 in all."""
+
+
+HEAD = ("gcs_server", "raylet")
+"""Processes without which a cluster is none. Ray waits for their return, for a minute or for ever."""
+
+LOOK_INTERVAL = 0.5
+"""Seconds after which a watch of them notices that the cluster was closed."""
 
 
 class ClusterError(EngineError):
@@ -46,8 +57,11 @@ class Cluster:
     folder: Path | None = None
     """Sockets and logs of a cluster that was started."""
     _reaper: "subprocess.Popen[bytes] | None" = None
+    _closing: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
     _users: int = 0
+    lost: str | None = None
+    """Why a cluster that was started is gone."""
 
     @property
     def joined(self) -> bool:
@@ -84,6 +98,28 @@ class Cluster:
             _current._users += 1
             return _current
 
+    def watch(self) -> None:
+        """End what is left of a started cluster once a process of its head has died, so that no call waits for it.
+
+        At once: whoever touches the object store of a dead raylet first is ended by Ray without a word.
+        """
+        head = {os.pidfd_open(child.pid): child.name() for child in psutil.Process().children() if child.name() in HEAD}
+        with contextlib.ExitStack() as stack:
+            ends = select.poll()
+            for descriptor in head:
+                stack.callback(os.close, descriptor)
+                ends.register(descriptor, select.POLLIN)
+            while not (died := ends.poll(LOOK_INTERVAL * 1000)):
+                if self._closing.is_set():
+                    return
+        if self._closing.is_set():
+            return
+        name = head[died[0][0]]
+        self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
+        for pid in reaper.processes_with_files_in(str(self.folder)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Let go of the cluster; its last user leaves a joined one and ends a started one."""
         global _current
@@ -92,6 +128,7 @@ class Cluster:
             if self._users:
                 return
             _current = None
+            self._closing.set()
             ray.shutdown()
             self._ended.set()
             if self._reaper is not None and self.folder is not None:
@@ -101,6 +138,13 @@ class Cluster:
 
 _lock = threading.Lock()
 _current: Cluster | None = None
+
+
+def require_cluster() -> None:
+    """Raise ClusterLost if the cluster that this process started is gone."""
+    cluster = _current
+    if cluster is not None and cluster.lost is not None:
+        raise ClusterLost(cluster.lost)
 
 
 def _join(address: str) -> Cluster:
@@ -177,6 +221,7 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
             f"logs are under {folder} while this process lives. Try again, or start a cluster with `ray start --head` "
             "and set fleet.ray_address=auto"
         ) from error
+    threading.Thread(target=cluster.watch, name="ray-head", daemon=True).start()
     return cluster
 
 

@@ -13,6 +13,10 @@ class EngineTimeout(EngineError):
     """A call did not return within its deadline."""
 
 
+class ClusterLost(EngineError):
+    """The cluster that the driver started is gone, and every engine with it: a new driver has to start another."""
+
+
 class WrongVersion(EngineError):
     """The engine holds other weights than the caller expects; nothing was changed."""
 

@@ -4,6 +4,7 @@ Actor calls are made at most once. A call that failed may have happened or not; 
 by asking it for its weight version or position, never assumed.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,8 @@ import ray
 
 from configs.schema.operations import FleetConfig
 from engines.calls import Deadline, result
-from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.cluster import require_cluster
+from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 
 CONTROL = "control"
 """Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
@@ -29,6 +31,7 @@ class Actor:
 
     def find(self) -> bool:
         """Take over the actor that has this name, if there is one."""
+        require_cluster()
         try:
             self._handle = ray.get_actor(self.name)
         except ValueError:
@@ -48,11 +51,14 @@ class Actor:
     def kill(self) -> None:
         """End the process, whatever it is doing."""
         if self._handle is not None:
-            ray.kill(self._handle)
+            with contextlib.suppress(ClusterLost):  # then it is gone
+                require_cluster()
+                ray.kill(self._handle)
             self._handle = None
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method; returns what Ray's `.remote()` returns."""
+        require_cluster()
         if self._handle is None:
             raise EngineDied(f"{self.name} was killed and has not been started again")
         return getattr(self._handle, method).options(**options).remote(*args)

@@ -50,6 +50,7 @@ class Placement:
         Raises:
             ClusterError: the cluster has no room by the deadline, or never will.
         """
+        self._cluster = cluster
         self._prefix = f"cairn:{fleet_name}"
         self._lifetime = "detached" if cluster.joined else None
         names = {role.name: f"{self._prefix}:{role.name}:{role.digest}" for role in roles}
@@ -73,6 +74,8 @@ class Placement:
 
     def remove(self, deadline: Deadline) -> None:
         """Give the bundles back; what still runs in them is killed."""
+        if self._cluster.lost is not None:
+            return
         _remove({group.id.hex(): group for group in self._groups.values()}, deadline)
 
     def _actor(self, role: Role, index: int) -> Actor:

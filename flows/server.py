@@ -13,7 +13,9 @@ history in the user's home and prints tracebacks when it goes. This one
 - takes a socket that is already bound, so no port can be lost in between and a request waits in the backlog until the
   server is up;
 - polls its parent's process id, so it leaves within seconds however the driver died, SIGKILL included;
-- lives in a session of its own, so Ctrl-C reaches the driver alone, which can still report its last state.
+- lives in a session of its own, so Ctrl-C reaches the driver alone, which can still report its last state;
+- is started again if it dies: the driver keeps the socket, so requests wait in its backlog meanwhile, and those that
+  broke off are repeated by Prefect's client.
 
 Several drivers in one folder have a server each, on one database: none loses its API when another driver ends.
 Measured, with eight no-op steps an iteration, on two cores (see also `bench/orchestration.py`):
@@ -44,6 +46,7 @@ from typing import Any
 
 import certifi
 import httpx
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import (
     PREFECT_API_SSL_CERT_FILE,
     PREFECT_API_URL,
@@ -57,6 +60,12 @@ START_TIMEOUT = 120.0
 STOP_TIMEOUT = 10.0
 """Seconds a server may take to write what it still holds and leave; then it is killed."""
 
+MOST_RESTARTS = 3
+"""How often in a row a server that died is started again."""
+
+LASTING = 60.0
+"""Seconds after which a server that dies does not count as having died in a row."""
+
 _DEFAULTS = {
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "64",
     "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
@@ -69,11 +78,14 @@ _DEFAULTS = {
 
 
 class ServerFailed(Exception):
-    """The embedded Prefect server did not start. The message says why and what to do."""
+    """Prefect's server did not start, or was lost for good. The message says why and what to do."""
 
 
 class Server:
-    """A Prefect server in a child process, over the database in `home`. It dies with this process."""
+    """A Prefect server in a child process, over the database in `home`. It dies with this process.
+
+    Once it has answered it is started again whenever it dies, at most `MOST_RESTARTS` times in a row.
+    """
 
     def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
         """Start the process and return at once. Port 0 takes a free one; raises ServerFailed if `port` is taken."""
@@ -82,18 +94,14 @@ class Server:
         self.home = home
         self.log = home / "server.log"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        with _listen(host, port) as listener, self.log.open("ab") as log:
-            self.ui_url = f"http://{host}:{listener.getsockname()[1]}"
-            self.api_url = f"{self.ui_url}/api"
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "flows.server", str(listener.fileno()), str(os.getpid())],
-                env=_environment(home, self.api_url),
-                pass_fds=[listener.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._listener = _listen(host, port)
+        self.ui_url = f"http://{host}:{self._listener.getsockname()[1]}"
+        self.api_url = f"{self.ui_url}/api"
+        self._changing = threading.Lock()
+        self._ready = self._stopped = False
+        self._process = self._spawn()
+        self._watcher = threading.Thread(target=self._watch, name="prefect-server", daemon=True)
+        self._watcher.start()
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
         """Return when the server answers. Raises ServerFailed, the server stopped, if it does not within `timeout`."""
@@ -108,23 +116,57 @@ class Server:
                 f"the embedded Prefect server {why}. Its log is {self.log}; delete {self.home} if its database is "
                 f"broken, or set PREFECT_API_URL to use another server. Last lines of the log:\n{self._log_tail()}"
             ) from error
+        self._ready = True
+
+    @property
+    def pid(self) -> int:
+        """Of the process that serves, or was the last to do so."""
+        return self._process.pid
 
     def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
+        """Whether the server runs, or is about to again."""
+        return self._watcher.is_alive()
 
     def wait(self) -> int:
-        """Block until the process ends; return its exit status."""
+        """Block until the server has ended for good; return its exit status."""
+        self._watcher.join()
         return self._process.wait()
 
     def stop(self) -> None:
         """End the process; it writes what it holds first. Does nothing if it has ended."""
-        self._process.terminate()
+        with self._changing:
+            self._stopped = True
+            self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+        self._watcher.join()
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "flows.server", str(self._listener.fileno()), str(os.getpid())],
+                env=_environment(self.home, self.api_url),
+                pass_fds=[self._listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _watch(self) -> None:
+        """Start the server again while that may help; then reset the connections that wait for it."""
+        in_a_row = 0
+        with self._listener:
+            while True:
+                began = time.monotonic()
+                self._process.wait()
+                in_a_row = 1 if time.monotonic() - began > LASTING else in_a_row + 1
+                with self._changing:
+                    if self._stopped or not self._ready or in_a_row > MOST_RESTARTS:
+                        return
+                    self._process = self._spawn()
 
     def _log_tail(self, lines: int = 20) -> str:
         with self.log.open("rb") as log:
@@ -161,15 +203,16 @@ def prefect_api(home: Path) -> Iterator[str]:
 
     Holds for this thread and for what copies its context, as Prefect's task runners do: a thread that runs flows and
     is started in another way needs `contextvars.copy_context().run`. A process should stay with one API: Prefect sends
-    task runs to the first that it met. Raises ServerFailed.
+    task runs to the first that it met. Raises ServerFailed, also where the block fails because the API did.
     """
     configured = configured_api()
     if configured is not None:
-        yield configured
+        with _naming_failures(f"Prefect's server at {configured}", "look after it, or unset PREFECT_API_URL"):
+            yield configured
         return
     server = ensure_server(home)
     server.wait_ready()
-    with temporary_settings(
+    settings = temporary_settings(
         {
             PREFECT_API_URL: server.api_url,
             PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
@@ -177,8 +220,19 @@ def prefect_api(home: Path) -> Iterator[str]:
             # which plain HTTP over loopback needs.
             PREFECT_API_SSL_CERT_FILE: str(_smallest_trust_store(server.home)),
         }
-    ):
+    )
+    with settings, _naming_failures("the embedded Prefect server", f"its log is {server.log}"):
         yield server.api_url
+
+
+@contextmanager
+def _naming_failures(server: str, advice: str) -> Iterator[None]:
+    """Make a ServerFailed of what Prefect's client raises after its last try."""
+    try:
+        yield
+    except (httpx.HTTPError, PrefectHTTPStatusError, ObjectNotFound) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ServerFailed(f"{server} failed, or lost its database ({why}): {advice}") from error
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -9,7 +9,7 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
 
 from configs.schema.operations import RetryConfig
-from engines.errors import EngineError
+from engines.errors import ClusterLost, EngineError
 from storage.commits import Commit
 from storage.errors import StoreError, StoreRefused
 from tasks.context import RunContext
@@ -69,4 +69,4 @@ def retry_delays(policy: RetryConfig) -> list[float]:
 def can_be_mended(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     """Whether a failed step is worth a new try: an engine or the store failed, not the run itself."""
     error = state.result(raise_on_failure=False)
-    return isinstance(error, EngineError | StoreError) and not isinstance(error, StoreRefused)
+    return isinstance(error, EngineError | StoreError) and not isinstance(error, StoreRefused | ClusterLost)

@@ -8,7 +8,7 @@ import numpy as np
 import ray
 
 from configs.schema.run import RunConfig
-from engines.calls import Deadline
+from engines.calls import Deadline, put
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.handles import Actor, EngineHandle
 from engines.types import Position, TrainBatch, TrainResult
@@ -37,12 +37,12 @@ class TrainingHandle(EngineHandle):
 
     def train(self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
         """Take `num_steps` optimizer steps. Raises WrongVersion, and what else the engine raises."""
-        args = (ray.put(batch), num_steps, expected_version, input_digest)
+        args = (put(batch), num_steps, expected_version, input_digest)
         return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
 
     def score(self, batch: TrainBatch, role: Literal["actor", "ref"]) -> list[np.ndarray]:
         """[R_i] float32 for each sample: log-probs of its response tokens."""
-        return self._on_all("score", ray.put(batch), role)[0]
+        return self._on_all("score", put(batch), role)[0]
 
     def save(self, store_url: str, folder: str) -> list[str]:
         """Write a checkpoint below `folder`; returns its files."""

@@ -3,15 +3,19 @@
     python -m tests.engines.fleet_driver MODEL ADDRESS DTYPE
 
 ADDRESS is that of a cluster to join, or "none"; DTYPE is the rollout engine's. It prints one line of JSON with where
-its engines stand once they are up, and after each `train`; `close` ends it.
+its engines stand once they are up, and after each `train`; `hang` prints {} and trains with a stopped trainer; `close`
+ends it.
 """
 
 import json
+import os
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from engines.errors import ClusterLost
 from engines.fleet import Fleet
 from engines.types import TrainBatch
 from tests.ray_fixtures import fleet_config
@@ -47,9 +51,17 @@ def main(model: str, address: str, dtype: str) -> None:
         if command.strip() == "close":
             fleet.close()
             return
-        version = fleet.training.position().weight_version
-        fleet.training.train(BATCH, num_steps=1, expected_version=version, input_digest="trained")
-        fleet.sync_weights()
+        try:
+            if command.strip() == "hang":
+                os.kill(fleet.training.health()["pid"], signal.SIGSTOP)
+                print("{}", flush=True)
+            version = fleet.training.position().weight_version
+            fleet.training.train(BATCH, num_steps=1, expected_version=version, input_digest="trained")
+            fleet.sync_weights()
+        except ClusterLost as error:
+            print(f"ClusterLost: {error}")
+            fleet.close()
+            sys.exit(1)
         report(fleet)
 
 

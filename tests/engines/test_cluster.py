@@ -116,6 +116,23 @@ def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
         assert resources_in_use(address) == {}
 
 
+@pytest.mark.parametrize("head", ["gcs_server", "raylet"])
+def test_a_driver_whose_ray_head_died_ends_with_a_sentence_and_leaves_nothing(model: Path, head: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, driver(model, TMPDIR=folder) as bereft:
+        bereft.read()
+        below = psutil.Process(bereft.process.pid).children(recursive=True)
+        (victim,) = [process for process in below if process.name() == head]
+        bereft.tell("hang")
+        bereft.read()
+        victim.kill()
+        assert bereft.process.wait(60) == 1
+        assert bereft.process.stdout is not None
+        sentence = f"the Ray cluster of this driver is gone: its {head} died, and all engines with it"
+        assert bereft.process.stdout.read() == f"ClusterLost: {sentence}\n"
+        assert wait_until(lambda: not any(process.is_running() for process in below), 20)
+        assert not os.listdir(folder)
+
+
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
     script = "from engines.cluster import Cluster\nCluster.open(None, num_cpus=1, object_store_memory=1, timeout=60)\n"
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:

@@ -1,5 +1,6 @@
 """The embedded Prefect server: history, lifetime and what it refuses."""
 
+import contextlib
 import os
 import pty
 import signal
@@ -7,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prefect import flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.server import Server, ServerFailed, prefect_api
+from flows.server import MOST_RESTARTS, Server, ServerFailed, ensure_server, prefect_api
 
 DRIVER = """
 import sys, time
@@ -85,6 +88,42 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> 
     with pytest.raises(ServerFailed, match=r"died while it started(.|\n)*file is not a database"):
         server.wait_ready()
     assert not server.alive()
+
+
+def test_a_server_that_dies_is_replaced_on_its_socket_and_its_clients_go_on(tmp_path: Path) -> None:
+    @flow(name="one")
+    def one() -> None: ...
+
+    with prefect_api(tmp_path / "home"):
+        one()
+        server = ensure_server(tmp_path / "home")
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        one()
+        assert server.pid != first
+        body = {"flows": {"name": {"any_": ["one"]}}}
+        states = [run["state_type"] for run in post(server, "/flow_runs/filter", body)]
+        server.stop()
+    assert states == ["COMPLETED", "COMPLETED"]
+    assert not server.alive()
+
+
+def test_a_server_that_keeps_dying_is_given_up_and_said_so(tmp_path: Path) -> None:
+    home, killed = tmp_path / "home", set()
+
+    def use_a_server_that_keeps_dying() -> None:
+        with prefect_api(home) as url:
+            server = ensure_server(home)
+            while server.alive():
+                killed.add(server.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(server.pid, signal.SIGKILL)
+                time.sleep(0.05)
+            httpx.get(f"{url}/health")
+
+    with pytest.raises(ServerFailed, match=r"the embedded Prefect server failed.*its log is .*server\.log"):
+        use_a_server_that_keeps_dying()
+    assert len(killed) == 1 + MOST_RESTARTS
 
 
 def test_servers_over_one_home_show_the_same_history(twins: tuple[Server, Server]) -> None:
