@@ -3,7 +3,8 @@
     build/bench/NAME.json       all numbers of each
     build/bench/machine.json    what they were measured on, and what else the machine was doing
 
-About a quarter of an hour on two idle cores. See bench/README.md for what each measures.
+About half an hour on two idle cores. The Ceph gateway of two of them needs Debian or Ubuntu. See bench/README.md for
+what each measures.
 """
 
 import json
@@ -27,6 +28,9 @@ BENCHMARKS = {
     "training": "bench.training --rounds 2",
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "durability": "bench.durability",
+    "write_ahead": "bench.write_ahead",
+    "invariance": "bench.invariance",
+    "ledger": "bench.ledger",
     "trl": "bench.trl",
 }
 
