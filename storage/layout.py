@@ -39,11 +39,16 @@ class Kind(StrEnum):
         return cls.CHECKPOINT if step == cls.CHECKPOINT else cls.SNAPSHOTS
 
 
+def is_name(name: str, longest: int = _LONGEST_NAME) -> bool:
+    """Whether a name is safe as one part of a path."""
+    return _NAME.fullmatch(name) is not None and ".." not in name and len(name) <= longest
+
+
 def check_name(name: str, kind: str) -> str:
     """Return a name that is safe as one part of a path, or raise ValueError. `kind` says of what: `run`, `shard` or
     `attempt`."""
     longest = _LONGEST_ATTEMPT if kind == "attempt" else _LONGEST_NAME
-    if not _NAME.fullmatch(name) or ".." in name or len(name) > longest:
+    if not is_name(name, longest):
         raise ValueError(
             f"{kind} {name!r} is not a usable name: at most {longest} letters, digits, '.', '_' and '-', "
             "starting with a letter or digit, without '..'"

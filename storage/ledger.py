@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import JsonValue, field_validator
 
 from storage import canonical, layout
 from storage.commits import SCHEMA_VERSION, Commit, Environment, OutputFile, Record, Step
@@ -34,6 +34,11 @@ class Parent(Record):
     run: str
     iteration: int
     """The last iteration that the fork shares with its parent."""
+
+    @field_validator("run")
+    @classmethod
+    def _stays_in_its_folder(cls, run: str) -> str:
+        return layout.check_name(run, "run")
 
 
 class Manifest(Record):
@@ -109,6 +114,8 @@ class Ledger:
                     f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` goes on"
                 )
             manifest = Manifest.model_validate(fields)
+            if manifest.run != run:
+                raise ValueError(f"it is that of run {manifest.run!r}")
         except ValueError as error:
             raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
         differing = [] if config is None else differences(manifest.config, dict(config))
@@ -284,8 +291,9 @@ class Ledger:
 
 
 def list_runs(store: Store) -> list[str]:
-    """Names of all runs in a store, sorted."""
+    """Names of all runs in a store, sorted. What else may lie there is no run."""
     names = [name.removesuffix("/") for name in store.list(layout.runs()) if name.endswith("/")]
+    names = [name for name in names if layout.is_name(name)]
     with ThreadPoolExecutor(_REQUESTS) as pool:
         exist = pool.map(lambda name: store.exists(layout.run_manifest(name)), names)
         return [name for name, there in zip(names, exist, strict=True) if there]
