@@ -63,6 +63,7 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(tiny_as
     write_recipe(
         folder, "short", tiny_assets, rollout={"num_rollout": 6, "max_refill_rounds": 1},
         reward={"custom_rm_path": "grader.py:grade"}, tracking={"tensorboard_dir": "board"},
+        checkpoint={"save_interval": 1, "save_retain_interval": 3, "retain_snapshots": 2},
         eval={"eval_interval": 6, "benchmarks": [benchmark], "skip_eval_before_train": True},
     )  # fmt: skip
     with running(folder, "train", "short.yaml") as process:
@@ -97,6 +98,10 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(tiny_as
     assert (done["state"], done["iterations"], done["weight_version"]) == ("completed", 6, 6)
     assert done["state_digest"] in resumed.stdout
     assert list((folder / "board" / "short").glob("events.*"))
+
+    verified = json.loads(run(folder, "verify", "short", "--json").stdout)
+    assert (verified["findings"], verified["retired"] > 0) == ([], True), "the driver removed older files"
+    assert json.loads(run(folder, "gc", "short", "--json").stdout)["retention"] == [], "all that it could"
 
     again = run(folder, "train", "short.yaml")
     assert (again.returncode, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
