@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, tell
-from flows.cli.reading import open_ledger
+from flows.cli.reading import answering_store, open_ledger
 from flows.cli.tables import print_garbage
 
 if TYPE_CHECKING:
@@ -65,9 +65,8 @@ def delete(
     - `cairn delete quickstart --yes-delete quickstart` in scripts
     """
     from storage.deletion import delete_run
-    from storage.store import open_store
 
-    opened = open_store(store)
+    opened = answering_store(store)
     if yes_delete is None:
         yes_delete = _typed_name(opened, run)
     if yes_delete != run:

@@ -9,6 +9,7 @@ from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption
 
 if TYPE_CHECKING:
     from storage.ledger import Ledger
+    from storage.store import Store
 
 
 def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
@@ -23,9 +24,8 @@ def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
     - `cairn runs --store s3://bucket/experiments --json`
     """
     from flows.views import all_runs
-    from storage.store import open_store
 
-    found = all_runs(open_store(store))
+    found = all_runs(answering_store(store))
     if json:
         print_json([status.model_dump(mode="json") for status in found])
     else:
@@ -113,9 +113,17 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
 def open_ledger(store_url: str, run: str) -> "Ledger":
     """The ledger of a run that exists. Raises BadInput if there is none."""
     from storage.ledger import Ledger
-    from storage.store import open_store
 
     try:
-        return Ledger.open(open_store(store_url), run)
+        return Ledger.open(answering_store(store_url), run)
     except (FileNotFoundError, ValueError) as error:
         raise BadInput(str(error)) from None
+
+
+def answering_store(url: str) -> "Store":
+    """The store, after it has answered: else a wrong endpoint would be waited for as if it were an outage."""
+    from storage.store import open_store
+
+    store = open_store(url)
+    store.check()
+    return store
