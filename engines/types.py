@@ -95,7 +95,8 @@ class Position:
     weight_version: int
     """Optimizer steps since the run's initial weights."""
     state_digest: str
-    """Of parameters and optimizer state, equal on every layout of ranks."""
+    """Of parameters and optimizer state, equal on every layout of ranks. One digest for every role that is trained:
+    an engine with a critic beside the actor covers both, so that they move, are saved and are discarded together."""
     last_input_digest: str | None = None
     """Digest of the input of the last `train` call that ended, None after a load."""
     last_result: "TrainResult | None" = None

@@ -1,5 +1,6 @@
 """Whole iterations through the real engines, without Ray and Prefect."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,12 @@ def test_an_altered_snapshot_stops_the_replay_and_is_named(tiny_assets: Path, tm
     run_iterations(tmp_path, config, 1)
     (snapshot,) = tmp_path.glob("runs/tiny/iterations/000000/advantage/*/*.parquet")
     data = bytearray(snapshot.read_bytes())
+    expected = hashlib.sha256(data).hexdigest()
     data[len(data) // 2] ^= 1
     snapshot.write_bytes(data)
-    with tiny_context(str(tmp_path), config) as (run, _), pytest.raises(Damaged, match=snapshot.name):
+    found = hashlib.sha256(data).hexdigest()
+    told = rf"iterations/000000/advantage/.*{snapshot.name} .* expected .* {expected}, found .* {found}"
+    with tiny_context(str(tmp_path), config) as (run, _), pytest.raises(Damaged, match=told):
         restore_trainer(run, run.committed(0, Step.TRAIN))
 
 

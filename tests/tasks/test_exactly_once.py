@@ -1,0 +1,121 @@
+"""One update a train step, whatever is lost between the update and its commit; and replay to the same weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema.run import RunConfig
+from engines.errors import EngineDied, EngineTimeout
+from flows.iteration import iteration
+from storage.commits import Commit, Step
+from storage.errors import StoreError
+from tasks.context import RunContext
+from tests.local_fleet import LocalFleet
+from tests.tasks.test_iteration import run_iterations
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+STEPS = 2
+"""Optimizer steps a rollout."""
+
+
+@pytest.fixture(scope="module")
+def config(tiny_assets: Path) -> RunConfig:
+    return tiny_config(tiny_assets, training={"lr": 1e-3, "num_threads": 1, "num_steps_per_rollout": STEPS})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> list[str | None]:
+    return run_iterations(tmp_path_factory.mktemp("undisturbed"), config, 3)
+
+
+def lose(run: RunContext, fleet: LocalFleet, point: str, strike: Callable[[], None]) -> None:
+    """Let `strike` interrupt the next train step at a point on its way from the update to the commit."""
+    train, commit = fleet.training.train, run.commit
+    pending = [point]
+
+    def passing(here: str) -> None:
+        if pending == [here]:
+            pending.clear()
+            strike()
+
+    def training(*args: Any, **kwargs: Any) -> Any:
+        passing("asked")
+        result = train(*args, **kwargs)
+        passing("updated")
+        return result
+
+    def committing(**fields: Any) -> Commit:
+        if fields["step"] is not Step.TRAIN:
+            return commit(**fields)
+        passing("returned")
+        # Straight to the ledger: a driver that lost the reply has not noted that the commit is there.
+        made = run.ledger.commit(environment=run.environment, **fields)
+        passing("committed")
+        return made
+
+    fleet.training.train = training  # type: ignore[method-assign]
+    run.commit = committing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("point", ["asked", "updated", "returned", "committed"])
+@pytest.mark.parametrize("lost", ["driver", "actor", "reply"])
+def test_a_train_step_is_one_update_whatever_is_lost_and_when(
+    config: RunConfig, undisturbed: list[str | None], tmp_path: Path, lost: str, point: str
+) -> None:
+    fleet = LocalFleet(config)
+    reply = EngineTimeout if point in ("asked", "updated") else StoreError
+    error = {"driver": KeyboardInterrupt, "actor": EngineDied, "reply": reply}[lost]
+
+    def strike() -> None:
+        if lost == "actor":
+            fleet.training.restart()
+        raise error("lost")
+
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        lose(run, fleet, point, strike)
+        with pytest.raises(error, match="lost"):
+            iteration(run, DirectSteps(run), 1)
+        if lost != "driver":
+            iteration(run, DirectSteps(run), 1)  # as the retry of the step does
+    assert run_iterations(tmp_path, config, 3, fleet) == undisturbed
+    # An engine that was lost replays what is committed; what was updated and not committed then is lost with it.
+    again = 0 if lost != "actor" else 1 if point == "asked" else 2
+    assert fleet.training.updates == 3 + again
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        trained = [run.committed(index, Step.TRAIN) for index in range(3)]
+    assert [(commit.weight_version_in, commit.weight_version_out) for commit in trained] == [(0, 2), (2, 4), (4, 6)]
+
+
+@pytest.fixture(scope="module")
+def long_undisturbed(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str | None]:
+    return run_iterations(tmp_path_factory.mktemp("long"), long_config(tiny_assets, 1), 7)
+
+
+def long_config(assets: Path, save_interval: int | None) -> RunConfig:
+    rollout = {"num_rollout": 7, "rollout_batch_size": 2, "n_samples_per_prompt": 4, "rollout_max_response_len": 8}
+    return tiny_config(assets, rollout=rollout, checkpoint={"save_interval": save_interval})
+
+
+@pytest.mark.parametrize("save_interval", [1, 5, None])
+def test_a_driver_killed_with_its_engines_is_succeeded_to_the_same_weights(
+    tiny_assets: Path, tmp_path: Path, long_undisturbed: list[str | None], save_interval: int | None
+) -> None:
+    config = long_config(tiny_assets, save_interval)
+    fleet = LocalFleet(config)
+
+    def strike() -> None:
+        raise KeyboardInterrupt
+
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        for index in range(6):
+            iteration(run, DirectSteps(run), index)
+        lose(run, fleet, "returned", strike)
+        with pytest.raises(KeyboardInterrupt):
+            iteration(run, DirectSteps(run), 6)
+    successor = LocalFleet(config)
+    assert run_iterations(tmp_path, config, 7, successor) == long_undisturbed
+    replayed = {1: 0, 5: 1, None: 6}[save_interval]
+    assert successor.training.updates == replayed + 1
