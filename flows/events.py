@@ -30,6 +30,8 @@ class IterationDone:
 
     iteration: int
     commits: tuple[Commit, ...]
+    store_retries: int = 0
+    """Requests and operations that the driver's store had to try again meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class RunDone:
     run: str
     weight_version: int
     state_digest: str
+    store_retries: int = 0
+    """Of the whole of this driver's time."""
 
 
 Event = RunStarted | StepStarted | StepCommitted | IterationDone | RunDone | Message

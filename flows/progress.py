@@ -71,6 +71,7 @@ class Progress:
                 case RunDone():
                     self._print(
                         f"run {event.run}: done; weight version {event.weight_version}, state {event.state_digest}"
+                        + _spell_retries(event.store_retries)
                     )
 
     def _iteration_done(self, event: IterationDone) -> None:
@@ -87,7 +88,7 @@ class Progress:
         if "rollout/response_tokens" in metrics and metrics["perf/rollout_time"]:
             parts.append(f"{metrics['rollout/response_tokens'] / metrics['perf/rollout_time']:,.0f} tokens/s")
         parts.append(f"{metrics['perf/step_time']:.2f} s: {_spell(seconds)}")
-        self._print("  ".join(parts))
+        self._print("  ".join(parts) + _spell_retries(event.store_retries))
         for trained, scores in sorted(eval_metrics(event.commits, self._config).items()):
             for benchmark in self._config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
@@ -133,6 +134,10 @@ def sparkline(values: list[float]) -> str:
     low, high = min(values), max(values)
     span = high - low or 1.0
     return "".join(_SPARKS[round((value - low) / span * (len(_SPARKS) - 1))] for value in values)
+
+
+def _spell_retries(retries: int) -> str:
+    return f"; {retries:,} store requests tried again" if retries else ""
 
 
 def _spell(seconds: Mapping[str, float]) -> str:

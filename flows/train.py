@@ -102,12 +102,15 @@ def drive(run: RunContext, on_event: OnEvent) -> None:
     with driving(run.ledger.run, run.ledger.store.url) as tags:
         iterate = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
         for index in range(first, total):
-            on_event(IterationDone(index, tuple(iterate(run.ledger.run, index))))
+            before = run.ledger.store.retries
+            commits = tuple(iterate(run.ledger.run, index))
+            on_event(IterationDone(index, commits, run.ledger.store.retries - before))
             remove_old_files(run, index)
     trained = run.committed(total - 1, Step.TRAIN)
     assert trained.weight_version_out is not None
     assert trained.state_digest is not None
-    on_event(RunDone(run.ledger.run, trained.weight_version_out, trained.state_digest))
+    retries = run.ledger.store.retries
+    on_event(RunDone(run.ledger.run, trained.weight_version_out, trained.state_digest, retries))
 
 
 def remove_old_files(run: RunContext, index: int) -> None:

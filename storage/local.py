@@ -89,6 +89,7 @@ class LocalStore:
     def __init__(self, url: str):
         self.root = Path(url).expanduser().resolve()
         self.url = str(self.root)
+        self.retries = 0
         self._durable: set[Path] = set()
         """Folders below the root whose own names are known to be durable."""
         self._syncing = ThreadPoolExecutor(_SYNCS_AT_A_TIME, thread_name_prefix="sync-folder")

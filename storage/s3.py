@@ -99,7 +99,6 @@ class S3Store:
         self._prefix = f"{check_path(prefix)}/" if prefix else ""
         self.url = f"s3://{self._bucket}/{prefix}".rstrip("/")
         self.retries = 0
-        """Requests and operations that were tried again."""
         self._counting = threading.Lock()
         self._connection: s3fs.S3FileSystem | None = None
 

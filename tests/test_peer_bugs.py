@@ -277,6 +277,12 @@ def poisoned_config(assets: Path, data: Path, **reward: Any) -> RunConfig:
     )
 
 
+def reward_of(row: dict[str, Any]) -> float | None:
+    """What the tiny run's grader says of a sample."""
+    response = row["response_text"]
+    return None if row["error"] else np.float32(sum(ord(char) % 3 for char in response) / (3 * len(response) + 1))
+
+
 def refuses(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
     """A tokenizer that knows more tokens than the model: the engine refuses the prompt for what it holds."""
     spoilt = [replace(r, prompt_ids=(10**6,)) if r.request_id % 4 == 1 else r for r in requests]
@@ -310,6 +316,8 @@ def test_a_poison_prompt_fails_alone(
             assert {row["label"] for row in failed} == {str(POISON)}
             assert all(error in row["error"] and row["response_ids"] == [] for row in failed)
             assert sum(c.metrics["failed_samples"] for c in commits if c.step is Step.REWARD) == len(failed) > 0
+            graded = [row for c in commits if c.step is Step.REWARD for row in run.read(c).to_pylist()]
+            assert [row["reward"] for row in graded] == [reward_of(row) for row in samples]
             trained = {group for _, _, group in trained_groups(run, last_selection(run, index))}
             assert len(trained) == 3
             assert trained.isdisjoint(row["group_id"] for row in failed)
