@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart tiny test test-ceph lint bench clean
+.PHONY: help setup quickstart tiny test test-ceph lint chaos bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +36,9 @@ test: setup ## Lint, check types, run all tests
 
 test-ceph: setup ## Run the storage tests against a real Ceph RGW from Debian packages
 	$(BIN)/python -m pytest -m ceph tests/ceph
+
+chaos: setup ## Kill everything at every step, then KILLS=100 times at random, and report
+	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
 bench: setup ## Run the benchmarks of bench/README.md
 	$(BIN)/python -m bench

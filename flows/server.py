@@ -231,7 +231,7 @@ def _naming_failures(server: str, advice: str) -> Iterator[None]:
     try:
         yield
     except (httpx.HTTPError, PrefectHTTPStatusError, ObjectNotFound) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ServerFailed(f"{server} failed, or lost its database ({why}): {advice}") from error
 
 

@@ -1,4 +1,4 @@
-"""Faults and the moments at which they strike: a driver process brings them upon itself or upon its actors.
+"""Faults and the moments at which they strike: a driver process brings them upon itself or upon what it works with.
 
 moment        when                                                          what the ledger holds then
 before        the step is about to do work                                  nothing of the step
@@ -6,9 +6,19 @@ during        a few milliseconds into the step's work                       noth
 uncommitted   the step's files are written, its commit is about to be made  files without a commit
 after         the commit is there                                           the step
 
+victim        what happens to it                                            what the driver does
+driver        SIGKILL                                                       dies; the next one goes on
+training      SIGKILL of a rank of the training engine                      starts another and goes on
+rollout       SIGKILL of a rollout engine                                   starts another and goes on
+ray           SIGKILL of gcs_server and raylet of its cluster               ends with a sentence; the next one goes on
+prefect       SIGKILL of its Prefect server                                 starts another and goes on
+database      the server's database is deleted, and the server killed       goes on, or ends with a sentence
+store         the S3 store breaks all connections for a while               tries again and goes on
+
 Every fault writes a witness before it strikes, so that a run without a fault cannot pass for one that survived it.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -21,22 +31,25 @@ from typing import Any, Literal
 import psutil
 
 from flows.events import Event
+from flows.train import PREFECT_HOME
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
 from tasks.events import StepCommitted, StepStarted
+from tests.faulty_s3 import control
 
 Moment = Literal["before", "during", "uncommitted", "after"]
-Victim = Literal["driver", "training", "rollout"]
+Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
 
 INTO_THE_WORK = 0.01
 """Seconds between a step's start and the fault during it."""
 
-ACTORS = {"training": "ray::TrainingActor", "rollout": "ray::RolloutActor"}
+OUTAGE = 2.0
+"""Seconds for which a store is away."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Kill `victim` once, at `moment` of the first shard of `step` in `iteration`."""
+    """Strike `victim` once, at `moment` of the first shard of `step` in `iteration`."""
 
     iteration: int
     step: Step
@@ -44,7 +57,7 @@ class Fault:
     victim: Victim = "driver"
 
     def __str__(self) -> str:
-        return f"{self.victim} killed {self.moment} {self.step} of iteration {self.iteration}"
+        return f"{self.victim} {self.moment} {self.step} of iteration {self.iteration}"
 
 
 class Striker:
@@ -78,14 +91,45 @@ class Striker:
                     break
             else:
                 return
-        pids = [os.getpid()] if fault.victim == "driver" else _actors(ACTORS[fault.victim])[:1]
-        with self._witness.open("a") as file:
-            file.write(json.dumps({**asdict(fault), "pids": pids, "at": time.time()}) + "\n")
-            file.flush()
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+        victims = processes(psutil.Process(), fault.victim)
+        bear_witness(self._witness, victims, **asdict(fault))
+        strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
 
 
-def _actors(title: str) -> list[int]:
-    below = psutil.Process().children(recursive=True)
-    return sorted(process.pid for process in below if process.cmdline() and process.cmdline()[0].startswith(title))
+def processes(driver: psutil.Process, victim: Victim) -> list[psutil.Process]:
+    """Which of a driver's processes the fault ends, none for the store; empty too where there is none of that kind."""
+    if victim == "driver":
+        return [driver]
+    chosen = {
+        "training": lambda command, name: command[0].startswith("ray::TrainingActor"),
+        "rollout": lambda command, name: command[0].startswith("ray::RolloutActor"),
+        "ray": lambda command, name: name in ("gcs_server", "raylet"),
+        "prefect": lambda command, name: "flows.server" in command,
+        "database": lambda command, name: "flows.server" in command,
+        "store": lambda command, name: False,
+    }[victim]
+    found = []
+    for process in driver.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            command = process.cmdline()
+            if command and chosen(command, process.name()):
+                found.append(process)
+    return found if victim == "ray" else sorted(found, key=lambda process: process.pid)[:1]
+
+
+def bear_witness(witness: Path, victims: list[psutil.Process], **account: Any) -> None:
+    """Write down what is about to happen, and to which processes."""
+    with witness.open("a") as file:
+        file.write(json.dumps({**account, "pids": [process.pid for process in victims], "at": time.time()}) + "\n")
+
+
+def strike(victim: Victim, victims: list[psutil.Process], prefect_home: Path) -> None:
+    """Let it happen."""
+    if victim == "store":
+        control(os.environ["AWS_ENDPOINT_URL"], outage=OUTAGE)
+    if victim == "database":
+        for file in prefect_home.glob("prefect.db*"):
+            file.unlink()
+    for process in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)

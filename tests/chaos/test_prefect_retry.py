@@ -5,9 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
 from uuid import UUID
 
 import httpx
@@ -17,40 +14,30 @@ from storage.commits import Step
 from storage.leases import newest_lease
 from storage.ledger import Ledger
 from storage.store import open_store
-from tests.chaos.conftest import Disturbed
-from tests.chaos.test_kills import assert_same_end
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 180.0) -> Any:
-    """The condition's first true value. Fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.1)
-    raise AssertionError("not within the deadline")
+from tests.chaos.runs import Disturbed, differences
+from tests.waiting import wait_for
 
 
 @pytest.mark.timeout(600)
 def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed
 ) -> None:
-    environment = {**disturbed.environment, "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
+    environment = {**disturbed.whole_environment(), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     command = [sys.executable, "-m", "tests.chaos.serve"]
-    with (disturbed.store / "driver.log").open("ab") as log, httpx.Client(base_url=disturbed.api_url) as api:
+    with (disturbed.folder / "driver.log").open("ab") as log, httpx.Client(base_url=disturbed.api_url) as api:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             wanted = {"deployments": {"name": {"any_": ["chaos"]}}}
             (deployment,) = wait_for(lambda: api.post("/deployments/filter", json=wanted).json())
             parameters = {
                 "run": "run",
-                "store": str(disturbed.store),
+                "store": disturbed.store_url,
                 "config": json.loads(disturbed.config_file.read_text()),
             }
             created = api.post(f"/deployments/{deployment['id']}/create_flow_run", json={"parameters": parameters})
             flow_run = f"/flow_runs/{UUID(created.json()['id'])}"
             wait_for(lambda: _committed(disturbed, 1, Step.TRAIN))
-            lease = newest_lease(open_store(str(disturbed.store)), "run")
+            lease = newest_lease(open_store(disturbed.store_url), "run")
             assert lease is not None
             os.kill(lease.holder.pid, signal.SIGKILL)
             wait_for(lambda: api.get(flow_run).json()["state_name"] == "Crashed")
@@ -62,12 +49,12 @@ def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
             server.terminate()
             server.wait(60)
     assert {commit.epoch for commit in disturbed.commits()} == {1, 2}
-    assert_same_end(disturbed, undisturbed)
+    assert differences(disturbed, undisturbed) == []
 
 
 def _committed(disturbed: Disturbed, index: int, step: Step) -> bool:
     try:
-        ledger = Ledger.open(open_store(str(disturbed.store)), "run")
+        ledger = Ledger.open(open_store(disturbed.store_url), "run")
     except FileNotFoundError:
         return False
     return ledger.find(index, step) is not None

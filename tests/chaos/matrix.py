@@ -1,0 +1,139 @@
+"""The matrix: step × moment × victim, and how it is laid out over runs.
+
+A case is a fault. A plan is one run: a list of drivers, each with the faults that strike while it works. Victims that
+the driver outlives strike one after the other under one driver; those that end it have one driver each, and the next
+goes on with the same run.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from storage.commits import Step
+from tests.chaos.faults import Fault, Moment, Victim
+from tests.chaos.runs import Disturbed
+
+STEPS = tuple(Step)
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
+VICTIMS: tuple[Victim, ...] = get_args(Victim)
+
+EXITS: dict[Victim, tuple[int, ...]] = {
+    "driver": (-9,),
+    "ray": (1,),
+    "database": (1,),
+    "training": (0,),
+    "rollout": (0,),
+    "prefect": (0,),
+    "store": (0,),
+}
+"""How a driver may end after the victim was struck; 0: with the run complete."""
+
+PREFECT_FAULTS = 3
+"""As many in a row as a driver starts its server again."""
+
+
+@dataclass(frozen=True)
+class Driver:
+    """One driver of a run and the faults that strike while it works."""
+
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def own_prefect(self) -> bool:
+        return any(fault.victim in ("prefect", "database") for fault in self.faults)
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """How it may end: as the last fault has it, if that ends a driver."""
+        return EXITS[self.faults[-1].victim] if self.faults else (0,)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run."""
+
+    name: str
+    drivers: tuple[Driver, ...]
+
+    @property
+    def faults(self) -> list[Fault]:
+        return [fault for driver in self.drivers for fault in driver.faults]
+
+    @property
+    def on_s3(self) -> bool:
+        return any(fault.victim == "store" for fault in self.faults)
+
+
+def case(iteration: int, step: Step, moment: Moment, victim: Victim) -> Fault:
+    return Fault(iteration, step, moment, victim)
+
+
+CI_SET = Plan(
+    "ci",
+    (
+        Driver((case(0, Step.REWARD, "before", "store"), case(0, Step.TRAIN, "uncommitted", "driver"))),
+        Driver((case(0, Step.SYNC, "before", "rollout"), case(1, Step.FILTER, "during", "ray"))),
+        Driver((case(1, Step.TRAIN, "during", "training"), case(1, Step.CHECKPOINT, "uncommitted", "driver"))),
+        Driver((case(2, Step.ADVANTAGE, "after", "database"),)),
+        Driver((case(3, Step.ROLLOUT, "during", "driver"),)),
+        Driver((case(3, Step.SCORE, "before", "prefect"), case(3, Step.EVAL, "before", "rollout"))),
+    ),
+)
+"""Each step, each moment and each victim at least once, in one run."""
+
+
+def whole() -> list[Plan]:
+    """Every step at every moment with every victim."""
+    return [plan for victim in VICTIMS for plan in _plans(victim)]
+
+
+def _plans(victim: Victim) -> Iterator[Plan]:
+    lethal = EXITS[victim] != (0,)
+    # A driver whose cluster is lost notices when it needs an engine, which may not be any more in the last iteration.
+    iterations = (0, 1, 2, 2) if lethal else (0, 1, 2, 3)
+    faults = sorted(
+        (
+            case(_where(step, iterations)[turn], step, moment, victim)
+            for step in STEPS
+            for turn, moment in enumerate(MOMENTS)
+        ),
+        key=_position,
+    )
+    if lethal:
+        yield Plan(victim, (*(Driver((fault,)) for fault in faults), Driver()))
+        return
+    size = PREFECT_FAULTS if victim == "prefect" else len(faults)
+    for number, start in enumerate(range(0, len(faults), size)):
+        yield Plan(f"{victim}-{number}", (Driver(tuple(faults[start : start + size])),))
+
+
+def _where(step: Step, iterations: Sequence[int]) -> Sequence[int]:
+    """Iterations in which the step's four cases are, one a moment: those that have such a step."""
+    if step is Step.CHECKPOINT:
+        return [1, 1, 1, 3 if 3 in iterations else 1]
+    if step is Step.EVAL:
+        return [0, 0, 1, 1]
+    return iterations
+
+
+def _position(fault: Fault) -> tuple[int, int, int]:
+    """Where the fault is on the way of a run; the first evaluation is before the first rollout."""
+    first = fault.step is Step.EVAL and fault.iteration == 0
+    return fault.iteration, -1 if first else STEPS.index(fault.step), MOMENTS.index(fault.moment)
+
+
+def execute(plan: Plan, run: Disturbed) -> list[str]:
+    """Do what the plan says; returns what went otherwise."""
+    happened = 0
+    for driver in plan.drivers:
+        code = run.drive(driver.faults, own_prefect=driver.own_prefect)
+        happened += len(driver.faults)
+        struck = run.struck()
+        named = " and ".join(map(str, driver.faults)) or "nothing"
+        if len(struck) != happened or not all(account["pids"] or account["victim"] == "store" for account in struck):
+            return [f"{named}: did not all happen; the driver ended with {code}\n{run.log()}"]
+        if code not in driver.exits:
+            return [f"{named}: the driver ended with {code}\n{run.log()}"]
+        if left := run.left_behind():
+            return [f"{named}: left behind {left}"]
+    return []

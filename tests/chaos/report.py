@@ -1,0 +1,106 @@
+"""What `make chaos` found, as JSON for machines and Markdown for people, in build/chaos/."""
+
+import json
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.runs import Disturbed, differences, seconds_to_recover
+
+FOLDER = Path("build/chaos")
+
+
+@dataclass
+class RunReport:
+    """One run."""
+
+    name: str
+    seconds: float
+    exits: list[int]
+    """How its drivers ended."""
+    faults: list[dict[str, Any]]
+    """The witnesses' accounts, each with `seconds_to_recover`."""
+    findings: list[str]
+    """What was not as it should be."""
+    tokens: int = 0
+    tokens_regenerated: int = 0
+    """At most: all tokens of the groups that were asked for again."""
+
+    @classmethod
+    def of(cls, name: str, run: Disturbed, undisturbed: Disturbed, seconds: float, findings: list[str]) -> "RunReport":
+        """Look at a run that has ended; `findings` are what was seen meanwhile."""
+        faults = run.struck()
+        if findings:
+            return cls(name, seconds, run.exits, faults, findings)
+        for fault, recovery in zip(faults, seconds_to_recover(run), strict=True):
+            fault["seconds_to_recover"] = recovery
+        again, tokens = run.tokens_regenerated()
+        return cls(name, seconds, run.exits, faults, differences(run, undisturbed), tokens, again)
+
+
+@dataclass
+class Report:
+    """Everything; written after each run."""
+
+    seed: int
+    kills: int
+    """Random ones that were asked for."""
+    cases: int
+    """Of the matrix, those that were chosen."""
+    machine: dict[str, Any] = field(default_factory=lambda: {"cores": os.cpu_count(), "load": os.getloadavg()[0]})
+    runs: list[RunReport] = field(default_factory=list)
+
+    def write(self) -> None:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        (FOLDER / "report.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (FOLDER / "report.md").write_text(self.markdown())
+
+    @property
+    def failed(self) -> list[RunReport]:
+        return [run for run in self.runs if run.findings]
+
+    def markdown(self) -> str:
+        faults = [fault for run in self.runs for fault in run.faults]
+        random = sum("step" not in fault for fault in faults)
+        equal = len(self.runs) - len(self.failed)
+        tokens, again = sum(run.tokens for run in self.runs), sum(run.tokens_regenerated for run in self.runs)
+        lines = [
+            "# Chaos",
+            "",
+            f"{self.cases} cases of the matrix and {self.kills} random kills (seed {self.seed}) were asked for; "
+            f"{len(faults) - random} and {random} faults happened, in {len(self.runs)} runs and "
+            f"{sum(len(run.exits) for run in self.runs)} drivers. {equal} of {len(self.runs)} runs ended with every "
+            "digest of the undisturbed run and every step committed once. Tokens regenerated: at most "
+            f"{again} of {tokens} ({100 * again / max(1, tokens):.1f} %).",
+            "",
+            f"{self.machine['cores']} cores, load {self.machine['load']:.1f} at the start.",
+            "",
+            "| victim | faults | seconds to recover: median | most |",
+            "|---|---|---|---|",
+            *(_recovery(victim, faults) for victim in sorted(Counter(fault["victim"] for fault in faults))),
+            "",
+            "| run | drivers | faults | seconds | tokens regenerated | digests |",
+            "|---|---|---|---|---|---|",
+            *(
+                f"| {run.name} | {len(run.exits)} | {len(run.faults)} | {run.seconds:.0f} | "
+                f"{run.tokens_regenerated} of {run.tokens} | {_cell(run.findings[0]) if run.findings else 'equal'} |"
+                for run in self.runs
+            ),
+            "",
+        ]
+        return "\n".join(lines)
+
+
+def _recovery(victim: str, faults: Sequence[dict[str, Any]]) -> str:
+    of_victim = [fault for fault in faults if fault["victim"] == victim]
+    seconds = [found for fault in of_victim if (found := fault.get("seconds_to_recover")) is not None]
+    figures = f"{statistics.median(seconds):.1f} | {max(seconds):.1f}" if seconds else "– | –"
+    return f"| {victim} | {len(of_victim)} | {figures} |"
+
+
+def _cell(text: str) -> str:
+    return f"**{text.splitlines()[0].replace('|', '/')}**"
