@@ -64,8 +64,9 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     yield _verify_manifest(store, ledger.run)
     digests: dict[str, str] = {}
     with ThreadPoolExecutor(_REQUESTS) as readers:
-        for iteration in ledger.iterations():
-            paths = ledger.markers(iteration)
+        # Newest first: a driver that is at work commits what is read before what is made from it.
+        markers = [ledger.markers(iteration) for iteration in reversed(ledger.iterations())]
+        for paths in reversed(markers):
             commits = list(readers.map(lambda path: _read_commit(store, path), paths))
             for commit in commits:
                 if isinstance(commit, Commit):

@@ -100,3 +100,13 @@ def test_a_changed_manifest_is_found(ledger: Ledger) -> None:
     ledger.store.write(path, ledger.store.read(path).replace(b'"seed": 1', b'"seed": 2'))
     (finding,) = _findings(ledger)
     assert (finding.fault, finding.path) == (Fault.UNREADABLE, path)
+
+
+def test_a_living_run_has_no_findings_either(ledger: Ledger) -> None:
+    reading = verify(ledger)
+    seen = [next(reading), next(reading)]
+    synced = commit_step(ledger, 0, Step.SYNC)
+    commit_step(ledger, 1, Step.SYNC, inputs=(synced,))
+    seen += reading
+    assert [one.findings for one in seen] == [()] * 7
+    assert not list(_findings(ledger))
