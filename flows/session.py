@@ -99,6 +99,8 @@ class Sources:
         tokenizer = load_tokenizer(config.model.path)
         data = PromptData.open(config.data, config.data.path, tokenizer)
         benchmarks = {b.name: PromptData.open(b, b.path, tokenizer) for b in config.eval.benchmarks}
+        for benchmark in benchmarks.values():
+            benchmark.require_all()
         return cls(tokenizer, data, benchmarks, input_digests(config, data, benchmarks))
 
     def context(

@@ -41,7 +41,9 @@ def data_problems(config: RunConfig) -> list[str]:
     for section, source in sources.items():
         if "://" not in source.path:
             try:
-                PromptData.open(source, source.path, tokenizer)
+                prompts = PromptData.open(source, source.path, tokenizer)
+                if isinstance(source, BenchmarkConfig):
+                    prompts.require_all()
             except BadData as error:
                 problems.append(f"{section}: {error}")
     return problems

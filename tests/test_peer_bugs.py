@@ -15,6 +15,8 @@ from configs.schema.run import RunConfig
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.types import Completion, GenerateRequest, TrainBatch
 from flows.iteration import iteration, last_selection
+from flows.session import Sources
+from flows.validation import data_problems
 from storage.commits import Commit, Step
 from storage.errors import RunDiffers, StoreError
 from storage.ledger import Ledger
@@ -333,6 +335,16 @@ def test_a_row_without_a_prompt_is_passed_over(tiny_assets: Path, tmp_path: Path
         commits = iteration(run, DirectSteps(run), 0)
         assert [group for _, _, group in trained_groups(run, last_selection(run, 0))] == [0, 2, 3]
     assert sum(c.metrics["passed_over_prompts"] for c in commits if c.step is Step.ROLLOUT) == 1
+
+
+def test_a_benchmark_with_a_row_without_a_prompt_is_refused_at_the_start(tiny_assets: Path, poisoned: Path) -> None:
+    """NeMo-RL #3238, as above: no row of a benchmark can be passed over, so the run does not even begin."""
+    poisoned.write_text(json.dumps({"prompt": "fine", "label": "0"}) + "\n" + json.dumps({"prompt": "", "label": "0"}))
+    benchmark = {"name": "b", "path": str(poisoned), "apply_chat_template": False, "max_response_len": 4}
+    config = tiny_config(tiny_assets, eval={"eval_interval": 1, "benchmarks": [benchmark]})
+    with pytest.raises(BadData, match="row 2 has an empty prompt: give it some text or remove the row"):
+        Sources.open(config)
+    assert any("row 2 has an empty prompt" in problem for problem in data_problems(config))
 
 
 def test_a_torn_upload_is_no_checkpoint(tiny_assets: Path, tmp_path: Path) -> None:

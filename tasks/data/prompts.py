@@ -83,6 +83,11 @@ class PromptData:
             metadata = {**(metadata or {}), "tools": tools}
         return PromptRow(index, prompt, str(text), tuple(ids), label, metadata)
 
+    def require_all(self) -> None:
+        """Make every prompt once: none of a benchmark's can be passed over. Raises BadPrompt."""
+        for index in range(len(self)):
+            self.row(index)
+
     def _render(self, prompt: str | Messages, tools: list[Any] | None, where: str) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
