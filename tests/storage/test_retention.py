@@ -1,5 +1,7 @@
 """`retention`: what a run may lose, that it loses nothing else, and that it says so."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,14 +47,19 @@ def _iteration(ledger: Ledger, index: int, buffered: tuple[int, ...] = (), save:
         commit_step(ledger, index, Step.CHECKPOINT, inputs=(trained,), table=rollout_table([0]))
 
 
-@pytest.fixture
-def ledger(store: Store) -> Ledger:
+def _eleven_iterations(store: Store) -> Ledger:
     """Ten iterations, every second with a checkpoint, and an eleventh without; owned by this process."""
     ledger = Ledger.create(store, "run-1", CONFIG)
     ledger.acquire()
     for index in range(11):
         _iteration(ledger, index, save=index % 2 == 1)
     return ledger
+
+
+@pytest.fixture
+def ledger(store: Store) -> Ledger:
+    """On each kind of store."""
+    return _eleven_iterations(store)
 
 
 def _kept(ledger: Ledger, step: Step) -> list[int]:
@@ -150,6 +157,30 @@ def test_where_they_are_not_a_fork_is_refused(ledger: Ledger, iteration: int, go
         require_restorable(ledger, iteration)
 
 
+class _ForkingStore(LocalStore):
+    """Someone forks the run at iteration 6 while the first marker is written."""
+
+    armed = False
+
+    def create(self, path: str, data: bytes) -> bool:
+        if self.armed and "/retired/" in path:
+            self.armed = False
+            Ledger.create(self, "fork", CONFIG, parent=Parent(run="run-1", iteration=6))
+        return super().create(path, data)
+
+
+def test_a_fork_made_while_files_are_retired_keeps_them_or_is_refused(tmp_path: Path) -> None:
+    store = _ForkingStore(str(tmp_path))
+    ledger = _eleven_iterations(store)
+    store.armed = True
+    retire(ledger, EVERY_FOURTH)
+    collect(ledger, garbage(ledger))
+    assert _kept(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 5, 6, 9, 10]
+    assert _kept(ledger, Step.CHECKPOINT) == [1, 3, 5, 7, 9]
+    with pytest.raises(Retired, match="cannot be forked at iteration 6"):
+        require_restorable(ledger, 6)
+
+
 class _Crash(Exception):
     pass
 
@@ -157,7 +188,7 @@ class _Crash(Exception):
 class _CrashingStore(LocalStore):
     """Dies at the given deletion."""
 
-    left = 0
+    left = 1000
 
     def delete(self, path: str) -> None:
         self.left -= 1
@@ -168,13 +199,10 @@ class _CrashingStore(LocalStore):
 
 @pytest.mark.parametrize("deletions", [0, 1, 7])
 def test_a_crash_between_marker_and_last_file_leaves_what_the_collector_finishes(
-    tmp_path_factory: pytest.TempPathFactory, deletions: int
+    tmp_path: Path, deletions: int
 ) -> None:
-    store = _CrashingStore(str(tmp_path_factory.mktemp("store")))
-    ledger = Ledger.create(store, "run-1", CONFIG)
-    ledger.acquire()
-    for index in range(11):
-        _iteration(ledger, index, save=index % 2 == 1)
+    store = _CrashingStore(str(tmp_path))
+    ledger = _eleven_iterations(store)
     store.left = deletions
     with pytest.raises(_Crash):
         retire(ledger, EVERY_FOURTH)

@@ -9,6 +9,7 @@ from flows.iteration import iteration
 from flows.train import remove_old_files
 from storage.verification import verify
 from tasks.context import RunContext
+from tasks.recovery import newest_checkpoint
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 7
@@ -37,6 +38,9 @@ def test_a_run_with_retention_ends_with_the_digest_of_one_without_though_killed_
         with tiny_context(str(tmp_path / "kept"), kept) as (run, _):
             _go_on(run, last)
     assert train_digests(run, range(ITERATIONS)) == expected
+    before_newest = newest_checkpoint(run, ITERATIONS - 2)
+    assert before_newest is not None
+    assert before_newest.iteration + 1 == (ITERATIONS - 1) // (2 * save_interval) * 2 * save_interval
     checks = list(verify(run.ledger))
     assert [finding for one in checks for finding in one.findings] == []
     assert sum(one.retired for one in checks) > 10, "the witness that files went"
