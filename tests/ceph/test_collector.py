@@ -1,0 +1,3 @@
+"""`tests.storage.test_collector` on Ceph."""
+
+from tests.storage.test_collector import *  # noqa: F403
