@@ -31,6 +31,7 @@ BENCHMARKS = {
     "write_ahead": "bench.write_ahead",
     "invariance": "bench.invariance",
     "ledger": "bench.ledger",
+    "recovery": "bench.recovery",
     "trl": "bench.trl",
 }
 

@@ -1,0 +1,190 @@
+"""How long a killed run stands still: from SIGKILL of its driver to the next new commit, and what the time goes into.
+
+    python -m bench.recovery [configs/recipes/quickstart.yaml] [--set a.b=c] [--rounds 3] [--json results.json]
+
+A driver with a Prefect server and a Ray cluster of its own is killed just after a train step was committed; its
+weights are lost with its engines. Its successor, started at once as by `cairn resume`, restores them for
+the next step, `sync`. The round ends with the commit of that step. One after the other:
+
+    Python      the interpreter, and importing Cairn, PyTorch's tokenizers, Prefect and Ray
+    open        the store, model and data checked; the lease taken; graders started
+    Prefect     further, until the server answers
+    engines     further, until all engines are up
+    restore     checkpoint loaded, committed train steps replayed
+    step        the rest: what Prefect adds to a run's and an iteration's start, and the step itself
+
+Ray and the engines start beside the rest; how long each start takes by itself is told too.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+DEADLINE = 600.0
+"""Seconds that one driver may take to the commit that is waited for."""
+
+
+def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
+    """In the driver's process: go on with the run, and print every mark as a line of JSON."""
+    mark("start", at=psutil.Process().create_time())
+    import flows.train
+    from configs.loader import load
+    from engines.cluster import Cluster
+    from engines.fleet import Fleet
+    from flows.events import Event, RunStarted, StepCommitted
+    from flows.server import Server
+
+    mark("Python")
+    span(flows.train, "open_run", "open", enters=True)
+    span(Server, "wait_ready", "Prefect")
+    span(Cluster, "open", "ray", is_static=True)
+    span(Fleet, "start", "fleet", is_static=True)
+    span(sys.modules["tasks.sync"], "restore_trainer", "restore")
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, RunStarted):
+            mark("engines")
+        elif isinstance(event, StepCommitted) and not event.adopted:
+            mark(event.commit.name)
+
+    flows.train.PREFECT_HOME = Path(store) / "prefect"
+    flows.train.start(store, run, load(recipe, overrides), on_event=on_event)
+
+
+def mark(name: str, at: float | None = None, **more: float) -> None:
+    print(json.dumps({"mark": name, "at": at or time.time(), **more}), flush=True)
+
+
+def span(owner: Any, name: str, label: str, *, is_static: bool = False, enters: bool = False) -> None:
+    """Mark the end of every call of a function, with its seconds; `enters`: of the entering of a context."""
+    function: Callable[..., Any] = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        result = function(*args, **kwargs)
+        mark(label, seconds=time.time() - began)
+        return result
+
+    @contextmanager
+    def entered(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        began = time.time()
+        with function(*args, **kwargs) as value:
+            mark(label, seconds=time.time() - began)
+            yield value
+
+    setattr(owner, name, entered if enters else staticmethod(timed) if is_static else timed)
+
+
+class Driver:
+    """A driver process, read mark by mark."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "bench.recovery", "--drive", *arguments]
+        environment = {**os.environ, "PREFECT_LOGGING_LEVEL": "CRITICAL"}
+        environment.pop("PREFECT_API_URL", None)
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        self.marks: dict[str, dict[str, float]] = {}
+
+    def until(self, wanted: Callable[[str], bool]) -> float:
+        """Read marks up to the first that is wanted; returns when it was."""
+        end = time.monotonic() + DEADLINE
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            found = json.loads(line)
+            self.marks.setdefault(found["mark"], found)
+            if wanted(found["mark"]):
+                return float(found["at"])
+            if time.monotonic() > end:
+                break
+        self.kill()
+        sys.exit("a driver did not come to the commit that was waited for; its message stands above")
+
+    def kill(self) -> float:
+        """SIGKILL; returns when."""
+        at = time.time()
+        self._process.send_signal(signal.SIGKILL)
+        return at
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def one_round(arguments: list[str], driver: Driver) -> tuple[dict[str, float], dict[str, float], Driver]:
+    """Kill a driver after its next train step, and time its successor, which is returned with what it took: seconds
+    one after the other, and seconds of each start by itself."""
+    driver.until(lambda name: name.endswith("/train"))
+    killed = driver.kill()
+    successor = Driver(arguments)
+    driver.close()
+    committed = successor.until(lambda name: "/" in name)
+    marks = successor.marks
+    shares, before = {}, killed
+    for name in ("Python", "open", "Prefect", "engines"):
+        shares[name] = max(0.0, marks[name]["at"] - before)
+        before = max(before, marks[name]["at"])
+    restore = marks.get("restore", {}).get("seconds", 0.0)
+    shares |= {"restore": restore, "step": committed - before - restore, "all": committed - killed}
+    alone = {"Prefect": marks["Prefect"]["seconds"], "Ray": marks["ray"]["seconds"]}
+    alone["engines"] = marks["fleet"]["seconds"] - alone["Ray"]
+    return shares, alone, successor
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--drive", metavar="STORE", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    overrides = ["tracking.tensorboard_dir=null", *arguments.set]
+    if arguments.drive:
+        drive(arguments.drive, "recovery", arguments.recipe, overrides)
+        return
+    shares, alone = defaultdict(list), defaultdict(list)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        given = [folder, arguments.recipe, *(word for option in arguments.set for word in ("--set", option))]
+        driver = Driver(given)
+        try:
+            for _ in range(arguments.rounds):
+                one_share, one_alone, driver = one_round(given, driver)
+                for name, seconds in one_share.items():
+                    shares[name].append(seconds)
+                for name, seconds in one_alone.items():
+                    alone[name].append(seconds)
+        finally:
+            driver.close()
+    whole = statistics.median(shares["all"])
+    table = Table("", "median s", "range", "share", title="from SIGKILL to the next commit")
+    for name, seconds in shares.items():
+        median = statistics.median(seconds)
+        table.add_row(
+            name, f"{median:.1f}", f"{min(seconds):.1f} – {max(seconds):.1f}", f"{100 * median / whole:.0f} %"
+        )
+    console = Console()
+    console.print(table)
+    starts = ", ".join(f"{name} {statistics.median(seconds):.1f} s" for name, seconds in alone.items())
+    console.print(f"each start by itself: {starts}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"seconds": dict(shares), "starts": dict(alone)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
