@@ -63,6 +63,8 @@ class Ledger:
         self.store = store
         self.manifest = manifest
         self.run = manifest.run
+        self._forks: tuple[str, ...] = ()
+        """The runs by whose parent this ledger was opened, a fork of it the last."""
         self.lease: Lease | None = None
         """Set by `acquire`; commits need it."""
 
@@ -127,9 +129,14 @@ class Ledger:
 
     @cached_property
     def parent(self) -> "Ledger | None":
-        """The run that this one was forked from."""
-        parent = self.manifest.parent
-        return None if parent is None else Ledger.open(self.store, parent.run)
+        """The run that this one was forked from. Raises Damaged if that is a run forked from this one."""
+        if self.manifest.parent is None:
+            return None
+        parent = Ledger.open(self.store, self.manifest.parent.run)
+        parent._forks = (*self._forks, self.run)
+        if parent.run in parent._forks:
+            raise Damaged(f"run {parent.run!r} is recorded as forked from itself, over {' and '.join(parent._forks)}")
+        return parent
 
     @property
     def first_iteration(self) -> int:

@@ -11,7 +11,7 @@ from storage import layout
 from storage.commits import Commit, Step
 from storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers
 from storage.leases import Outcome
-from storage.ledger import Ledger, list_runs
+from storage.ledger import Ledger, Parent, list_runs
 from storage.local import LocalStore
 from storage.snapshots import read_table
 from storage.store import Store
@@ -229,3 +229,29 @@ def test_the_newest_iteration_of_a_long_run_is_found_in_few_requests(
     (tmp_path / layout.attempt("run-1", iterations, Step.ROLLOUT, "000001-0f")).mkdir(parents=True)
     assert Ledger.create(store, "run-1", CONFIG).last_iteration() == iterations - 1
     assert store.pages <= 3 + 2 * math.log2(iterations)
+
+
+def test_a_fork_finds_what_it_shares_where_it_lies_and_adds_its_own(store: Store, ledger: Ledger) -> None:
+    for iteration in range(3):
+        commit_step(ledger, iteration, Step.TRAIN)
+    fork = Ledger.create(store, "fork", CONFIG, {}, Parent(run="run-1", iteration=1))
+    assert (fork.first_iteration, fork.last_iteration(), fork.iterations()) == (2, 1, [0, 1])
+    assert fork.find(1, Step.TRAIN) == ledger.find(1, Step.TRAIN)
+    assert fork.find(2, Step.TRAIN) is None
+    fork.acquire()
+    own = commit_step(fork, 2, Step.TRAIN)
+    restore_point = commit_step(fork, 1, Step.CHECKPOINT)
+    assert (own.run, fork.find(2, Step.TRAIN), fork.iterations()) == ("fork", own, [0, 1, 2])
+    assert fork.find(1, Step.CHECKPOINT) == restore_point
+    assert [commit.step for commit in fork.commits(1)] == [Step.TRAIN, Step.CHECKPOINT]
+    assert ledger.find(1, Step.CHECKPOINT) is None
+    grandchild = Ledger.create(store, "grandchild", CONFIG, {}, Parent(run="fork", iteration=2))
+    assert [grandchild.owner(iteration).run for iteration in range(4)] == ["run-1", "run-1", "fork", "grandchild"]
+    assert grandchild.find(1, Step.CHECKPOINT) == restore_point
+
+
+def test_runs_that_are_forked_from_each_other_are_damage(store: Store) -> None:
+    Ledger.create(store, "egg", CONFIG, {}, Parent(run="hen", iteration=1))
+    Ledger.create(store, "hen", CONFIG, {}, Parent(run="egg", iteration=1))
+    with pytest.raises(Damaged, match="'egg' is recorded as forked from itself, over egg and hen"):
+        Ledger.open(store, "egg").find(0, Step.TRAIN)
