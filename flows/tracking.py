@@ -6,10 +6,12 @@
 
 An iteration is one event, an evaluation another. A driver first reads which of them the folder has and writes those
 that are missing, whoever ran them: after a kill nothing is doubled and nothing is lost, and a folder that was deleted
-comes back whole.
+comes back whole. All of it is done beside the run, in the order of the iterations: the run waits for none of it.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,8 +47,10 @@ def tracked(ledger: Ledger, config: RunConfig) -> Iterator[OnEvent]:
         ) from None
     try:
         yield board
-    finally:
-        board.close()
+    except BaseException:
+        board.stop()
+        raise
+    board.close()
 
 
 class TensorBoard:
@@ -57,18 +61,36 @@ class TensorBoard:
         self._config = config
         self._iterations, self._evaluations = written_steps(folder)
         self._writer = EventFileWriter(str(folder))
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tensorboard")
+        self._jobs: list[Future[None]] = []
+        self._stopped = threading.Event()
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            for iteration in range(event.iteration):
-                if iteration not in self._iterations:
-                    self._add(iteration, self._ledger.commits(iteration))
+            self._jobs.append(self._worker.submit(self._catch_up, event.iteration))
         elif isinstance(event, IterationDone):
-            self._add(event.iteration, event.commits)
+            self._jobs.append(self._worker.submit(self._add, event.iteration, event.commits))
 
     def close(self) -> None:
-        """End the file."""
+        """Write what is left and end the file. Raises what writing raised, such as Damaged."""
+        self._worker.shutdown()
         self._writer.close()
+        for job in self._jobs:
+            job.result()
+
+    def stop(self) -> None:
+        """End the file as it is: the next driver writes what is missing."""
+        self._stopped.set()
+        self._worker.shutdown(cancel_futures=True)
+        self._writer.close()
+
+    def _catch_up(self, until: int) -> None:
+        """Write the iterations before `until` that the folder lacks."""
+        for iteration in range(until):
+            if self._stopped.is_set():
+                return
+            if iteration not in self._iterations:
+                self._add(iteration, self._ledger.commits(iteration))
 
     def _add(self, iteration: int, commits: Iterable[Commit]) -> None:
         commits = list(commits)

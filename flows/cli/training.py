@@ -151,6 +151,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
     from flows.session import telling_what_is_stale
     from flows.views import RunState, run_status
+    from storage.commits import Step
     from storage.layout import check_name
     from storage.ledger import Ledger
     from storage.store import open_store, probe
@@ -163,11 +164,13 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     probe(ledger_store)
     try:
         with telling_what_is_stale(ledger_store, run, config, {}):
-            Ledger.open(ledger_store, run, config.model_dump(mode="json") if is_new else None)
+            ledger = Ledger.open(ledger_store, run, config.model_dump(mode="json") if is_new else None)
     except FileNotFoundError:
         pass
     else:
-        if run_status(ledger_store, run).state is RunState.COMPLETED:
+        # Whether its last update is there is one request, the rest many.
+        trained = ledger.find(config.rollout.num_rollout - 1, Step.TRAIN) is not None
+        if trained and run_status(ledger_store, run).state is RunState.COMPLETED:
             tell(f"run {run} has all its iterations; nothing is left to do")
             return
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.

@@ -130,3 +130,17 @@ def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path: Path) -
     ledger = new_run(str(tmp_path), tracking={"tensorboard_dir": str(tmp_path / "file")})
     with pytest.raises(ConfigError, match=r"tracking\.tensorboard_dir cannot be written .* name another folder"):
         drive(ledger, 0, 0)
+
+
+def test_a_run_that_fails_leaves_the_rest_to_the_next_driver(ledger: Ledger, board: Path) -> None:
+    def interrupted() -> None:
+        with tracked(ledger, config_of(ledger)) as on_event:
+            on_event(RunStarted(ledger.run, 1, 2, 3))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    drive(ledger, 2, 3)
+    points = points_in_files(board)
+    assert len(points) == len(set(points))
+    assert shown(board)["train/loss"] == [0, 1, 2]
