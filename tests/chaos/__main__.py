@@ -3,7 +3,7 @@
 build/chaos/report.md, report.json    what happened; written after each run
 build/chaos/runs/NAME/                a run's ledger, log and witnesses; removed where nothing was found
 
-With --resume the runs that are in report.json already are not done again. About an hour on two idle cores.
+With --resume the runs that are in report.json already are not done again. An hour or two on two cores.
 """
 
 import argparse
@@ -49,8 +49,10 @@ class Chaos:
         self._s3: S3Server = stack.enter_context(moto_server())
         os.environ.update(self._s3.env)
         self._undisturbed = self._run("undisturbed")
+        began = time.monotonic()
         if self._undisturbed.drive() != 0:
             sys.exit(f"the undisturbed run failed:\n{self._undisturbed.log()}")
+        self._seconds = time.monotonic() - began
 
     def execute(self, plan: Plan) -> int:
         """One run of the matrix; returns how many of its faults happened."""
@@ -70,7 +72,7 @@ class Chaos:
     def kill(self, name: str, dice: random.Random, most: int, tell: Callable[[str], None]) -> int:
         """One run of random kills; returns how many happened."""
         run = self._run(name)
-        return self._reported(name, run, lambda: random_kills(run, dice, most, tell))
+        return self._reported(name, run, lambda: random_kills(run, dice, most, self._seconds, tell))
 
     def _reported(self, name: str, run: Disturbed, work: Callable[[], list[str]]) -> int:
         began = time.monotonic()

@@ -18,9 +18,6 @@ from tests.chaos.runs import DEADLINE, Disturbed
 VICTIMS: dict[Victim, float] = {"driver": 5, "training": 1, "rollout": 1, "ray": 1, "prefect": 1, "database": 1}
 """How often each is drawn, relatively; the store has faults of its own in the matrix."""
 
-LONGEST_WAIT = 25.0
-"""Seconds after which a driver is struck, at most."""
-
 FAULTS_A_RUN = 6
 """After as many a run is left in peace to end."""
 
@@ -28,8 +25,13 @@ DRIVERS_A_RUN = 12
 """More than its faults can end: a run that needs more does not get anywhere."""
 
 
-def random_kills(run: Disturbed, dice: random.Random, most: int, tell: Callable[[str], None]) -> list[str]:
-    """Strike a run up to `most` times until it is complete; returns what went otherwise than it should."""
+def random_kills(
+    run: Disturbed, dice: random.Random, most: int, within: float, tell: Callable[[str], None]
+) -> list[str]:
+    """Strike a run up to `most` times until it is complete; returns what went otherwise than it should.
+
+    `within`: seconds that pass at most before each; as many as a whole run takes reach all of it.
+    """
     most = min(most, FAULTS_A_RUN)
     for _ in range(DRIVERS_A_RUN):
         own_prefect = dice.random() < 0.5
@@ -37,7 +39,7 @@ def random_kills(run: Disturbed, dice: random.Random, most: int, tell: Callable[
         struck: list[Victim] = []
         try:
             end = time.monotonic() + DEADLINE
-            while len(run.struck()) < most and _still_runs(driver, dice.uniform(0, LONGEST_WAIT)):
+            while len(run.struck()) < most and _still_runs(driver, dice.uniform(0, within)):
                 (victim,) = dice.choices(list(VICTIMS), list(VICTIMS.values()))
                 if _strike(run, driver, victim):
                     struck.append(victim)
