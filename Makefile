@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG := .venv-sglang
 STAMP := $(VENV)/.installed
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart tiny test test-ceph lint chaos bench clean
+.PHONY: help setup sglang-env quickstart tiny test test-ceph lint chaos bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +22,15 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## Make .venv with everything in it
 
+$(SGLANG)/.installed: engines/rollout/sglang/requirements.txt
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check -r engines/rollout/sglang/requirements.txt
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 sglang==0.5.21
+	@touch $@
+
+sglang-env: $(SGLANG)/.installed ## Make .venv-sglang: SGLang on a machine without a GPU
+
 tiny: setup ## Build the tiny model and its data set (cached)
 	$(BIN)/python -m examples.quickstart.build
 
@@ -28,7 +38,7 @@ quickstart: tiny ## Train the tiny model with the whole pipeline and show what c
 	$(BIN)/cairn train configs/recipes/quickstart.yaml
 	$(BIN)/python -m examples.quickstart.report
 
-test: setup ## Lint, check types, run all tests
+test: setup sglang-env ## Lint, check types, run all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -44,4 +54,4 @@ bench: setup ## Run the benchmarks of bench/README.md
 	$(BIN)/python -m bench
 
 clean: ## Remove what was built; runs stay
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(SGLANG)

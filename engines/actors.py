@@ -6,6 +6,7 @@ They import an engine only where they make it, so that the driver can name these
 import os
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
@@ -47,11 +48,12 @@ class RolloutActor:
         self._engine: RolloutEngine | None = None
         self._batch_invariant = False
 
-    def start(self, model_path: str, config: RolloutConfig) -> None:
-        """Make the engine. Raises BadModel."""
-        from engines.rollout.transformers import TransformersEngine
+    def start(self, model_path: str, config: RolloutConfig, log: Path, start_timeout: float) -> None:
+        """Make the engine; see `engines.rollout.factory`. Raises BadModel, EngineDied and EngineTimeout."""
+        from engines.rollout.factory import make_engine
 
-        engine = TransformersEngine(model_path, config, device_of(config.num_gpus_per_engine))
+        device = device_of(config.num_gpus_per_engine)
+        engine = make_engine(model_path, config, device, log=log, start_timeout=start_timeout)
         self._batch_invariant = engine.check_batch_invariance()
         self._engine = engine
 

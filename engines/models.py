@@ -77,6 +77,21 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype, device: str = "cpu") ->
     return cast(PreTrainedModel, model.to(device).eval())
 
 
+def parameter_names(path: str | Path) -> frozenset[str]:
+    """Names of a model's parameters, tied ones once, as its weight files and config.json have them.
+
+    Raises:
+        BadModel: the folder cannot be used.
+    """
+    folder = Path(path)
+    names: set[str] = set()
+    for file in _weight_files(folder):
+        with safe_open(file, framework="numpy") as tensors:
+            names.update(tensors.keys())
+    tied = _read_config(folder).get_text_config().tie_word_embeddings
+    return frozenset(names - {"lm_head.weight"} if tied else names)
+
+
 def context_length(config: PretrainedConfig) -> int:
     """Longest sequence, prompt and response, in tokens.
 

@@ -13,6 +13,7 @@ from configs.schema.evaluation import BenchmarkConfig
 from configs.schema.run import RunConfig
 from engines.errors import BadModel
 from engines.models import check_model_folder, context_length
+from engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems
 from tasks.data import BadData, PromptData
 from tasks.filters import get_filter
 from tasks.plugins import BadPlugin
@@ -21,7 +22,7 @@ from tasks.rewards import get_grader
 
 def setup_problems(config: RunConfig) -> list[str]:
     """Sentences on the model folders, the lengths against the context, and user code. Reads no data."""
-    problems = [*_model_problems(config), *_plugin_problems(config)]
+    problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
     try:
         load_tokenizer(config.model.path)
     except BadModel as error:
@@ -92,6 +93,17 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
                 f"eval.benchmarks.{index}.max_response_len is {benchmark.max_response_len}, which leaves no room for "
                 f"a prompt: {holds}"
             )
+
+
+def _server_problems(config: RunConfig) -> Iterator[str]:
+    if config.rollout.engine != "sglang":
+        if config.rollout.sglang:
+            yield f"rollout.sglang is set, but rollout.engine is {config.rollout.engine}, which does not read it"
+        return
+    try:
+        yield from option_problems(Installation.find(), config.rollout.sglang)
+    except SGLangMissing as error:
+        yield f"rollout.engine: {error}"
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:

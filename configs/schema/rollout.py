@@ -1,6 +1,6 @@
 """How samples are generated and which groups are kept."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -10,8 +10,12 @@ from configs.schema.base import Section
 class RolloutConfig(Section):
     """Generation: what is sampled, in what amounts, by which engine."""
 
-    engine: Literal["transformers"] = "transformers"
-    """The rollout engine."""
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """The rollout engine: `transformers` samples in the actor's own process, `sglang` through a server beside it."""
+
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Options of `sglang.launch_server` by their own names, such as `attention_backend` or `tp_size`. slime:
+    `--sglang-*`."""
 
     num_engines: int = Field(1, ge=1)
     """Rollout engines, one Ray actor each. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""

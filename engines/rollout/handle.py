@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -13,6 +14,9 @@ from engines.calls import Deadline
 from engines.errors import EngineTimeout
 from engines.handles import CONTROL, Actor, EngineHandle
 from engines.types import Completion, GenerateRequest
+
+LOGS = Path(".cairn/engines")
+"""Logs of engines that are servers, below the driver's working directory, on the machine of the engine."""
 
 
 class RolloutHandle(EngineHandle):
@@ -85,7 +89,8 @@ class RolloutHandle(EngineHandle):
         return True
 
     def _make_engine(self, deadline: Deadline) -> None:
-        ref = self._actor.call("start", self._model_path, self._config)
+        log = Path(LOGS, f"{self._actor.name.replace(':', '-')}.log").absolute()
+        ref = self._actor.call("start", self._model_path, self._config, log, deadline.remaining)
         self._result(ref, deadline, self._actor, "start")
 
     def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:

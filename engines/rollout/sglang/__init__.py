@@ -1,0 +1,8 @@
+"""SGLang as a rollout engine: a server process of its own, spoken to over HTTP.
+
+installation.py    which interpreter has SGLang, which options its servers take, how one is launched on CPU and GPU
+cpu/               what stands in for CUDA-only packages in a server without a GPU, and nowhere else
+server.py          one server process: start, log, end
+client.py          its HTTP interface
+engine.py          the `RolloutEngine` over both
+"""

@@ -1,0 +1,56 @@
+"""The HTTP interface of an SGLang server, as far as Cairn speaks it."""
+
+import base64
+import io
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import httpx
+import torch
+import torch.multiprocessing
+
+from engines.errors import EngineDied, EngineError, EngineTimeout
+
+
+class Control:
+    """Calls to a server other than generation: synchronous, each with a deadline.
+
+    Every call raises EngineTimeout, EngineDied where nobody answers, and EngineError with the server's own words where
+    it refuses.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self._http = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
+    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """POST, or GET where there is no body; returns the JSON of the reply, empty if it has none."""
+        try:
+            reply = self._http.get(path) if body is None else self._http.post(path, json=body)
+        except httpx.TimeoutException:
+            raise EngineTimeout(f"{path} of {self._http.base_url} did not answer in time") from None
+        except httpx.TransportError as error:
+            raise EngineDied(f"{path} of {self._http.base_url}: {error}") from error
+        content: Any = reply.json() if reply.headers.get("content-type", "").startswith("application/json") else {}
+        if reply.status_code != 200 or (isinstance(content, dict) and content.get("success") is False):
+            raise EngineError(f"{path} was refused ({reply.status_code}): {reply.text[:500]}")
+        return content if isinstance(content, dict) else {}
+
+    def update_from_tensor(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        """Replace weights by tensors in shared memory, which the server maps; a weight update must have begun."""
+        self.call(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": [_serialise(named_tensors)], "flush_cache": False},
+        )
+
+
+def _serialise(named_tensors: dict[str, torch.Tensor]) -> str:
+    """What SGLang's MultiprocessingSerializer reads: tensors as handles on shared memory."""
+    # Descriptors cannot travel over HTTP, names of files can.
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    buffer = io.BytesIO()
+    ForkingPickler(buffer).dump(list(named_tensors.items()))
+    return base64.b64encode(buffer.getvalue()).decode()

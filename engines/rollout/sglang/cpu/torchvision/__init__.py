@@ -1,0 +1,26 @@
+"""Lets the real torchvision load beside a PyTorch without CUDA.
+
+Its compiled library is linked to CUDA and cannot load, and its Python part then misses the schemas of two operators
+that the library would have registered. They are declared here; everything else is the real package, which comes after
+this folder on the path. SGLang imports it for multimodal models and calls none of the two.
+"""
+
+import importlib.machinery
+import sys
+from pathlib import Path
+
+import torch
+
+_library = torch.library.Library("torchvision", "FRAGMENT")
+for _name in ("nms", "qnms"):
+    _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+_own = Path(__file__).resolve().parents[1]
+_real = importlib.machinery.PathFinder.find_spec(
+    "torchvision", [p for p in sys.path if Path(p or ".").resolve() != _own]
+)
+assert _real is not None
+assert _real.origin is not None
+__file__ = _real.origin
+__path__ = list(_real.submodule_search_locations or [])
+exec(compile(Path(__file__).read_text(), __file__, "exec"))

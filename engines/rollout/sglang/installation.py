@@ -1,0 +1,146 @@
+"""Which interpreter has SGLang, what its servers take, and how one is launched.
+
+SGLang lives in an environment of its own: its metadata asks for CUDA packages, and its pins are not everybody's. On a
+machine without a GPU the server's process gets `cpu/` on its path, which stands in for what needs CUDA.
+"""
+
+import ast
+import difflib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engines.errors import EngineError
+
+TESTED_VERSION = "0.5.21"
+"""The version that `cpu/` stands in for; other versions are refused without a GPU."""
+
+INTERPRETER = "CAIRN_SGLANG_PYTHON"
+"""Environment variable with the path of the interpreter that has SGLang."""
+
+STAND_INS = Path(__file__).with_name("cpu")
+
+SET_HERE = frozenset(
+    {"model_path", "host", "port", "dtype", "max_running_requests", "skip_tokenizer_init", "weight_version"}
+)
+"""Options that follow from others of a run's, or that the engine depends on."""
+
+CODE_OPTIONS = frozenset(
+    (
+        "config",
+        "custom_sigquit_handler",
+        "custom_weight_loader",
+        "enable_custom_logit_processor",
+        "forward_hooks",
+        "load_format",
+        "model_loader_extra_config",
+        "tokenizer_path",
+        "trust_remote_code",
+    )
+)
+"""Options that name code or make a server run what comes with a model or a request."""
+
+CPU_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,  # else the idle scheduler keeps a core busy
+}
+"""Options of a server without a GPU; the configuration's own come after them."""
+
+_FIND_FOLDER = (
+    "import importlib.util as u; s = u.find_spec('sglang'); print(s.submodule_search_locations[0] if s else '')"
+)
+_FIND_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
+
+
+class SGLangMissing(EngineError):
+    """There is no SGLang to launch, or not one that can be launched here. The message says how to get it."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A Python interpreter that has SGLang."""
+
+    python: Path
+
+    @classmethod
+    def find(cls) -> "Installation":
+        """The one that `CAIRN_SGLANG_PYTHON` names; else this interpreter, or that of `.venv-sglang` beside its own
+        environment. Where SGLang lies is a matter of the machine, not of the run. Raises SGLangMissing."""
+        beside = Path(sys.prefix).with_name(".venv-sglang") / "bin" / "python"
+        named = os.environ.get(INTERPRETER)
+        candidates = [Path(named)] if named else [Path(sys.executable), beside]
+        for candidate in candidates:
+            if candidate.exists() and _ask(candidate, _FIND_FOLDER):
+                return cls(candidate)
+        raise SGLangMissing(
+            f"SGLang is not installed for {' or '.join(map(str, candidates))}: run `make sglang-env`, or set "
+            f"{INTERPRETER} to the interpreter of an environment that has it"
+        )
+
+    @cached_property
+    def version(self) -> str:
+        """Of SGLang."""
+        return _ask(self.python, _FIND_VERSION)
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """Names of all options of a server: the fields of SGLang's ServerArgs, read without importing it."""
+        folder = Path(_ask(self.python, _FIND_FOLDER)) / "srt"
+        sources = [folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py")]
+        classes = [
+            node for file in sources for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
+        ]
+        fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
+        return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+
+    def command(self, options: Mapping[str, Any]) -> list[str]:
+        """The command line of a server. Options by SGLang's own names; true is a flag, a list several values."""
+        words = [str(self.python), "-m", "sglang.launch_server"]
+        for name, value in options.items():
+            flag = f"--{name.replace('_', '-')}"
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+        return words
+
+    def environment(self, *, on_cpu: bool, num_threads: int) -> dict[str, str]:
+        """Environment variables of a server's process. Raises SGLangMissing where `cpu/` does not fit."""
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
+        for name in ("PYTHONPATH", "PYTHONHOME"):
+            environment.pop(name, None)
+        if on_cpu:
+            if self.version != TESTED_VERSION:
+                raise SGLangMissing(
+                    f"without a GPU SGLang {TESTED_VERSION} is needed and {self.python} has {self.version}: run "
+                    "`make sglang-env`"
+                )
+            environment |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1"}
+        return environment
+
+
+def option_problems(installation: Installation, options: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on options that a server does not have, or that are not the configuration's to set."""
+    for name in options:
+        if name in SET_HERE:
+            yield f"rollout.sglang.{name} is set by Cairn itself; leave it out"
+        elif name not in installation.options:
+            close = difflib.get_close_matches(name, installation.options, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            yield f"rollout.sglang.{name} is not an option of SGLang {installation.version}{hint}"
+
+
+def _ask(python: Path, program: str) -> str:
+    done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise SGLangMissing(f"{python} cannot be used: {done.stderr.strip().splitlines()[-1:]}")
+    return done.stdout.strip()

@@ -1,0 +1,129 @@
+"""A real SGLang server behind the interface of a rollout engine."""
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engines.errors import EngineError, RequestRefused
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+
+
+def requests(count: int, samples: int = 4, **params: object) -> list[GenerateRequest]:
+    given = SamplingParams(**{"max_new_tokens": 16, **params})  # type: ignore[arg-type]
+    return [GenerateRequest(index, [5 + index, 6, 7, 8], tuple(range(samples)), given) for index in range(count)]
+
+
+def generate(engine: SGLangEngine, asked: list[GenerateRequest]) -> list[Completion]:
+    return [completion for part in engine.generate(asked) for completion in part]
+
+
+def worst_difference(model: PreTrainedModel, asked: list[GenerateRequest], done: list[Completion]) -> float:
+    """Largest difference between the server's log-probs and Hugging Face's."""
+    worst = 0.0
+    for completion in done:
+        request = asked[completion.request_id]
+        ids = torch.tensor([[*request.prompt_ids, *completion.response_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+        log_probs = torch.log_softmax(logits / request.sampling_params.temperature, -1)
+        expected = log_probs.gather(1, torch.tensor(completion.response_ids, dtype=torch.int64)[:, None])[:, 0]
+        worst = max(worst, float(np.abs(expected.numpy() - completion.log_probs).max()))
+    return worst
+
+
+@pytest.fixture(scope="module")
+def model(sglang_model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_every_sample_comes_with_the_log_probs_of_its_tokens(
+    engine: SGLangEngine, model: PreTrainedModel, temperature: float
+) -> None:
+    asked = requests(6, temperature=temperature)
+    done = generate(engine, asked)
+    assert sorted((c.request_id, c.sample_index) for c in done) == [(r, i) for r in range(6) for i in range(4)]
+    assert all(1 <= len(c.response_ids) == len(c.log_probs) <= 16 for c in done)
+    assert {c.finish_reason for c in done} <= {FinishReason.STOP, FinishReason.LENGTH}
+    assert worst_difference(model, asked, done) < 1e-4
+
+
+def test_stop_tokens_end_a_response_and_are_its_last_token(engine: SGLangEngine) -> None:
+    every = tuple(range(0, 400, 2))
+    done = generate(engine, requests(4, stop_token_ids=every, max_new_tokens=64))
+    stopped = [c for c in done if c.finish_reason == FinishReason.STOP]
+    assert stopped
+    assert all(c.response_ids[-1] % 2 == 0 for c in stopped)
+    assert all((c.response_ids[:-1] % 2 == 1).all() for c in stopped)
+
+
+def test_new_weights_are_served_under_their_version(engine: SGLangEngine, model: PreTrainedModel) -> None:
+    before = engine.get_weight_version()
+    assert before is not None
+    changed = {name: value.detach() * 1.1 for name, value in model.named_parameters()}
+    halves = [dict(list(changed.items())[::2]), dict(list(changed.items())[1::2])]
+    engine.begin_weight_update(before + 5)
+    assert engine.get_weight_version() is None
+    with pytest.raises(EngineError, match="weight update"):
+        generate(engine, requests(1))
+    engine.update_weights(halves[0])
+    with pytest.raises(EngineError, match=f"lacks {len(halves[1])} weights"):
+        engine.end_weight_update()
+    engine.begin_weight_update(before + 6)
+    for half in halves:
+        engine.update_weights(half)
+    engine.end_weight_update()
+    assert engine.get_weight_version() == before + 6
+    for name, value in model.named_parameters():
+        value.data.copy_(changed[name])
+    asked = requests(4)
+    done = generate(engine, asked)
+    assert {c.weight_version for c in done} == {before + 6}
+    assert worst_difference(model, asked, done) < 1e-4
+
+
+def test_a_weight_that_the_model_does_not_have_is_refused(engine: SGLangEngine) -> None:
+    version = engine.get_weight_version()
+    assert version is not None
+    engine.begin_weight_update(version)
+    with pytest.raises(EngineError, match=r"no weight model\.nothing"):
+        engine.update_weights({"model.nothing": torch.zeros(1)})
+
+
+def test_an_aborted_generation_ends_soon_and_gives_what_had_finished(engine: SGLangEngine) -> None:
+    restore(engine)
+    asked = requests(16, max_new_tokens=400)
+    began = time.monotonic()
+    threading.Timer(0.5, engine.abort).start()
+    done = generate(engine, asked)
+    assert len(done) < 64
+    assert time.monotonic() - began < 30
+    assert len(generate(engine, requests(2))) == 8
+
+
+def restore(engine: SGLangEngine) -> None:
+    """End an update that a test left open, by sending every weight again."""
+    if engine.get_weight_version() is None:
+        model = AutoModelForCausalLM.from_pretrained(engine.health()["model"], dtype=torch.float32)
+        engine.begin_weight_update(0)
+        engine.update_weights({name: value.detach() for name, value in model.named_parameters()})
+        engine.end_weight_update()
+
+
+def test_what_cannot_be_served_is_refused_before_anything_is_generated(engine: SGLangEngine) -> None:
+    too_long = GenerateRequest(1, [3] * 5000, (1,), SamplingParams(4))
+    with pytest.raises(RequestRefused, match="leaves no room"):
+        generate(engine, [*requests(1), too_long])
+
+
+def test_health_tells_the_server_and_its_load(engine: SGLangEngine) -> None:
+    health = engine.health()
+    assert health["url"].startswith("http://127.0.0.1:")
+    assert Path(health["log"]).read_text()

@@ -1,0 +1,63 @@
+"""A server leaves nothing behind, however its owner ends, and says why it did not start."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engines.errors import EngineDied
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.rollout.sglang.installation import Installation, option_problems
+from engines.rollout.sglang.server import Server
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from engines.rollout.sglang.server import Server
+sleeping = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+server = Server([sys.executable, "-c", sleeping], {}, 1, Path(sys.argv[1]))
+time.sleep(1)
+print(server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_server_dies_with_an_owner_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        server = psutil.Process(int(owner.stdout.readline()))
+        family = [server, *server.children(recursive=True), server.parent()]
+        assert len(family) == 3
+        owner.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_a_server_that_ends_while_it_starts_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    server = Server([sys.executable, "-c", "import sys; sys.exit('no such card')"], {}, 1, tmp_path / "log")
+    with pytest.raises(EngineDied, match=r"(?s)ended while it started; its log is .*no such card"):
+        server.wait_ready(30)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_server_is_told_from_a_busy_one(engine: SGLangEngine) -> None:
+    assert engine.server.alive()
+    children = psutil.Process(engine.server.pid).children(recursive=True)
+    assert len(children) >= 2, "scheduler and detokenizer"
+
+
+def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
+    problems = list(option_problems(Installation.find(), {"attention_backnd": "triton", "port": 1, "tp_size": 2}))
+    assert problems == [
+        "rollout.sglang.attention_backnd is not an option of SGLang 0.5.21; did you mean attention_backend?",
+        "rollout.sglang.port is set by Cairn itself; leave it out",
+    ]
+
+
+def test_a_command_line_spells_options_as_sglang_does() -> None:
+    options = {"tp_size": 2, "disable_radix_cache": True, "lora_paths": ["a", "b"], "quantization": None}
+    command = Installation.find().command(options)
+    assert " ".join(command[1:]) == ("-m sglang.launch_server --tp-size 2 --disable-radix-cache --lora-paths a b")
