@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.s3", "tests.tiny_run", "tests.ray_fixtures"]
+pytest_plugins = ["tests.s3", "tests.tiny_run", "tests.ray_fixtures", "tests.sglang_server"]

@@ -24,7 +24,10 @@ def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
 ) -> None:
     environment = {**disturbed.whole_environment(), "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
     command = [sys.executable, "-m", "tests.chaos.serve"]
-    with (disturbed.folder / "driver.log").open("ab") as log, httpx.Client(base_url=disturbed.api_url) as api:
+    with (
+        (disturbed.folder / "driver.log").open("ab") as log,
+        httpx.Client(base_url=disturbed.environment["PREFECT_API_URL"]) as api,
+    ):
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             wanted = {"deployments": {"name": {"any_": ["chaos"]}}}

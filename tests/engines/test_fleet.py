@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from engines.cluster import Cluster, ClusterError
-from engines.errors import BadModel, EngineDied, EngineError, EngineTimeout, WrongVersion
+from engines.errors import BadModel, EngineDied, EngineError, EngineTimeout, RequestRefused, WrongVersion
 from engines.fleet import Fleet
 from engines.rollout.handle import RolloutHandle
 from engines.rollout.transformers import TransformersEngine
@@ -116,9 +116,9 @@ def test_what_an_engine_raises_comes_through_as_itself(fleet: Fleet) -> None:
     with pytest.raises(WrongVersion, match=f"not at {ahead}") as raised:
         fleet.training.train(make_batch(), num_steps=1, expected_version=ahead, input_digest="")
     assert type(raised.value) is WrongVersion
-    with pytest.raises(ValueError, match="7") as raised_by_rollout:
+    with pytest.raises(RequestRefused, match="7") as raised_by_rollout:
         generate(fleet.rollout[0], [GenerateRequest(7, [VOCABULARY + 9], (1,), SamplingParams(4))])
-    assert type(raised_by_rollout.value) is ValueError
+    assert type(raised_by_rollout.value) is RequestRefused
     assert len(generate(fleet.rollout[0], requests())) == 15
 
 

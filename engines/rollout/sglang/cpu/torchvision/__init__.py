@@ -20,7 +20,6 @@ _real = importlib.machinery.PathFinder.find_spec(
     "torchvision", [p for p in sys.path if Path(p or ".").resolve() != _own]
 )
 assert _real is not None
-assert _real.origin is not None
-__file__ = _real.origin
+assert _real.loader is not None
 __path__ = list(_real.submodule_search_locations or [])
-exec(compile(Path(__file__).read_text(), __file__, "exec"))
+_real.loader.exec_module(sys.modules[__name__])

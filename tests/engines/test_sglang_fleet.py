@@ -10,8 +10,8 @@ from engines.cluster import Cluster
 from engines.errors import EngineError
 from engines.fleet import Fleet
 from engines.types import GenerateRequest, SamplingParams
-from tests.engines.rollout.sglang.conftest import sglang_config
 from tests.ray_fixtures import fleet_config
+from tests.sglang_server import sglang_config
 
 ASKED = [GenerateRequest(index, [5 + index, 6, 7], (1, 2), SamplingParams(8)) for index in range(3)]
 

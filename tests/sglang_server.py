@@ -1,4 +1,4 @@
-"""One SGLang server for all tests of this folder: it takes most of a minute to start."""
+"""One SGLang server for all tests of a session: it takes most of a minute to start."""
 
 from collections.abc import Iterator
 from pathlib import Path
