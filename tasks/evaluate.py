@@ -41,6 +41,7 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
         "reward.custom_rm_path",
         "reward.rm_timeout",
         "rollout.engine",
+        "rollout.sglang",
         "rollout.dtype",
         "rollout.num_threads",
         "rollout.rollout_stop_token_ids",

@@ -25,6 +25,7 @@ from tasks.sync import bring_up_to_date
         "seed",
         "data",
         "rollout.engine",
+        "rollout.sglang",
         "rollout.dtype",
         "rollout.num_threads",
         "rollout.n_samples_per_prompt",

@@ -7,7 +7,6 @@ import pytest
 
 from configs.schema.rollout import RolloutConfig
 from engines.rollout.sglang.engine import SGLangEngine
-from examples.quickstart.model import build_model, build_tokenizer
 
 START_TIMEOUT = 240.0
 
@@ -26,12 +25,8 @@ def sglang_config(**options: object) -> RolloutConfig:
 
 
 @pytest.fixture(scope="session")
-def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sglang") / "model"
-    tokenizer = build_tokenizer(["Sort the digits 3 1 2 in increasing order."])
-    tokenizer.save_pretrained(folder)
-    build_model(tokenizer, seed=0).save_pretrained(folder)
-    return folder
+def sglang_model(tiny_assets: Path) -> Path:
+    return tiny_assets / "model"
 
 
 @pytest.fixture(scope="session")

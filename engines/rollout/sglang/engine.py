@@ -66,10 +66,10 @@ class SGLangEngine:
         self._model_path = model_path
         self._deterministic = bool(options.get("enable_deterministic_inference"))
         self._timeout = config.timeout
+        self._names = parameter_names(model_path)
         self.server = Server(installation.command(options), environment, port, log)
         self.server.wait_ready(start_timeout)
         self._control = Control(self.server.url, _CONTROL_TIMEOUT)
-        self._names = parameter_names(model_path)
         self._missing: set[str] = set()
         self._updating: int | None = None
         self._in_use = threading.Lock()
@@ -100,29 +100,31 @@ class SGLangEngine:
         try:
             asyncio.run(self._generate_all(requests, finished))
         # Whatever it is belongs to the thread that waits for the completions.
+        except ExceptionGroup as failed:
+            finished.put(failed.exceptions[0])
         except Exception as error:
             finished.put(error)
-        finished.put(None)
+        finally:
+            finished.put(None)
 
     async def _generate_all(self, requests: list[GenerateRequest], finished: Finished) -> None:
         timeout = aiohttp.ClientTimeout(total=self._timeout)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self.server.url, timeout=timeout, connector=connector) as http:
+        async with (
+            aiohttp.ClientSession(self.server.url, timeout=timeout, connector=connector) as http,
+            asyncio.TaskGroup() as group,  # whatever fails, the abort included, ends all
+        ):
+            watch = group.create_task(self._abort_when_told())
             calls = [
-                asyncio.create_task(self._sample(http, request, index))
+                group.create_task(self._sample(http, request, index))
                 for request in requests
                 for index in range(len(request.seeds))
             ]
-            watch = asyncio.create_task(self._abort_when_told())
-            try:
-                for call in asyncio.as_completed(calls):
-                    completion = await call
-                    if completion is not None:
-                        finished.put(completion)
-            finally:
-                watch.cancel()
-                for call in calls:
-                    call.cancel()
+            for call in asyncio.as_completed(calls):
+                completion = await call
+                if completion is not None:
+                    finished.put(completion)
+            watch.cancel()
 
     async def _sample(self, http: aiohttp.ClientSession, request: GenerateRequest, index: int) -> Completion | None:
         """One sample; None if it was aborted on request."""

@@ -18,6 +18,8 @@ from engines.errors import EngineDied, EngineTimeout
 GUARD = Path(__file__).with_name("guard.py")
 
 _POLL = 0.2
+_END = 30.0
+"""Seconds that a killed process may take to be gone."""
 _TAIL = 25
 """Lines of the log that an error shows."""
 
@@ -66,7 +68,7 @@ class Server:
         """Kill it and everything it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(_END)
 
     def last_words(self) -> str:
         """Where the log is, and its end."""
