@@ -4,5 +4,6 @@ installation.py    which interpreter has SGLang, which options its servers take,
 cpu/               what stands in for CUDA-only packages in a server without a GPU, and nowhere else
 server.py          one server process: start, log, end
 client.py          its HTTP interface
+generation.py      samples through it
 engine.py          the `RolloutEngine` over both
 """

@@ -20,6 +20,7 @@ class Control:
     """
 
     def __init__(self, url: str, timeout: float) -> None:
+        self.url = url
         self._http = httpx.Client(base_url=url, timeout=timeout, trust_env=False)
 
     def close(self) -> None:
@@ -31,9 +32,9 @@ class Control:
         try:
             reply = self._http.get(path) if body is None else self._http.post(path, json=body)
         except httpx.TimeoutException:
-            raise EngineTimeout(f"{path} of {self._http.base_url} did not answer in time") from None
+            raise EngineTimeout(f"{path} of {self.url} did not answer in time") from None
         except httpx.TransportError as error:
-            raise EngineDied(f"{path} of {self._http.base_url}: {error}") from error
+            raise EngineDied(f"{path} of {self.url}: {error}") from error
         content: Any = reply.json() if reply.headers.get("content-type", "").startswith("application/json") else {}
         if reply.status_code != 200 or (isinstance(content, dict) and content.get("success") is False):
             raise EngineError(f"{path} was refused ({reply.status_code}): {reply.text[:500]}")

@@ -1,32 +1,24 @@
 """SGLang behind the interface of a rollout engine."""
 
-import asyncio
-import queue
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-import numpy as np
 import torch
 
 from configs.schema.rollout import RolloutConfig
-from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.errors import EngineDied, EngineError
 from engines.models import check_model_folder, context_length, parameter_names
 from engines.rollout.requests import validate_requests
 from engines.rollout.sglang.client import Control
+from engines.rollout.sglang.generation import Generation
 from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
 from engines.rollout.sglang.server import Server, free_port
-from engines.types import Completion, FinishReason, GenerateRequest
+from engines.types import Completion, GenerateRequest
 
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _CONTROL_TIMEOUT = 60.0
-
-Finished = queue.SimpleQueue[Completion | Exception | None]
-"""Completions as they come, an error that ends them, and None at the end."""
 
 
 class SGLangEngine:
@@ -83,83 +75,12 @@ class SGLangEngine:
         return self._generate(list(requests))
 
     def _generate(self, requests: list[GenerateRequest]) -> Iterator[list[Completion]]:
-        finished: Finished = queue.SimpleQueue()
+        generation = Generation(self._control, self._context, self._timeout, self._aborted)
         with self._alone():
-            worker = threading.Thread(target=self._run, args=(requests, finished), daemon=True, name="sglang-client")
-            worker.start()
             try:
-                while (item := finished.get()) is not None:
-                    if isinstance(item, Exception):
-                        raise item
-                    yield [item]
-            finally:
-                self._aborted.set()
-                worker.join()
-
-    def _run(self, requests: list[GenerateRequest], finished: Finished) -> None:
-        try:
-            asyncio.run(self._generate_all(requests, finished))
-        # Whatever it is belongs to the thread that waits for the completions.
-        except ExceptionGroup as failed:
-            finished.put(failed.exceptions[0])
-        except Exception as error:
-            finished.put(error)
-        finally:
-            finished.put(None)
-
-    async def _generate_all(self, requests: list[GenerateRequest], finished: Finished) -> None:
-        timeout = aiohttp.ClientTimeout(total=self._timeout)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with (
-            aiohttp.ClientSession(self.server.url, timeout=timeout, connector=connector) as http,
-            asyncio.TaskGroup() as group,  # whatever fails, the abort included, ends all
-        ):
-            watch = group.create_task(self._abort_when_told())
-            calls = [
-                group.create_task(self._sample(http, request, index))
-                for request in requests
-                for index in range(len(request.seeds))
-            ]
-            for call in asyncio.as_completed(calls):
-                completion = await call
-                if completion is not None:
-                    finished.put(completion)
-            watch.cancel()
-
-    async def _sample(self, http: aiohttp.ClientSession, request: GenerateRequest, index: int) -> Completion | None:
-        """One sample; None if it was aborted on request."""
-        params = request.sampling_params
-        body = {
-            "input_ids": list(map(int, request.prompt_ids)),
-            "sampling_params": {
-                "max_new_tokens": min(params.max_new_tokens, self._context - len(request.prompt_ids)),
-                "temperature": params.temperature,
-                "top_p": params.top_p,
-                "top_k": params.top_k,
-                "stop_token_ids": list(params.stop_token_ids),
-                "sampling_seed": request.seeds[index] % 2**31,
-            },
-            "return_logprob": True,
-        }
-        began = time.perf_counter()
-        try:
-            async with http.post("/generate", json=body) as reply:
-                if reply.status != 200:
-                    raise EngineError(f"/generate was refused ({reply.status}): {(await reply.text())[:500]}")
-                content = await reply.json()
-        except TimeoutError:
-            raise EngineTimeout(f"/generate did not end within {self._timeout:g} s") from None
-        except aiohttp.ClientError as error:
-            raise EngineDied(f"the SGLang server is gone ({error}); {self.server.last_words()}") from error
-        reason = content["meta_info"]["finish_reason"]["type"]
-        if reason == "abort" and self._aborted.is_set():
-            return None
-        return _completion(request.request_id, index, content, time.perf_counter() - began)
-
-    async def _abort_when_told(self) -> None:
-        while not self._aborted.is_set():
-            await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._control.call, "/abort_request", {"rid": "", "abort_all": True})
+                yield from generation.run(requests)
+            except EngineDied as error:
+                raise EngineDied(f"{error}; {self.server.last_words()}") from error
 
     def abort(self) -> None:
         self._aborted.set()
@@ -235,21 +156,3 @@ class SGLangEngine:
             yield
         finally:
             self._in_use.release()
-
-
-def _completion(request_id: int, index: int, content: dict[str, Any], seconds: float) -> Completion:
-    """From SGLang's reply."""
-    meta = content["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in _FINISH:
-        raise EngineError(f"a generation ended by {meta['finish_reason']}")
-    log_probs = [entry[0] for entry in meta["output_token_logprobs"]]
-    return Completion(
-        request_id=request_id,
-        sample_index=index,
-        response_ids=np.asarray(content["output_ids"], np.int32),
-        log_probs=np.asarray(log_probs, np.float32),
-        finish_reason=_FINISH[reason],
-        weight_version=int(meta["weight_version"]),
-        seconds=seconds,
-    )
