@@ -5,5 +5,6 @@ cpu/               what stands in for CUDA-only packages in a server without a G
 server.py          one server process: start, log, end
 client.py          its HTTP interface
 generation.py      samples through it
+weights.py         its weights, from one version to the next
 engine.py          the `RolloutEngine` over both
 """

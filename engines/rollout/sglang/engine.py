@@ -16,6 +16,7 @@ from engines.rollout.sglang.client import Control
 from engines.rollout.sglang.generation import Generation
 from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
 from engines.rollout.sglang.server import Server, free_port
+from engines.rollout.sglang.weights import ServerWeights
 from engines.types import Completion, GenerateRequest
 
 _CONTROL_TIMEOUT = 60.0
@@ -58,19 +59,16 @@ class SGLangEngine:
         self._model_path = model_path
         self._deterministic = bool(options.get("enable_deterministic_inference"))
         self._timeout = config.timeout
-        self._names = parameter_names(model_path)
         self.server = Server(installation.command(options), environment, port, log)
         self.server.wait_ready(start_timeout)
         self._control = Control(self.server.url, _CONTROL_TIMEOUT)
-        self._missing: set[str] = set()
-        self._updating: int | None = None
+        self._weights = ServerWeights(self._control, parameter_names(model_path))
         self._in_use = threading.Lock()
         self._aborted = threading.Event()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         validate_requests(requests, self._context, self._vocab)
-        if self._updating is not None:
-            raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
+        self._weights.require_whole()
         self._aborted.clear()
         return self._generate(list(requests))
 
@@ -86,41 +84,17 @@ class SGLangEngine:
         self._aborted.set()
 
     def get_weight_version(self) -> int | None:
-        if self._updating is not None:
-            return None
-        return int(self._control.call("/get_model_info")["weight_version"])
+        return self._weights.version()
 
     def begin_weight_update(self, version: int) -> None:
         with self._alone():
-            if self._updating is not None:
-                self._control.call("/end_weight_update", {})
-            self._updating = version
-            self._missing = set(self._names)
-            self._control.call("/begin_weight_update", {})
+            self._weights.begin(version)
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        if self._updating is None:
-            raise EngineError("No weight update has begun: call begin_weight_update first.")
-        unknown = [name for name in named_tensors if name not in self._names]
-        if unknown:
-            raise EngineError(
-                f"The model has no weight {unknown[0]}: trainer and rollout engine hold different models."
-            )
-        self._control.update_from_tensor(named_tensors)
-        self._missing -= set(named_tensors)
+        self._weights.load(named_tensors)
 
     def end_weight_update(self) -> None:
-        if self._updating is None:
-            raise EngineError("No weight update has begun: call begin_weight_update first.")
-        if self._missing:
-            raise EngineError(
-                f"The update to version {self._updating} lacks {len(self._missing)} weights, the first of them "
-                f"{min(self._missing)}: send every parameter between begin and end."
-            )
-        self._control.call("/end_weight_update", {})
-        self._control.call("/flush_cache", {})
-        self._control.call("/update_weight_version", {"new_version": str(self._updating), "abort_all_requests": False})
-        self._updating = None
+        self._weights.end()
 
     def weights_checksum(self) -> str:
         raise EngineError("SGLang's servers give no checksum of their weights; compare log-probs instead.")
