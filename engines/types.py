@@ -14,6 +14,8 @@ class FinishReason(StrEnum):
     """The model emitted an end token; it is the response's last token."""
     LENGTH = "length"
     """The response reached its longest allowed length or the end of the context."""
+    ABORT = "abort"
+    """Generation was stopped on request; the response is a part, perhaps empty, that can be continued."""
     ERROR = "error"
     """Generation failed; there is no response."""
 
@@ -40,24 +42,34 @@ class GenerateRequest:
     seeds: tuple[int, ...]
     """One 64-bit seed a sample: the sample's tokens depend on it, the prompt, the weights and nothing else."""
     sampling_params: SamplingParams
+    prefixes: tuple[Sequence[int], ...] = ()
+    """Where samples are continued: the response tokens that each has, in the order of the seeds; they count towards
+    `max_new_tokens` and are not returned. Empty: all samples begin at the prompt."""
+
+    def prefix(self, index: int) -> Sequence[int]:
+        """The response tokens that the sample at a position of its seed already has."""
+        return self.prefixes[index] if self.prefixes else ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One finished sample of a request."""
+    """One sample of a request, finished or aborted. Tokens that the request gave as its prefix are left out."""
 
     request_id: int
     sample_index: int
     """Position of its seed in the request."""
     response_ids: np.ndarray
-    """[T] int32, the end token included."""
+    """[T] int32, generated in this call, the end token included."""
     log_probs: np.ndarray
     """[T] float32: of each response token under softmax(logits / temperature), before top-p and top-k; at
     temperature 0, under softmax(logits)."""
+    weight_versions: np.ndarray
+    """[T] int32: of the weights that each token was sampled from."""
     finish_reason: FinishReason
-    weight_version: int
     seconds: float
     """From the request's admission to its end."""
+    cached_tokens: int = 0
+    """Of the prompt and the prefix, those whose keys and values the engine had kept from other requests."""
     error: str | None = None
     """Why generation failed; None where it did not."""
 

@@ -102,7 +102,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
             ],
             "error": [g.error for g in graded],
             "seed": [requests[c.request_id].seeds[c.sample_index] for c in completions],
-            "weight_version": [c.weight_version for c in completions],
+            "weight_version": [version] * len(completions),
         },
         EVAL,
     )

@@ -100,8 +100,8 @@ def _failed(request: GenerateRequest, weights: Commit | None, why: str) -> list[
             sample_index=index,
             response_ids=np.zeros(0, np.int32),
             log_probs=np.zeros(0, np.float32),
+            weight_versions=np.zeros(0, np.int32),
             finish_reason=FinishReason.ERROR,
-            weight_version=version_of(weights),
             seconds=0.0,
             error=why,
         )

@@ -151,9 +151,7 @@ def _group_table(
         "response_ids": [c.response_ids for c in completions],
         "log_probs": [c.log_probs for c in completions],
         "loss_mask": [np.ones(length, np.uint8) for length in lengths],
-        "weight_versions": [
-            np.full(length, c.weight_version, np.int32) for c, length in zip(completions, lengths, strict=True)
-        ],
+        "weight_versions": [c.weight_versions for c in completions],
         "finish_reason": [str(c.finish_reason) for c in completions],
         "status": [str(completion_status(c)) for c in completions],
         "error": [c.error for c in completions],

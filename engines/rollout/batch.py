@@ -132,8 +132,8 @@ class Batch:
                     sample_index=ended.index,
                     response_ids=self._responses[row, : self._generated[row]].copy(),
                     log_probs=log_probs,
+                    weight_versions=np.full(len(log_probs), weight_version, np.int32),
                     finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-                    weight_version=weight_version,
                     seconds=now - ended.admitted,
                 )
             )

@@ -128,7 +128,16 @@ def _completion(request_id: int, index: int, content: dict[str, Any], seconds: f
         sample_index=index,
         response_ids=np.asarray(content["output_ids"], np.int32),
         log_probs=np.asarray(log_probs, np.float32),
+        weight_versions=_weight_versions(meta, len(log_probs)),
         finish_reason=_FINISH[reason],
-        weight_version=int(meta["weight_version"]),
         seconds=seconds,
+        cached_tokens=meta.get("cached_tokens", 0),
     )
+
+
+def _weight_versions(meta: dict[str, Any], length: int) -> np.ndarray:
+    """[T] int32 from the runs of tokens that the server reports."""
+    versions = np.full(length, int(meta["weight_version"]), np.int32)
+    for run in meta.get("weight_versions") or []:
+        versions[run["start"] : run["end"]] = int(run["version"])
+    return versions
