@@ -15,6 +15,7 @@ from engines.rollout.requests import validate_requests
 from engines.rollout.sglang.client import Control
 from engines.rollout.sglang.generation import Generation
 from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
+from engines.rollout.sglang.route import Route
 from engines.rollout.sglang.server import Server, free_port
 from engines.rollout.sglang.weights import ServerWeights
 from engines.types import Completion, GenerateRequest
@@ -61,6 +62,8 @@ class SGLangEngine:
         self._timeout = config.timeout
         self.server = Server(installation.command(options), environment, port, log)
         self.server.wait_ready(start_timeout)
+        self.route = Route.to(self.server.url)
+        """Where its requests go: to its own server, unless a fleet has a router."""
         self._control = Control(self.server.url, _CONTROL_TIMEOUT)
         self._weights = ServerWeights(self._control, parameter_names(model_path))
         self._in_use = threading.Lock()
