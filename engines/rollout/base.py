@@ -17,13 +17,16 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         """Generate every sample of every request; yield each as it finishes, earlier requests first where possible.
 
+        A sample that has a prefix goes on after it, as if it had never been interrupted but for other weights.
+
         Raises:
             RequestRefused: some of the requests cannot be served; nothing is generated.
             EngineError: another `generate` or a weight update is in progress, or the weights give no finite logits.
         """
 
     def abort(self) -> None:
-        """End the running `generate` after its current step, from any thread; unfinished samples are dropped."""
+        """End the running `generate` soon, from any thread: it yields each unfinished sample with the tokens that it
+        has, none where it has not begun, and finish reason ABORT. Without a running one this does nothing."""
 
     def get_weight_version(self) -> int | None:
         """Optimizer steps since the run's initial weights; None between the begin and the end of an update."""

@@ -16,10 +16,49 @@ from engines.types import Completion, FinishReason, GenerateRequest
 
 
 @dataclass(frozen=True)
+class Start:
+    """Samples of a request that begin after the same tokens."""
+
+    request: GenerateRequest
+    indices: Sequence[int]
+    tokens: Sequence[int]
+    """The prompt, and the prefix where a sample is continued; one object for all samples that share it."""
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> "list[Start]":
+        """All samples of a request: together, or each on its own where they are continued."""
+        if request.prefixes:
+            return [
+                cls(request, [index], [*request.prompt_ids, *prefix]) for index, prefix in enumerate(request.prefixes)
+            ]
+        return [cls(request, range(len(request.seeds)), request.prompt_ids)] if request.seeds else []
+
+    def split(self, size: int) -> "tuple[Start, Start]":
+        """The first `size` samples and the others."""
+        first, others = self.indices[:size], self.indices[size:]
+        return Start(self.request, first, self.tokens), Start(self.request, others, self.tokens)
+
+    def aborted(self) -> list[Completion]:
+        """What becomes of samples that were never admitted."""
+        return [
+            Completion(
+                request_id=self.request.request_id,
+                sample_index=index,
+                response_ids=np.zeros(0, np.int32),
+                log_probs=np.zeros(0, np.float32),
+                weight_versions=np.zeros(0, np.int32),
+                finish_reason=FinishReason.ABORT,
+                seconds=0.0,
+            )
+            for index in self.indices
+        ]
+
+
+@dataclass(frozen=True)
 class _Sample:
     """One sample of a request, admitted at a time of `time.perf_counter`."""
 
-    request: GenerateRequest
+    start: Start
     index: int
     admitted: float
 
@@ -52,6 +91,7 @@ class Batch:
         self.positions = np.zeros(num_rows, dtype=np.int64)
         """Its position in prompt and response; behind the running rows both are 0."""
         self._generated = np.zeros(num_rows, dtype=np.int64)
+        self._continued = np.zeros(num_rows, dtype=np.int64)
         self._limits = np.zeros(num_rows, dtype=np.int64)
         self._seeds = np.zeros(num_rows, dtype=np.uint64)
         self._temperatures = np.ones(num_rows, dtype=np.float32)
@@ -75,25 +115,27 @@ class Batch:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def find(self, request: GenerateRequest) -> int | None:
-        """A row that runs a sample of the request."""
-        return next((row for row, sample in enumerate(self._samples) if sample.request is request), None)
+    def find(self, start: Start) -> int | None:
+        """A row that runs a sample which began after the same tokens."""
+        return next((row for row, sample in enumerate(self._samples) if sample.start.tokens is start.tokens), None)
 
-    def admit(self, request: GenerateRequest, indices: Sequence[int]) -> list[int]:
-        """Add samples of a request whose prompt is, but for its last token, in the KV cache. Returns their rows."""
-        params = request.sampling_params
-        rows = slice(len(self), len(self) + len(indices))
-        self.tokens[rows] = request.prompt_ids[-1]
-        self.positions[rows] = len(request.prompt_ids) - 1
+    def admit(self, start: Start) -> list[int]:
+        """Add samples whose tokens are, but for the last one, in the KV cache. Returns their rows."""
+        params = start.request.sampling_params
+        continued = len(start.tokens) - len(start.request.prompt_ids)
+        rows = slice(len(self), len(self) + len(start.indices))
+        self.tokens[rows] = start.tokens[-1]
+        self.positions[rows] = len(start.tokens) - 1
         self._generated[rows] = 0
-        self._limits[rows] = min(params.max_new_tokens, self._context_length - len(request.prompt_ids))
-        self._seeds[rows] = [request.seeds[i] & (2**64 - 1) for i in indices]
+        self._continued[rows] = continued
+        self._limits[rows] = min(params.max_new_tokens - continued, self._context_length - len(start.tokens))
+        self._seeds[rows] = [start.request.seeds[i] & (2**64 - 1) for i in start.indices]
         self._temperatures[rows] = params.temperature
         self._top_ps[rows] = params.top_p
         self._top_ks[rows] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
         self._stop_sets[rows] = self._stop_rows[frozenset(params.stop_token_ids) | self._end_ids]
         now = time.perf_counter()
-        self._samples += [_Sample(request, i, now) for i in indices]
+        self._samples += [_Sample(start, i, now) for i in start.indices]
         return list(range(rows.start, rows.stop))
 
     def advance(self, logits: torch.Tensor) -> np.ndarray:
@@ -109,8 +151,8 @@ class Batch:
         generated += 1
         return np.flatnonzero(self._stops[self._stop_sets[:rows], tokens] | (generated >= self._limits[:rows]))
 
-    def completions(self, rows: np.ndarray, weight_version: int) -> list[Completion]:
-        """What the ended rows hold.
+    def completions(self, rows: np.ndarray, weight_version: int, *, aborted: bool = False) -> list[Completion]:
+        """What the rows hold, which have ended or are aborted.
 
         Raises:
             EngineError: a log-prob is not finite.
@@ -119,21 +161,23 @@ class Batch:
         completions = []
         for row in rows:
             ended = self._samples[row]
+            request = ended.start.request
             log_probs = self._log_probs[row, : self._generated[row]].copy()
             if not np.isfinite(log_probs).all():
                 raise EngineError(
                     f"The weights of version {weight_version} give logits that are not finite (request "
-                    f"{ended.request.request_id}): the policy has diverged; go back to an earlier checkpoint."
+                    f"{request.request_id}): the policy has diverged; go back to an earlier checkpoint."
                 )
             stopped = self._stops[self._stop_sets[row], self.tokens[row]]
+            reason = FinishReason.ABORT if aborted else FinishReason.STOP if stopped else FinishReason.LENGTH
             completions.append(
                 Completion(
-                    request_id=ended.request.request_id,
+                    request_id=request.request_id,
                     sample_index=ended.index,
                     response_ids=self._responses[row, : self._generated[row]].copy(),
                     log_probs=log_probs,
                     weight_versions=np.full(len(log_probs), weight_version, np.int32),
-                    finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+                    finish_reason=reason,
                     seconds=now - ended.admitted,
                 )
             )
@@ -160,6 +204,7 @@ class Batch:
             self.tokens,
             self.positions,
             self._generated,
+            self._continued,
             self._limits,
             self._seeds,
             self._temperatures,
@@ -178,7 +223,8 @@ class Batch:
 
         rows = len(self)
         temperatures, top_ps, top_ks = self._temperatures[:rows], self._top_ps[:rows], self._top_ks[:rows]
-        uniform = put(uniforms(self._seeds[:rows], self._generated[:rows].astype(np.uint64)))
+        places = (self._continued[:rows] + self._generated[:rows]).astype(np.uint64)
+        uniform = put(uniforms(self._seeds[:rows], places))
         greedy = put(temperatures == 0) if self._any_greedy else None
         divisors = put(np.where(temperatures == 0, np.float32(1), temperatures)) if self._any_temperature else None
         truncated = None

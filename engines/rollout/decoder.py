@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicCache
 from engines.errors import BadModel
 from engines.models import context_length
 from engines.rollout.attention import SLOT_ATTENTION
-from engines.rollout.batch import Batch
+from engines.rollout.batch import Batch, Start
 from engines.rollout.kv_cache import KVCache, round_up
 from engines.rollout.step import DecodingStep, Step, record
 from engines.types import Completion, GenerateRequest
@@ -42,9 +42,6 @@ VECTORS = 32
 
 PREFILL_TOKENS = 8192
 """Prompt tokens, padding included, of one forward pass; bounds its memory."""
-
-_Group = tuple[GenerateRequest, list[int]]
-"""Samples of a request, by their indices."""
 
 
 class Decoder:
@@ -80,13 +77,14 @@ class Decoder:
         weight_version: int,
         aborted: Callable[[], bool],
     ) -> Iterator[list[Completion]]:
-        """Serve valid requests in their order, yielding samples as they end; stops where `aborted` turns true.
+        """Serve valid requests in their order, yielding samples as they end. Where `aborted` turns true, what has not
+        ended is yielded as far as it came, and that is all.
 
         Raises:
             EngineError: the logits are not finite.
         """
-        waiting = deque((request, list(range(len(request.seeds)))) for request in requests if request.seeds)
-        rows = self.num_rows(min(self.max_rows, sum(len(indices) for _, indices in waiting)))
+        waiting = deque(start for request in requests for start in Start.of(request))
+        rows = self.num_rows(min(self.max_rows, sum(len(start.indices) for start in waiting)))
         batch = Batch(requests, end_ids, rows, self.context_length, self.vocab_size)
         self.cache.reserve(rows, 1)
         try:
@@ -94,6 +92,9 @@ class Decoder:
                 self._admit(waiting, batch)
                 if completions := self._decode(batch, weight_version):
                     yield completions
+            if waiting or len(batch):
+                parts = batch.completions(np.arange(len(batch)), weight_version, aborted=True)
+                yield parts + [completion for start in waiting for completion in start.aborted()]
         except Exception:
             self.cache = KVCache(self._example)  # what a slot holds behind its length must stay finite
             raise
@@ -105,44 +106,44 @@ class Decoder:
         return max(size + self._padding, MIN_ROWS)
 
     @torch.inference_mode()
-    def _admit(self, waiting: deque[_Group], batch: Batch) -> None:
+    def _admit(self, waiting: deque[Start], batch: Batch) -> None:
         """Start the first waiting samples that fit."""
-        by_length: dict[int, list[_Group]] = defaultdict(list)
+        by_length: dict[int, list[Start]] = defaultdict(list)
         free = self.max_rows - len(batch)
         while waiting and free:
-            request, indices = waiting.popleft()
-            if indices[free:]:
-                waiting.appendleft((request, indices[free:]))
-            del indices[free:]
-            free -= len(indices)
-            if (sibling := batch.find(request)) is not None:
-                slots = batch.admit(request, indices)
-                self.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(request.prompt_ids) - 1)
+            start = waiting.popleft()
+            if len(start.indices) > free:
+                start, rest = start.split(free)
+                waiting.appendleft(rest)
+            free -= len(start.indices)
+            if (sibling := batch.find(start)) is not None:
+                slots = batch.admit(start)
+                self.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(start.tokens) - 1)
             else:
-                by_length[self._prefill_length(request)].append((request, indices))
-        for length, groups in by_length.items():
-            remaining = iter(groups)
+                by_length[self._prefill_length(start)].append(start)
+        for length, starts in by_length.items():
+            remaining = iter(starts)
             while chunk := list(islice(remaining, max(1, PREFILL_TOKENS // max(1, length)))):
                 self._prefill(chunk, length, batch)
         self.running = len(batch)
 
-    def _prefill_length(self, request: GenerateRequest) -> int:
-        """Padded length of all but the prompt's last token: a function of the prompt alone."""
-        length = len(request.prompt_ids) - 1
+    def _prefill_length(self, start: Start) -> int:
+        """Padded length of all but the last of the tokens: a function of these alone."""
+        length = len(start.tokens) - 1
         return min(round_up(length + self._padding), self.context_length) if length else 0
 
-    def _prefill(self, groups: list[_Group], length: int, batch: Batch) -> None:
-        """Compute the keys and values of prompts of one padded length and hand them to the slots of their samples.
+    def _prefill(self, starts: list[Start], length: int, batch: Batch) -> None:
+        """Compute the keys and values of tokens of one padded length and hand them to the slots of their samples.
 
         Padding stands on the right, where causal attention cannot see it.
         """
-        input_ids = torch.zeros(len(groups), length, dtype=torch.int64)
+        input_ids = torch.zeros(len(starts), length, dtype=torch.int64)
         sources, slots = [], []
-        for i, (request, indices) in enumerate(groups):
-            prompt = torch.as_tensor(np.asarray(request.prompt_ids[:-1], dtype=np.int64))
-            input_ids[i, : len(prompt)] = prompt
-            slots += batch.admit(request, indices)
-            sources += [i] * len(indices)
+        for i, start in enumerate(starts):
+            known = torch.as_tensor(np.asarray(start.tokens[:-1], dtype=np.int64))
+            input_ids[i, : len(known)] = known
+            slots += batch.admit(start)
+            sources += [i] * len(start.indices)
         if not length:
             return
         self.cache.reserve(0, length)

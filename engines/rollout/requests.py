@@ -19,7 +19,11 @@ def validate_requests(requests: Sequence[GenerateRequest], context_length: int, 
 def _problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
     if any(not -(2**63) <= seed < 2**64 for seed in request.seeds):
         return "a seed has more than 64 bits"
-    return _prompt_problem(request, context_length, vocab_size) or _params_problem(request.sampling_params)
+    return (
+        _prompt_problem(request, context_length, vocab_size)
+        or _prefix_problem(request, context_length, vocab_size)
+        or _params_problem(request.sampling_params)
+    )
 
 
 def _prompt_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
@@ -34,6 +38,18 @@ def _prompt_problem(request: GenerateRequest, context_length: int, vocab_size: i
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         outside = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
         return f"its prompt holds token {outside}, outside the model's vocabulary of {vocab_size}"
+    return None
+
+
+def _prefix_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
+    if request.prefixes and len(request.prefixes) != len(request.seeds):
+        return f"it has {len(request.prefixes)} prefixes for {len(request.seeds)} samples"
+    room = min(request.sampling_params.max_new_tokens, context_length - len(request.prompt_ids))
+    for prefix in map(np.asarray, request.prefixes):
+        if len(prefix) >= room:
+            return f"a response of {len(prefix)} tokens cannot be continued: it may have {room}"
+        if len(prefix) and (prefix.min() < 0 or prefix.max() >= vocab_size):
+            return f"a response so far holds a token outside the model's vocabulary of {vocab_size}"
     return None
 
 

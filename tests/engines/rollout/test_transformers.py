@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -6,13 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, MambaConfig
 
-from engines.errors import BadModel, EngineError
+from engines.errors import BadModel, EngineError, RequestRefused
 from engines.rollout.transformers import TransformersEngine
-from engines.types import FinishReason
+from engines.types import FinishReason, GenerateRequest
 from tests.engines.rollout.models import (
     CONTEXT_LENGTH,
     END_TOKEN,
     VOCAB_SIZE,
+    Samples,
     collect,
     configs,
     full_log_probs,
@@ -125,22 +127,67 @@ def test_a_request_that_cannot_be_served_is_named_before_anything_is_generated(
     assert qwen3.health()["tokens_generated"] == 0
 
 
-def test_abort_from_another_thread_keeps_what_is_finished_and_the_engine_serves_on(
-    qwen3: TransformersEngine,
-) -> None:
-    requests = [request(i, [1, i], samples=4, max_new_tokens=2 if i < 2 else 120) for i in range(10)]
-    expected = collect(qwen3, requests[:2])
-    finished = {}
-    for completions in qwen3.generate(requests):
-        finished |= {(c.request_id, c.sample_index): c for c in completions}
-        if len(finished) >= 8:
-            caller = threading.Thread(target=qwen3.abort)
+def aborted_after(engine: TransformersEngine, requests: list[GenerateRequest], finished: int) -> Samples:
+    """All samples of a generation that another thread aborts once so many have finished."""
+    samples: Samples = {}
+    for completions in engine.generate(requests):
+        samples |= {(c.request_id, c.sample_index): c for c in completions}
+        if len(samples) >= finished:
+            caller = threading.Thread(target=engine.abort)
             caller.start()
             caller.join(timeout=10)
-    assert 8 <= len(finished) < 40
-    assert all(same(finished[key], sample) for key, sample in expected.items())
-    assert qwen3.health()["running_requests"] == 0
-    assert len(collect(qwen3, requests)) == 40
+    return samples
+
+
+def test_abort_from_another_thread_gives_every_sample_as_far_as_it_came(model_folders: dict[str, str]) -> None:
+    engine = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=16))
+    requests = [request(i, [1, i], samples=4, max_new_tokens=2 if i < 2 else 120) for i in range(10)]
+    whole = collect(engine, requests)
+    samples = aborted_after(engine, requests, finished=8)
+    assert samples.keys() == whole.keys()
+    unfinished = {key for key, sample in samples.items() if sample.finish_reason == FinishReason.ABORT}
+    assert 0 < len(unfinished) <= 32
+    assert {len(samples[key].response_ids) for key in unfinished} > {0}  # some began, some were still waiting
+    assert all(same(samples[key], whole[key]) for key in whole.keys() - unfinished)
+    for key in unfinished:
+        length = len(samples[key].response_ids)
+        assert length < len(whole[key].response_ids)
+        assert (samples[key].response_ids == whole[key].response_ids[:length]).all()
+        assert (samples[key].log_probs == whole[key].log_probs[:length]).all()
+    assert engine.health()["running_requests"] == 0
+    assert collect(engine, requests).keys() == whole.keys()
+
+
+def test_a_continued_sample_is_the_one_that_was_never_interrupted(qwen3: TransformersEngine) -> None:
+    requests = [request(i, [1, i], samples=4, max_new_tokens=60, temperature=0.8) for i in range(3)]
+    whole = collect(qwen3, requests)
+    draw = np.random.default_rng(0)
+    lengths = {key: int(draw.integers(len(sample.response_ids))) for key, sample in whole.items()}
+    lengths[0, 0] = 0
+    halves = [
+        replace(r, prefixes=tuple(whole[r.request_id, i].response_ids[: lengths[r.request_id, i]] for i in range(4)))
+        for r in requests
+    ]
+    for key, sample in collect(qwen3, halves).items():
+        kept = lengths[key]
+        assert (sample.response_ids == whole[key].response_ids[kept:]).all()
+        assert np.abs(sample.log_probs - whole[key].log_probs[kept:]).max() < 1e-4
+        assert sample.finish_reason == whole[key].finish_reason
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [
+        (([1],), "1 prefixes for 2 samples"),
+        (([1], [1] * 8), "a response of 8 tokens cannot be continued: it may have 8"),
+        (([1], [VOCAB_SIZE]), "outside the model's vocabulary"),
+    ],
+)
+def test_a_prefix_that_cannot_be_continued_is_refused(
+    prefixes: tuple[list[int], ...], message: str, qwen3: TransformersEngine
+) -> None:
+    with pytest.raises(RequestRefused, match=message):
+        qwen3.generate([replace(request(0, [1, 2], samples=2), prefixes=prefixes)])
 
 
 def test_one_generate_runs_at_a_time(qwen3: TransformersEngine) -> None:
