@@ -1,1 +1,13 @@
+import pytest
+
 pytest_plugins = ["tests.s3", "tests.tiny_run", "tests.ray_fixtures", "tests.sglang_server"]
+
+TOGETHER = ("tests/chaos", "tests/engines/rollout/sglang")
+"""Folders whose tests share what takes long to start."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, those of a file run in one, which makes the file's fixtures once."""
+    for item in items:
+        file = item.path.relative_to(config.rootpath).as_posix()
+        item.add_marker(pytest.mark.xdist_group(next((one for one in TOGETHER if file.startswith(one)), file)))

@@ -1,6 +1,5 @@
 """The undisturbed twin of all runs, and one Prefect server for all of them."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from flows.server import Server
 from tests.chaos.runs import Disturbed, chaos_config
+from tests.shared_memory import orphans_since, segments
 
 
 @pytest.fixture(scope="session")
@@ -27,12 +27,11 @@ def config_file(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def disturbed(tmp_path: Path, config_file: Path, api_url: str) -> Iterator[Disturbed]:
-    segments = set(os.listdir("/dev/shm"))
+    before = segments()
     run = Disturbed(tmp_path, config_file, {"PREFECT_API_URL": api_url})
     yield run
     assert not run.left_behind()
-    orphans = {name for name in set(os.listdir("/dev/shm")) - segments if not _is_mapped(f"/dev/shm/{name}")}
-    assert not orphans
+    assert not orphans_since(before)
 
 
 @pytest.fixture(scope="session")
@@ -40,14 +39,3 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, config_file: Path, api
     run = Disturbed(tmp_path_factory.mktemp("undisturbed"), config_file, {"PREFECT_API_URL": api_url})
     assert run.drive() == 0, run.log()
     return run
-
-
-def _is_mapped(path: str) -> bool:
-    """Whether a living process, ours or another program's, uses a segment of shared memory."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if path in maps.read_text():
-                return True
-        except OSError:  # the process has ended meanwhile
-            continue
-    return False

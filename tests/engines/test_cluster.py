@@ -19,6 +19,7 @@ import pytest
 from engines.cluster import Cluster, ClusterError
 from engines.reaper import processes_with_files_in
 from tests.engines.training.builders import model_folder
+from tests.shared_memory import orphans_since, segments
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ("training", "weight_version", "state_digest", "last_input_digest")
@@ -71,12 +72,8 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return reached
 
 
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("plasma", "ray", "torch", "nccl"))}
-
-
 def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_folder(model: Path, tmp_path: Path) -> None:
-    before = shared_memory()
+    before = segments()
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, driver(model, TMPDIR=folder) as killed:
         state = killed.read()
         (session,) = Path(folder).iterdir()
@@ -88,7 +85,7 @@ def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_folder(model:
         killed.process.wait(10)
         assert wait_until(lambda: not any(process.is_running() for process in started), 20)
         assert not session.exists()
-        assert shared_memory() <= before
+        assert not orphans_since(before)
 
 
 def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(

@@ -28,6 +28,7 @@ from flows.server import prefect_api
 from flows.steps import PrefectSteps
 from storage.commits import Step
 from storage.errors import StoreError, StoreRefused
+from tests.waiting import wait_for
 
 DYING_TRAIN = '''
 import os, signal, sys, time
@@ -82,16 +83,6 @@ def make(*inputs: Any) -> Made:
 def prefect_steps(**policy: Any) -> Any:
     """Steps as Prefect tasks, outside of a run."""
     return PrefectSteps(cast(Any, SimpleNamespace(config=SimpleNamespace(retry=RetryConfig(**policy)))))
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """The condition's first true value. Fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError("not within the deadline")
 
 
 def flow_runs(client: SyncPrefectClient, tags: frozenset[str]) -> list[FlowRun]:
