@@ -43,6 +43,8 @@ class Fault(StrEnum):
     """The server does it, then the connection breaks."""
     DROP = "drop"
     """The connection breaks before the server sees the request."""
+    HANG = "hang"
+    """The connection stays open and nothing comes, neither the server's reply nor an end."""
     OUTAGE = "outage"
     """The same, as every request's fate for a while."""
 
@@ -73,6 +75,7 @@ class FaultyProxy:
         """Requests seen, by method."""
         self.lock = threading.Lock()
         self._outage_ends = float("-inf")
+        self._closed = threading.Event()
         self._upstream = urlsplit(upstream).netloc
         proxy = self
 
@@ -101,6 +104,7 @@ class FaultyProxy:
 
     def close(self) -> None:
         """Stop listening."""
+        self._closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -129,6 +133,10 @@ class FaultyProxy:
             if fault is not None and fault is not Fault.TRUNCATE:
                 self.happened[fault] += 1
         if fault in (Fault.DROP, Fault.OUTAGE):
+            request.close_connection = True
+            return
+        if fault is Fault.HANG:
+            self._closed.wait(60)
             request.close_connection = True
             return
         if fault is Fault.UNAVAILABLE:

@@ -80,6 +80,23 @@ def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> N
     assert proxy.happened[Fault.OUTAGE] > 1
 
 
+def test_a_server_that_accepts_and_never_answers_is_asked_again_and_at_last_given_up(
+    faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "_READ_TIMEOUT", 0.5)
+    proxy.plan = lambda method, path: Fault.HANG if method == "PUT" and not proxy.happened else None
+    assert faulty_store.create("marker", b"mine")
+    assert faulty_store.read("marker") == b"mine"
+    assert proxy.happened == {Fault.HANG: 1}
+
+    monkeypatch.setattr(s3, "PATIENCE", 1.0)
+    proxy.plan = lambda method, path: Fault.HANG
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="does not answer at marker: ReadTimeoutError"):
+        faulty_store.read("marker")
+    assert time.monotonic() - began < 30
+
+
 def test_a_proxy_process_is_controlled_from_outside(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with proxy_process(s3_server.endpoint) as proxy:
         use_server(monkeypatch, replace(s3_server, endpoint=proxy.endpoint))
