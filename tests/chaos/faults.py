@@ -5,6 +5,7 @@ before        the step is about to do work                                  noth
 during        a few milliseconds into the step's work                       nothing, or parts without a commit
 uncommitted   the step's files are written, its commit is about to be made  files without a commit
 after         the commit is there                                           the step
+halfway       the rollout's first group has finished                        parts without a commit
 
 victim        what happens to it                                            what the driver does
 driver        SIGKILL                                                       dies; the next one goes on
@@ -14,6 +15,9 @@ ray           SIGKILL of gcs_server and raylet of its cluster               ends
 prefect       SIGKILL of its Prefect server                                 starts another and goes on
 database      the server's database is deleted, and the server killed       goes on, or ends with a sentence
 store         the S3 store breaks all connections for a while               tries again and goes on
+server        SIGKILL of an engine's SGLang server                          starts another and goes on
+stopped       SIGSTOP of an engine's SGLang server and its processes        starts another and goes on
+router        SIGKILL of the router before the servers                      starts another and goes on
 
 Every fault writes a witness before it strikes, so that a run without a fault cannot pass for one that survived it.
 """
@@ -29,16 +33,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import pyarrow as pa
 
 from flows.events import Event
 from flows.train import PREFECT_HOME
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
+from storage.snapshots import WriteAhead
 from tasks.events import StepCommitted, StepStarted
 from tests.faulty_s3 import control
 
 Moment = Literal["before", "during", "uncommitted", "after"]
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
+ServerVictim = Literal["server", "stopped", "router"]
+"""What runs with SGLang have beside."""
 
 INTO_THE_WORK = 0.01
 """Seconds between a step's start and the fault during it."""
@@ -53,8 +61,8 @@ class Fault:
 
     iteration: int
     step: Step
-    moment: Moment
-    victim: Victim = "driver"
+    moment: Moment | Literal["halfway"]
+    victim: Victim | ServerVictim = "driver"
 
     def __str__(self) -> str:
         return f"{self.victim} {self.moment} {self.step} of iteration {self.iteration}"
@@ -74,6 +82,13 @@ class Striker:
             return commit(ledger, **fields)
 
         Ledger.commit = committing  # type: ignore[method-assign]
+        append = WriteAhead.append
+
+        def appending(log: WriteAhead, table: pa.Table) -> None:
+            append(log, table)
+            self._strike(log._attempt.iteration, log._attempt.step, "halfway")
+
+        WriteAhead.append = appending  # type: ignore[method-assign]
 
     def __call__(self, event: Event) -> None:
         """To be given to `flows.train.start`."""
@@ -83,7 +98,7 @@ class Striker:
         elif isinstance(event, StepCommitted) and not event.adopted:
             self._strike(event.commit.iteration, event.commit.step, "after")
 
-    def _strike(self, iteration: int, step: Step, moment: Moment) -> None:
+    def _strike(self, iteration: int, step: Step, moment: str) -> None:
         with self._lock:
             for fault in self._pending:
                 if (fault.iteration, fault.step, fault.moment) == (iteration, step, moment):
@@ -96,7 +111,7 @@ class Striker:
         strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
 
 
-def processes(driver: psutil.Process, victim: Victim) -> list[psutil.Process]:
+def processes(driver: psutil.Process, victim: Victim | ServerVictim) -> list[psutil.Process]:
     """Which of a driver's processes the fault ends, none for the store; empty too where there is none of that kind."""
     if victim == "driver":
         return [driver]
@@ -107,6 +122,9 @@ def processes(driver: psutil.Process, victim: Victim) -> list[psutil.Process]:
         "prefect": lambda command, name: "flows.server" in command,
         "database": lambda command, name: "flows.server" in command,
         "store": lambda command, name: False,
+        "server": lambda command, name: _is_server(command),
+        "stopped": lambda command, name: _is_server(command),
+        "router": lambda command, name: "sglang_router.launch_router" in command and not _is_guard(command),
     }[victim]
     found = []
     for process in driver.children(recursive=True):
@@ -114,7 +132,18 @@ def processes(driver: psutil.Process, victim: Victim) -> list[psutil.Process]:
             command = process.cmdline()
             if command and chosen(command, process.name()):
                 found.append(process)
-    return found if victim == "ray" else sorted(found, key=lambda process: process.pid)[:1]
+    chosen_ones = found if victim == "ray" else sorted(found, key=lambda process: process.pid)[:1]
+    if victim == "stopped":
+        chosen_ones += [child for process in chosen_ones for child in process.children(recursive=True)]
+    return chosen_ones
+
+
+def _is_server(command: list[str]) -> bool:
+    return "sglang.launch_server" in command and not _is_guard(command)
+
+
+def _is_guard(command: list[str]) -> bool:
+    return any(word.endswith("guard.py") for word in command)
 
 
 def bear_witness(witness: Path, victims: list[psutil.Process], **account: Any) -> None:
@@ -123,7 +152,7 @@ def bear_witness(witness: Path, victims: list[psutil.Process], **account: Any) -
         file.write(json.dumps({**account, "pids": [process.pid for process in victims], "at": time.time()}) + "\n")
 
 
-def strike(victim: Victim, victims: list[psutil.Process], prefect_home: Path) -> None:
+def strike(victim: Victim | ServerVictim, victims: list[psutil.Process], prefect_home: Path) -> None:
     """Let it happen."""
     if victim == "store":
         control(os.environ["AWS_ENDPOINT_URL"], outage=OUTAGE)
@@ -132,4 +161,4 @@ def strike(victim: Victim, victims: list[psutil.Process], prefect_home: Path) ->
             file.unlink()
     for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGKILL)
+            process.send_signal(signal.SIGSTOP if victim == "stopped" else signal.SIGKILL)

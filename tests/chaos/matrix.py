@@ -5,19 +5,19 @@ the driver outlives strike one after the other under one driver, an iteration ap
 each, and the next goes on with the same run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from storage.commits import Step
-from tests.chaos.faults import Fault, Moment, Victim
+from tests.chaos.faults import Fault, Moment, ServerVictim, Victim
 from tests.chaos.runs import Disturbed
 
 STEPS = tuple(Step)
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 VICTIMS: tuple[Victim, ...] = get_args(Victim)
 
-EXITS: dict[Victim, tuple[int, ...]] = {
+EXITS: dict[Victim | ServerVictim, tuple[int, ...]] = {
     "driver": (-9,),
     "ray": (1,),
     "database": (1,),
@@ -25,6 +25,9 @@ EXITS: dict[Victim, tuple[int, ...]] = {
     "rollout": (0,),
     "prefect": (0,),
     "store": (0,),
+    "server": (0,),
+    "stopped": (0,),
+    "router": (0,),
 }
 """How a driver may end after the victim was struck; 0: with the run complete."""
 
@@ -88,20 +91,14 @@ def whole() -> list[Plan]:
 
 
 def _plans(victim: Victim) -> Iterator[Plan]:
-    lethal = EXITS[victim] != (0,)
-    # A driver whose cluster is lost notices when it needs an engine, which may not be any more in the last iteration.
-    iterations = (0, 1, 2, 2) if lethal else (0, 1, 2, 3)
-    faults = sorted(
-        (
-            case(_where(step, iterations)[turn], step, moment, victim)
-            for step in STEPS
-            for turn, moment in enumerate(MOMENTS)
-        ),
-        key=_position,
-    )
-    if lethal:
-        yield Plan(victim, (*(Driver((fault,)) for fault in faults), Driver()))
+    if victim == "driver":
+        faults = _faults(victim, {step: _where(step, (0, 1, 2, 2), (1, 1, 1, 1), (0, 0, 1, 1)) for step in STEPS})
+        yield Plan(victim, _one_each(faults))
         return
+    if EXITS[victim] != (0,):
+        yield from _one_each_apart(victim)
+        return
+    faults = _faults(victim, {step: _where(step, (0, 1, 2, 3), (1, 3, 1, 3), (0, 1, 3, 1)) for step in STEPS})
     if victim == "store":
         yield Plan(victim, (Driver(tuple(faults)),))
         return
@@ -116,13 +113,42 @@ def _plans(victim: Victim) -> Iterator[Plan]:
             number += 1
 
 
-def _where(step: Step, iterations: Sequence[int]) -> Sequence[int]:
+_APART = (
+    (Step.ROLLOUT, Step.SCORE, Step.TRAIN, Step.SYNC),
+    (Step.FILTER, Step.ADVANTAGE),
+    (Step.REWARD,),
+)
+"""Steps whose faults may be in one run although the driver goes on, until it next needs what it has lost: nothing that
+one of them leads to in the meantime is struck in the same iteration."""
+
+
+def _one_each_apart(victim: Victim) -> Iterator[Plan]:
+    """Plans for a victim that the driver survives by a few steps: no two moments of a step are in one iteration."""
+    for number, steps in enumerate(_APART):
+        faults = [case(turn, step, moment, victim) for step in steps for turn, moment in enumerate(MOMENTS)]
+        if number < 2:  # there are but two checkpoints, and two evaluations with something after them
+            first, second = MOMENTS[number::2]
+            faults += [case(1, Step.CHECKPOINT, first, victim), case(3, Step.CHECKPOINT, second, victim)]
+            faults += [case(0, Step.EVAL, first, victim), case(1, Step.EVAL, second, victim)]
+        yield Plan(f"{victim}-{number}", _one_each(sorted(faults, key=_position)))
+
+
+def _one_each(faults: Sequence[Fault]) -> tuple[Driver, ...]:
+    """A driver for each fault, and one that is left in peace."""
+    return (*(Driver((fault,)) for fault in faults), Driver())
+
+
+def _faults(victim: Victim, iterations: Mapping[Step, Sequence[int]]) -> list[Fault]:
+    """Every step at every moment, in the order of a run."""
+    faults = [
+        case(iterations[step][turn], step, MOMENTS[turn], victim) for step in STEPS for turn in range(len(MOMENTS))
+    ]
+    return sorted(faults, key=_position)
+
+
+def _where(step: Step, most: Sequence[int], checkpoints: Sequence[int], evals: Sequence[int]) -> Sequence[int]:
     """Iterations in which the step's four cases are, one a moment: those that have such a step."""
-    if step is Step.CHECKPOINT:
-        return [1, 3, 1, 3] if 3 in iterations else [1, 1, 1, 1]
-    if step is Step.EVAL:
-        return [0, 1, 3, 1] if 3 in iterations else [0, 0, 1, 1]
-    return iterations
+    return {Step.CHECKPOINT: checkpoints, Step.EVAL: evals}.get(step, most)
 
 
 def _position(fault: Fault) -> tuple[int, int, int]:
