@@ -20,6 +20,14 @@ from configs.yaml_file import parse_yaml
 __all__ = ["ConfigError", "load", "override", "parse"]
 
 
+_LEFT_OUT = {
+    "rollout.rollout_stop": (
+        "engines take and give token ids and no text; give the ids that end a response, rollout.rollout_stop_token_ids"
+    )
+}
+"""Options of slime's that are no options here, and what to do instead."""
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a YAML file, with `a.b=value` overrides applied in order.
 
@@ -161,6 +169,8 @@ def _unknown(location: Sequence[int | str], value: Any) -> str:
         known = [key for key, field in RunConfig.model_fields.items() if section_of(field)]
         close = difflib.get_close_matches(str(last).lower(), known, n=1) or known
         return f"{name} is not a section; did you mean {' or '.join(close)}?"
+    if name in _LEFT_OUT:
+        return f"{name} is not an option: {_LEFT_OUT[name]}"
     nearest = _nearest(location)
     if nearest is None:
         return f"{name} is not an option; docs/configuration.md lists all options"

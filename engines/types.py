@@ -73,6 +73,22 @@ class Completion:
     error: str | None = None
     """Why generation failed; None where it did not."""
 
+    @classmethod
+    def empty(
+        cls, request_id: int, sample_index: int, finish_reason: FinishReason, error: str | None = None
+    ) -> "Completion":
+        """One without a token."""
+        return cls(
+            request_id=request_id,
+            sample_index=sample_index,
+            response_ids=np.zeros(0, np.int32),
+            log_probs=np.zeros(0, np.float32),
+            weight_versions=np.zeros(0, np.int32),
+            finish_reason=finish_reason,
+            seconds=0.0,
+            error=error,
+        )
+
 
 @dataclass(frozen=True)
 class TrainBatch:

@@ -13,13 +13,10 @@ and asks for another. A suspect whose engine did not fail is a group like any ot
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from engines.errors import EngineError, RequestRefused
 from engines.types import Completion, FinishReason, GenerateRequest
 from storage.commits import Commit
 from storage.layout import commit_name
-from tasks.recovery import version_of
 from tasks.step import StepCall
 from tasks.sync import bring_up_to_date
 
@@ -71,7 +68,7 @@ def _together(
             raise EngineError(f"{engine.name} gave fewer samples than asked: {lost}")
     except RequestRefused as refusal:
         for id, why in refusal.refused.items():
-            yield _failed(unfinished.pop(id), weights, why)
+            yield _failed(unfinished.pop(id), why)
         yield from _together(step, engine, weights, list(unfinished.values()))
     except EngineError:
         step.run.failed_generations.update(_key(step, request) for request in unfinished.values())
@@ -88,25 +85,13 @@ def _alone(
         except EngineError as error:
             if step.run.failed_generations[_key(step, request)] < TOGETHER + ALONE:
                 raise
-            groups = [_failed(request, weights, f"{type(error).__name__}: {error}")]
+            groups = [_failed(request, f"{type(error).__name__}: {error}")]
             bring_up_to_date(step.run, weights)
     yield from groups
 
 
-def _failed(request: GenerateRequest, weights: Commit | None, why: str) -> list[Completion]:
-    return [
-        Completion(
-            request_id=request.request_id,
-            sample_index=index,
-            response_ids=np.zeros(0, np.int32),
-            log_probs=np.zeros(0, np.float32),
-            weight_versions=np.zeros(0, np.int32),
-            finish_reason=FinishReason.ERROR,
-            seconds=0.0,
-            error=why,
-        )
-        for index in range(len(request.seeds))
-    ]
+def _failed(request: GenerateRequest, why: str) -> list[Completion]:
+    return [Completion.empty(request.request_id, index, FinishReason.ERROR, why) for index in range(len(request.seeds))]
 
 
 def _key(step: StepCall, request: GenerateRequest) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.schema.base import Section
 
@@ -45,6 +45,16 @@ class RolloutConfig(Section):
     """Prompts drawn in an iteration's first round, at least `rollout_batch_size` (the default). Later rounds draw
     in proportion to what is missing. slime: `--over-sampling-batch-size`."""
 
+    partial_rollout: bool = False
+    """Once a shard has finished its share of the groups that are needed, abort the others: they are kept as far as they
+    came, and the next round of rollout continues them before it draws fresh prompts. Needs
+    `over_sampling_batch_size` above `rollout_batch_size`. What had finished at the abort is a matter of time: a rollout
+    that is committed stays as it is, but doing it again does not give the same. slime: `--partial-rollout`."""
+
+    mask_offpolicy_in_partial_rollout: bool = False
+    """Do not train on tokens that older weights sampled before a sample was continued. slime:
+    `--mask-offpolicy-in-partial-rollout`."""
+
     dynamic_sampling_filter: str | None = None
     """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
     import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed
@@ -75,5 +85,20 @@ class RolloutConfig(Section):
     rollout_stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response besides the model's own end tokens. slime: `--rollout-stop-token-ids`."""
 
+    sglang_server_concurrency: int = Field(512, ge=1)
+    """Samples that are asked of an SGLang engine at a time; the others wait with the client. slime:
+    `--sglang-server-concurrency`."""
+
     timeout: float = Field(1800, gt=0)
     """Seconds that one shard may take before it counts as hung."""
+
+    @model_validator(mode="after")
+    def _parts_are_made_and_continued(self) -> "RolloutConfig":
+        if self.partial_rollout and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
+            raise ValueError(
+                f"partial_rollout is true but over_sampling_batch_size ({self.over_sampling_batch_size}) is not above "
+                f"rollout_batch_size ({self.rollout_batch_size}): nothing would be left to abort"
+            )
+        if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
+            raise ValueError("mask_offpolicy_in_partial_rollout has no effect without partial_rollout=true")
+        return self

@@ -40,18 +40,7 @@ class Start:
 
     def aborted(self) -> list[Completion]:
         """What becomes of samples that were never admitted."""
-        return [
-            Completion(
-                request_id=self.request.request_id,
-                sample_index=index,
-                response_ids=np.zeros(0, np.int32),
-                log_probs=np.zeros(0, np.float32),
-                weight_versions=np.zeros(0, np.int32),
-                finish_reason=FinishReason.ABORT,
-                seconds=0.0,
-            )
-            for index in self.indices
-        ]
+        return [Completion.empty(self.request.request_id, index, FinishReason.ABORT) for index in self.indices]
 
 
 @dataclass(frozen=True)

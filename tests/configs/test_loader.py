@@ -91,6 +91,11 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "eval.benchmarks.0.pth=x",
             "eval.benchmarks.0.pth is not an option; did you mean eval.benchmarks.0.path?",
         ),
+        (
+            "rollout.rollout_stop=[End]",
+            "rollout.rollout_stop is not an option: engines take and give token ids and no text; give the ids that end "
+            "a response, rollout.rollout_stop_token_ids",
+        ),
         ("training.zzzz=1", "training.zzzz is not an option; docs/configuration.md lists all options"),
         ("rolout.num_rollout=1", "rolout is not a section; did you mean rollout?"),
         ("rollout.num_rollout=three", 'rollout.num_rollout is "three"; it must be a valid integer'),

@@ -59,7 +59,7 @@ class SGLangEngine:
         environment = installation.environment(on_cpu=device == "cpu", num_threads=config.num_threads)
         self._model_path = model_path
         self._deterministic = bool(options.get("enable_deterministic_inference"))
-        self._timeout = config.timeout
+        self._timeout, self._concurrency = config.timeout, config.sglang_server_concurrency
         self.server = Server(installation.command(options), environment, port, log)
         self.server.wait_ready(start_timeout)
         self.route = Route.to(self.server.url)
@@ -76,7 +76,7 @@ class SGLangEngine:
         return self._generate(list(requests))
 
     def _generate(self, requests: list[GenerateRequest]) -> Iterator[list[Completion]]:
-        generation = Generation(self._control, self._context, self._timeout, self._aborted)
+        generation = Generation(self.route, self._context, self._timeout, self._concurrency, self._aborted)
         with self._alone():
             try:
                 yield from generation.run(requests)

@@ -1,43 +1,88 @@
-"""Generation through SGLang's HTTP interface: one `/generate` a sample, all of them at once."""
+"""Generation through SGLang's HTTP interface: one `/generate` a sample, as many at once as the servers shall have.
+
+| what `/generate` answers | what becomes of it |
+|---|---|
+| 400, 413, 422: the request is at fault | RequestRefused for that one, once all others are done; not asked again |
+| no connection, or 5xx | behind a router asked again, `ATTEMPTS` times in all, of another server; else an error |
+| anything else but 200 | EngineError at once |
+
+An abort goes to every server that may have a request, by the request's own id: the server drops ids that it does not
+hold (`TokenizerManager.abort_request`), so a prefix of many ids would not reach its scheduler. That one in turn aborts
+whatever begins with the id, so no id may be the beginning of another.
+"""
 
 import asyncio
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import numpy as np
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
 
-from engines.errors import EngineDied, EngineError, EngineTimeout
-from engines.rollout.sglang.client import Control
+from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefused
+from engines.rollout.sglang.completions import completion
+from engines.rollout.sglang.route import Route
 from engines.types import Completion, FinishReason, GenerateRequest
 
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+ATTEMPTS = 3
+"""Times that a sample is asked for behind a router."""
+ABORT_TIMEOUT = 30.0
+"""Seconds within which an aborted generation must have given everything back."""
+_ABORT_AGAIN = 0.5
+_CONNECT_TIMEOUT = 10.0
+_AT_FAULT = (400, 413, 422)
 
 Finished = queue.SimpleQueue[Completion | Exception | None]
 """Completions as they come, an error that ends them, and None at the end."""
+
+
+class _ServerFailed(Exception):
+    """Another server may do what this one did not."""
+
+    def __init__(self, error: EngineError) -> None:
+        self.error = error
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What one `/generate` asks for."""
+
+    number: int
+    request: GenerateRequest
+    index: int
 
 
 class Generation:
     """One call of `generate`, in a thread with an event loop of its own.
 
     Args:
-        control: of the server.
+        route: to the servers.
         context: most tokens of a prompt and its response.
-        timeout: seconds that a sample may take.
-        aborted: ends the generation when set.
+        timeout: seconds that all of it may take.
+        concurrency: samples asked for at a time.
+        aborted: ends the generation when set: samples then come as far as they are.
     """
 
-    def __init__(self, control: Control, context: int, timeout: float, aborted: threading.Event) -> None:
-        self._control = control
+    def __init__(self, route: Route, context: int, timeout: float, concurrency: int, aborted: threading.Event) -> None:
+        self._route = route
         self._context = context
         self._timeout = timeout
         self._aborted = aborted
+        self._slots = asyncio.Semaphore(concurrency)
+        self._attempts = ATTEMPTS if route.servers != (route.url,) else 1
+        self._name = uuid.uuid4().hex
+        self._running: set[str] = set()
+        """Ids of the requests that a server may be at work on."""
+        self._refused: dict[int, str] = {}
 
     def run(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        """Yield each sample as it finishes. Raises EngineDied, EngineTimeout and EngineError."""
+        """Yield each sample as it finishes. Raises EngineDied, EngineTimeout, EngineError, and RequestRefused when the
+        other requests are done."""
         finished: Finished = queue.SimpleQueue()
         worker = threading.Thread(target=self._run, args=(requests, finished), daemon=True, name="sglang-client")
         worker.start()
@@ -50,7 +95,7 @@ class Generation:
             self._aborted.set()
             worker.join()
 
-    def _run(self, requests: list[GenerateRequest], finished: Finished) -> None:
+    def _run(self, requests: Sequence[GenerateRequest], finished: Finished) -> None:
         try:
             asyncio.run(self._generate_all(requests, finished))
         # Whatever it is belongs to the thread that waits for the completions.
@@ -61,32 +106,66 @@ class Generation:
         finally:
             finished.put(None)
 
-    async def _generate_all(self, requests: list[GenerateRequest], finished: Finished) -> None:
-        timeout = aiohttp.ClientTimeout(total=self._timeout)
+    async def _generate_all(self, requests: Sequence[GenerateRequest], finished: Finished) -> None:
+        wanted = [(request, index) for request in requests for index in range(len(request.seeds))]
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0)
-        async with (
-            aiohttp.ClientSession(self._control.url, timeout=timeout, connector=connector) as http,
-            asyncio.TaskGroup() as group,  # whatever fails, the abort included, ends all
-        ):
-            watch = group.create_task(self._abort_when_told())
-            calls = [
-                group.create_task(self._sample(http, request, index))
-                for request in requests
-                for index in range(len(request.seeds))
-            ]
-            for call in asyncio.as_completed(calls):
-                completion = await call
-                if completion is not None:
-                    finished.put(completion)
-            watch.cancel()
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+            try:
+                async with asyncio.timeout(self._timeout), asyncio.TaskGroup() as group:  # one failure ends all
+                    watch = group.create_task(self._abort_when_told(http))
+                    calls = [
+                        group.create_task(self._sample(http, _Sample(number, request, index)))
+                        for number, (request, index) in enumerate(wanted)
+                    ]
+                    for call in asyncio.as_completed(calls):
+                        sample = await call
+                        if sample is not None:
+                            finished.put(sample)
+                    watch.cancel()
+            except TimeoutError:
+                raise EngineTimeout(f"generation did not end within {self._timeout:g} s") from None
+            finally:
+                await self._abort_running(http)
+        if self._refused:
+            raise RequestRefused(self._refused)
 
-    async def _sample(self, http: aiohttp.ClientSession, request: GenerateRequest, index: int) -> Completion | None:
-        """One sample; None if it was aborted on request."""
-        params = request.sampling_params
+    async def _sample(self, http: aiohttp.ClientSession, sample: _Sample) -> Completion | None:
+        """One sample; None where the request was refused."""
+        request, index = sample.request, sample.index
+        async with self._slots:
+            began = time.perf_counter()
+            retrying = AsyncRetrying(
+                retry=retry_if_exception_type(_ServerFailed),
+                stop=stop_after_attempt(self._attempts),
+                wait=wait_exponential_jitter(0.1, 2.0),
+                reraise=True,
+            )
+            try:
+                async for attempt in retrying:
+                    with attempt:
+                        if self._aborted.is_set() or request.request_id in self._refused:
+                            return Completion.empty(request.request_id, index, FinishReason.ABORT)
+                        rid = f"{self._name}-{sample.number:08d}-{attempt.retry_state.attempt_number}"
+                        content = await self._ask(http, rid, request, index)
+            except _ServerFailed as failed:
+                raise failed.error from failed
+            except RequestRefused as refused:
+                self._refused |= refused.refused
+                return None
+            return completion(
+                request.request_id, index, content, time.perf_counter() - began, may_abort=self._aborted.is_set()
+            )
+
+    async def _ask(self, http: aiohttp.ClientSession, rid: str, request: GenerateRequest, index: int) -> dict[str, Any]:
+        """The server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError."""
+        params, prefix = request.sampling_params, request.prefix(index)
+        longest = min(params.max_new_tokens, self._context - len(request.prompt_ids))
         body = {
-            "input_ids": list(map(int, request.prompt_ids)),
+            "rid": rid,
+            "input_ids": [*map(int, request.prompt_ids), *map(int, prefix)],
             "sampling_params": {
-                "max_new_tokens": min(params.max_new_tokens, self._context - len(request.prompt_ids)),
+                "max_new_tokens": longest - len(prefix),
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k,
@@ -95,49 +174,40 @@ class Generation:
             },
             "return_logprob": True,
         }
-        began = time.perf_counter()
+        url, headers = f"{self._route.url}/generate", self._route.headers(request.request_id)
+        self._running.add(rid)
         try:
-            async with http.post("/generate", json=body) as reply:
-                if reply.status != 200:
-                    raise EngineError(f"/generate was refused ({reply.status}): {(await reply.text())[:500]}")
-                content = await reply.json()
-        except TimeoutError:
-            raise EngineTimeout(f"/generate did not end within {self._timeout:g} s") from None
+            async with http.post(url, json=body, headers=headers) as reply:
+                content = await reply.json() if reply.status == 200 else await reply.text()
         except aiohttp.ClientError as error:
-            raise EngineDied(f"/generate of {self._control.url}: {error}") from error
-        reason = content["meta_info"]["finish_reason"]["type"]
-        if reason == "abort" and self._aborted.is_set():
-            return None
-        return _completion(request.request_id, index, content, time.perf_counter() - began)
+            raise _ServerFailed(EngineDied(f"/generate of {self._route.url}: {error}")) from error
+        self._running.discard(rid)
+        if isinstance(content, dict):
+            return content
+        if reply.status in _AT_FAULT:
+            raise RequestRefused({request.request_id: f"/generate refused it ({reply.status}): {content[:500]}"})
+        failure = EngineError(f"/generate of {self._route.url} failed ({reply.status}): {content[:500]}")
+        raise _ServerFailed(failure) if reply.status >= 500 else failure
 
-    async def _abort_when_told(self) -> None:
+    async def _abort_when_told(self, http: aiohttp.ClientSession) -> None:
+        """Wait for the abort; then tell the servers until everything has come back."""
         while not self._aborted.is_set():
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(self._control.call, "/abort_request", {"rid": "", "abort_all": True})
+        deadline = time.monotonic() + ABORT_TIMEOUT
+        while time.monotonic() < deadline:
+            await self._abort_running(http)
+            await asyncio.sleep(_ABORT_AGAIN)  # a request that was still on its way is not known yet
+        raise EngineTimeout(f"{len(self._running)} samples were not given back {ABORT_TIMEOUT:g} s after the abort")
 
+    async def _abort_running(self, http: aiohttp.ClientSession) -> None:
+        """Tell every server to end what it may still have of this call."""
+        await asyncio.gather(*(self._abort_at(http, server, list(self._running)) for server in self._route.servers))
 
-def _completion(request_id: int, index: int, content: dict[str, Any], seconds: float) -> Completion:
-    """From SGLang's reply."""
-    meta = content["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in _FINISH:
-        raise EngineError(f"a generation ended by {meta['finish_reason']}")
-    log_probs = [entry[0] for entry in meta["output_token_logprobs"]]
-    return Completion(
-        request_id=request_id,
-        sample_index=index,
-        response_ids=np.asarray(content["output_ids"], np.int32),
-        log_probs=np.asarray(log_probs, np.float32),
-        weight_versions=_weight_versions(meta, len(log_probs)),
-        finish_reason=_FINISH[reason],
-        seconds=seconds,
-        cached_tokens=meta.get("cached_tokens", 0),
-    )
-
-
-def _weight_versions(meta: dict[str, Any], length: int) -> np.ndarray:
-    """[T] int32 from the runs of tokens that the server reports."""
-    versions = np.full(length, int(meta["weight_version"]), np.int32)
-    for run in meta.get("weight_versions") or []:
-        versions[run["start"] : run["end"]] = int(run["version"])
-    return versions
+    async def _abort_at(self, http: aiohttp.ClientSession, server: str, rids: Sequence[str]) -> None:
+        timeout = aiohttp.ClientTimeout(total=_CONNECT_TIMEOUT)
+        # A server that does not answer has nothing to give back; what was asked of it fails by itself.
+        with suppress(aiohttp.ClientError, TimeoutError):
+            for rid in rids:
+                if rid in self._running:
+                    async with http.post(f"{server}/abort_request", json={"rid": rid}, timeout=timeout):
+                        pass

@@ -1,0 +1,58 @@
+"""From SGLang's replies to completions."""
+
+from typing import Any
+
+import numpy as np
+
+from engines.errors import EngineError
+from engines.types import Completion, FinishReason
+
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+def completion(
+    request_id: int, sample_index: int, content: dict[str, Any], seconds: float, *, may_abort: bool
+) -> Completion:
+    """One sample of the reply to a `/generate`.
+
+    Args:
+        content: the reply's JSON.
+        may_abort: an abort was asked for, so a part will do.
+
+    Raises:
+        EngineError: it ended by something else than its end, its length or a wanted abort, or has no finite log-prob
+            for each token.
+    """
+    meta = content["meta_info"]
+    finish = meta["finish_reason"]
+    reason = _FINISH.get(finish["type"])
+    if reason is None or (reason == FinishReason.ABORT and not may_abort):
+        raise EngineError(f"a generation ended by {finish}")
+    # No stop string was given: SGLang says so where it drew a token that there is not.
+    if isinstance(finish.get("matched"), str):
+        raise EngineError(f"a generation ended by {finish['matched']!r}: the weights give no finite logits")
+    ids = np.asarray(content["output_ids"], np.int32)
+    log_probs = np.asarray([entry[0] for entry in meta.get("output_token_logprobs") or []], np.float32)
+    if reason == FinishReason.ABORT:  # the last tokens may still have been on their way
+        length = min(len(ids), len(log_probs))
+        ids, log_probs = ids[:length], log_probs[:length]
+    if len(ids) != len(log_probs) or not np.isfinite(log_probs).all():
+        raise EngineError(f"{len(ids)} tokens came with {np.isfinite(log_probs).sum()} finite log-probs")
+    return Completion(
+        request_id=request_id,
+        sample_index=sample_index,
+        response_ids=ids,
+        log_probs=log_probs,
+        weight_versions=_weight_versions(meta, len(ids)),
+        finish_reason=reason,
+        seconds=seconds,
+        cached_tokens=meta.get("cached_tokens", 0),
+    )
+
+
+def _weight_versions(meta: dict[str, Any], length: int) -> np.ndarray:
+    """[T] int32 from the runs of tokens that the server reports."""
+    versions = np.full(length, int(meta["weight_version"]), np.int32)
+    for run in meta.get("weight_versions") or []:
+        versions[run["start"] : run["end"]] = int(run["version"])
+    return versions

@@ -1,0 +1,259 @@
+"""How samples are asked of real servers: aborts, continuations, refusals, deadlines, another server's turn."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefused
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.rollout.sglang.generation import ATTEMPTS, Generation
+from engines.rollout.sglang.route import Route
+from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+
+CONTEXT = 1024
+Samples = dict[tuple[int, int], Completion]
+
+
+def requests(count: int, samples: int = 4, **params: object) -> list[GenerateRequest]:
+    given = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
+    return [GenerateRequest(index, [5 + index, 6, 7, 8], tuple(range(samples)), given) for index in range(count)]
+
+
+def generation(
+    route: Route,
+    aborted: threading.Event | None = None,
+    *,
+    context: int = CONTEXT,
+    timeout: float = 60,
+    concurrency: int = 64,
+) -> Generation:
+    return Generation(route, context, timeout, concurrency, aborted or threading.Event())
+
+
+def collect(streamed: Iterator[list[Completion]]) -> Samples:
+    return {(c.request_id, c.sample_index): c for part in streamed for c in part}
+
+
+def log_probs(model: PreTrainedModel, prompt: list[int], response: np.ndarray, temperature: float) -> np.ndarray:
+    """[T] by Hugging Face."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response.tolist()]])).logits[0, len(prompt) - 1 : -1].float()
+    found = torch.log_softmax(logits / temperature, -1)
+    return found.gather(1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0].numpy()
+
+
+def running(engine: SGLangEngine) -> int:
+    """Requests that the server runs or queues."""
+    loads = engine.health()["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"])
+
+
+@pytest.fixture
+def route(engine: SGLangEngine) -> Route:
+    return Route.to(engine.server.url)
+
+
+@pytest.fixture(scope="module")
+def model(sglang_model: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(autouse=True)
+def initial_weights(engine: SGLangEngine, model: PreTrainedModel) -> None:
+    """Whatever another test left the server with."""
+    engine.begin_weight_update(0)
+    engine.update_weights({name: value.detach() for name, value in model.named_parameters()})
+    engine.end_weight_update()
+
+
+@pytest.mark.timeout(600)
+def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weights(
+    engine: SGLangEngine, route: Route, model: PreTrainedModel
+) -> None:
+    asked = requests(12, max_new_tokens=300, temperature=0.9)
+    aborted = threading.Event()
+    threading.Timer(1.0, aborted.set).start()
+    first = collect(generation(route, aborted, concurrency=24).run(asked))
+    assert first.keys() == {(r, i) for r in range(12) for i in range(4)}
+    parts = {key: sample for key, sample in first.items() if sample.finish_reason == FinishReason.ABORT}
+    lengths = sorted(len(sample.response_ids) for sample in parts.values())
+    assert lengths[0] == 0, "some waited with the client"
+    assert 0 < lengths[-1] < 300, "some were under way"
+    assert running(engine) == 0
+
+    changed = {name: value.detach() * 1.1 for name, value in model.named_parameters()}
+    engine.begin_weight_update(1)
+    engine.update_weights(changed)
+    engine.end_weight_update()
+    again = []
+    for request in asked:
+        left = [i for i in range(4) if (request.request_id, i) in parts]
+        if left:
+            prefixes = tuple(parts[request.request_id, i].response_ids for i in left)
+            again.append(replace(request, seeds=tuple(request.seeds[i] for i in left), prefixes=prefixes))
+    second = collect(generation(route).run(again))
+    sampled_with = AutoModelForCausalLM.from_config(model.config).eval()
+    sampled_with.load_state_dict(changed, strict=False)
+    sampled_with.tie_weights()
+    for request in again:
+        for index, prefix in enumerate(request.prefixes):
+            sample = second[request.request_id, index]
+            assert len(prefix) + len(sample.response_ids) <= 300
+            assert sample.finish_reason == FinishReason.STOP or len(prefix) + len(sample.response_ids) == 300
+            whole = np.concatenate([prefix, sample.response_ids]).astype(np.int32)
+            for made, by, part, version in (
+                (first[_original(asked, request, index)], model, slice(None, len(prefix)), 0),
+                (sample, sampled_with, slice(len(prefix), None), 1),
+            ):
+                expected = log_probs(by, request.prompt_ids, whole, 0.9)[part]  # type: ignore[arg-type]
+                assert np.abs(made.log_probs - expected).max(initial=0) < 1e-4
+                assert (made.weight_versions == version).all()
+
+
+def _original(asked: list[GenerateRequest], part: GenerateRequest, index: int) -> tuple[int, int]:
+    return part.request_id, asked[part.request_id].seeds.index(part.seeds[index])
+
+
+def test_an_abort_does_not_touch_what_others_asked_of_the_server(engine: SGLangEngine, route: Route) -> None:
+    aborted = threading.Event()
+    others: Samples = {}
+    worker = threading.Thread(
+        target=lambda: others.update(collect(generation(route).run(requests(4, max_new_tokens=120))))
+    )
+    worker.start()
+    threading.Timer(0.5, aborted.set).start()
+    mine = collect(generation(route, aborted).run(requests(4, max_new_tokens=900)))
+    worker.join()
+    assert FinishReason.ABORT in {sample.finish_reason for sample in mine.values()}
+    assert len(others) == 16
+    assert {sample.finish_reason for sample in others.values()} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, route: Route) -> None:
+    most = 0
+    streamed = generation(route, concurrency=3).run(requests(3, max_new_tokens=100))
+    for _ in streamed:
+        most = max(most, running(engine))
+    assert 0 < most <= 3
+
+
+def test_a_request_that_the_server_refuses_is_named_when_the_others_are_done(route: Route) -> None:
+    asked = requests(2)
+    asked.append(GenerateRequest(7, [5] * 5000, (1, 2), SamplingParams(4)))  # more than the server's context
+    done: list[Completion] = []
+    with pytest.raises(RequestRefused) as refused:
+        done.extend(sample for part in generation(route, context=9000).run(asked) for sample in part)
+    assert refused.value.refused.keys() == {7}
+    assert "400" in refused.value.refused[7]
+    assert {(c.request_id, c.sample_index) for c in done} == {(r, i) for r in range(2) for i in range(4)}
+
+
+def test_a_prompt_that_was_seen_before_comes_from_the_cache(route: Route) -> None:
+    prompt = list(range(40, 104))
+    asked = [GenerateRequest(0, prompt, (1,), SamplingParams(2))]
+    collect(generation(route).run(asked))
+    (sample,) = collect(generation(route).run(asked)).values()
+    assert 32 <= sample.cached_tokens < len(prompt)
+
+
+def test_what_does_not_end_in_time_is_an_error_and_leaves_the_server_idle(engine: SGLangEngine, route: Route) -> None:
+    with pytest.raises(EngineTimeout, match="did not end within 1 s"):
+        collect(generation(route, timeout=1).run(requests(8, max_new_tokens=900)))
+    wait_until_idle(engine)
+
+
+def test_giving_up_the_stream_leaves_the_server_idle(engine: SGLangEngine, route: Route) -> None:
+    short = requests(1, samples=1)
+    streamed = generation(route).run(short + [replace(r, request_id=9) for r in requests(1, max_new_tokens=900)])
+    next(streamed)
+    streamed.close()  # type: ignore[attr-defined]
+    wait_until_idle(engine)
+
+
+def wait_until_idle(engine: SGLangEngine) -> None:
+    deadline = time.monotonic() + 5
+    while running(engine) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert running(engine) == 0
+
+
+@contextmanager
+def relay(server: str, answers: list[int | None]) -> Iterator[tuple[str, list[str]]]:
+    """What stands where a router does: passes `/generate` on, but for the first ones, which get a status of its own or,
+    for None, a closed connection. Yields its address and the ids that it saw."""
+    seen: list[str] = []
+    ready, stop = threading.Event(), threading.Event()
+    address: list[str] = []
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        seen.append(body["rid"])
+        status = answers[len(seen) - 1] if len(seen) <= len(answers) else 200
+        if status is None:
+            assert request.transport is not None
+            request.transport.abort()
+            raise web.HTTPServiceUnavailable
+        if status != 200:
+            return web.Response(status=status, text="no server")
+        async with aiohttp.ClientSession() as http, http.post(f"{server}/generate", json=body) as reply:
+            return web.Response(status=reply.status, body=await reply.read(), content_type="application/json")
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        address.append(f"http://{host}:{port}")
+        ready.set()
+        while not stop.is_set():
+            await asyncio.sleep(0.05)
+        await runner.cleanup()
+
+    worker = threading.Thread(target=lambda: asyncio.run(serve()))
+    worker.start()
+    assert ready.wait(10)
+    try:
+        yield address[0], seen
+    finally:
+        stop.set()
+        worker.join()
+
+
+@pytest.mark.parametrize("failure", [503, None])
+def test_behind_a_router_another_server_gets_its_turn(route: Route, failure: int | None) -> None:
+    with relay(route.url, [failure, failure]) as (url, seen):
+        done = collect(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+    assert done.keys() == {(0, 0)}
+    assert len(seen) == len(set(seen)) == 3
+
+
+@pytest.mark.parametrize(("failure", "error"), [(503, EngineError), (None, EngineDied)])
+def test_a_failure_is_told_after_a_few_attempts_and_at_once_where_there_is_one_server(
+    route: Route, failure: int | None, error: type[EngineError]
+) -> None:
+    with relay(route.url, [failure] * 9) as (url, seen), pytest.raises(error):
+        collect(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+    assert len(seen) == ATTEMPTS
+    with relay(route.url, [failure] * 9) as (url, seen), pytest.raises(error):
+        collect(generation(Route.to(url)).run(requests(1, samples=1)))
+    assert len(seen) == 1
+
+
+def test_a_refusal_is_not_asked_again(route: Route) -> None:
+    with relay(route.url, [400]) as (url, seen), pytest.raises(RequestRefused):
+        collect(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+    assert len(seen) == 1
