@@ -52,8 +52,7 @@ class RolloutActor:
         """Make the engine; see `engines.rollout.factory`. Raises BadModel, EngineDied and EngineTimeout."""
         from engines.rollout.factory import make_engine
 
-        device = device_of(config.num_gpus_per_engine)
-        engine = make_engine(model_path, config, device, log=log, start_timeout=start_timeout)
+        engine = make_engine(model_path, config, device, plan, place, log, start_timeout)
         self._batch_invariant = engine.check_batch_invariance()
         self._engine = engine
 
@@ -125,13 +124,13 @@ class TrainingActor:
         store_address: tuple[str, int] | None,
     ) -> None:
         """Make the engine; with several ranks, once all have met at rank 0's store. Raises BadModel."""
-        from engines.training.torch import TorchEngine
+        from engines.training.factory import make_engine
 
         device = device_of(training.num_gpus_per_rank)
         self._rank = rank
         if store_address is not None:
             self._meet(store_address, training, device)
-        self._engine = TorchEngine(
+        self._engine = make_engine(
             model,
             training,
             algorithm,

@@ -31,7 +31,7 @@ def check_model_folder(path: str | Path) -> PretrainedConfig:
     if not folder.is_dir():
         raise BadModel(f"Model folder {folder} does not exist: give the path of a folder in Hugging Face format.")
     config = _read_config(folder)
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         if not file.is_file():
             raise BadModel(f"Model folder {folder} lacks its weight file {file.name}: copy the folder again.")
         try:
@@ -85,7 +85,7 @@ def parameter_names(path: str | Path) -> frozenset[str]:
     """
     folder = Path(path)
     names: set[str] = set()
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         with safe_open(file, framework="numpy") as tensors:
             names.update(tensors.keys())
     tied = _read_config(folder).get_text_config().tie_word_embeddings
@@ -127,7 +127,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder. Raises BadModel."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():

@@ -13,7 +13,9 @@ from configs.schema.evaluation import BenchmarkConfig
 from configs.schema.run import RunConfig
 from engines.errors import BadModel
 from engines.models import check_model_folder, context_length
-from engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems
+from engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
+from engines.rollout.sglang.launch_plan import plan_problems
+from engines.training.megatron.options import problems as megatron_problems
 from tasks.data import BadData, PromptData
 from tasks.filters import get_filter
 from tasks.plugins import BadPlugin
@@ -23,6 +25,8 @@ from tasks.rewards import get_grader
 def setup_problems(config: RunConfig) -> list[str]:
     """Sentences on the model folders, the lengths against the context, and user code. Reads no data."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
+    if config.training.engine == "megatron":
+        problems += megatron_problems(config.training, config.model.path)
     try:
         load_tokenizer(config.model.path)
     except BadModel as error:

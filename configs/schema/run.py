@@ -66,10 +66,11 @@ class RunConfig(Section):
                 f"{made}, but training.global_batch_size × training.num_steps_per_rollout = "
                 f"{training.global_batch_size} × {steps} = {training.global_batch_size * steps}; the two must be equal"
             )
-        if self.global_batch_size % training.world_size:
+        if self.global_batch_size % training.data_parallel_size:
+            ranks = "world_size" if training.engine == "torch" else "world_size, as far as its ranks differ in samples"
             raise ValueError(
                 f"training.global_batch_size ({self.global_batch_size}) is not divisible by "
-                f"training.world_size ({training.world_size})"
+                f"training.{ranks} ({training.data_parallel_size})"
             )
         return self
 

@@ -1,6 +1,6 @@
 """The training engine, its optimizer and its batches."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,8 +10,13 @@ from configs.schema.base import Section
 class TrainingConfig(Section):
     """How weights are updated."""
 
-    engine: Literal["torch"] = "torch"
-    """The training engine: `torch` trains any Hugging Face causal LM, with FSDP2 over more than one rank."""
+    engine: Literal["torch", "megatron"] = "torch"
+    """The training engine: `torch` trains any Hugging Face causal LM, with FSDP2 over more than one rank; `megatron`
+    trains the families that it has a mapping for, with every parallelism of megatron-core."""
+
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Options of megatron-core by their own names, those of `TransformerConfig`, `DistributedDataParallelConfig` and
+    `OptimizerConfig`: `tensor_model_parallel_size: 2`. An unknown name is refused."""
 
     world_size: int = Field(1, ge=1)
     """Ranks, one Ray actor each. slime: `--actor-num-nodes` × `--actor-num-gpus-per-node`."""
@@ -73,6 +78,80 @@ class TrainingConfig(Section):
 
     timeout: float = Field(3600, gt=0)
     """Seconds that one training step, score or save may take before it counts as hung."""
+
+    @property
+    def tensor_model_parallel_size(self) -> int:
+        """Ranks that a layer is cut over."""
+        return int(self.megatron.get("tensor_model_parallel_size", 1))
+
+    @property
+    def pipeline_model_parallel_size(self) -> int:
+        """Ranks, or stages, that the layers are dealt out to."""
+        return int(self.megatron.get("pipeline_model_parallel_size", 1))
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks that a sequence is cut over."""
+        return int(self.megatron.get("context_parallel_size", 1))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks, or groups of ranks, with samples of their own."""
+        model_ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return self.world_size // model_ranks
+
+    @model_validator(mode="after")
+    def _megatron_fits(self) -> "TrainingConfig":
+        options = self.megatron
+        if options and self.engine != "megatron":
+            raise ValueError(f"megatron is set, but engine is {self.engine}, which does not read it")
+        for name, value in options.items():
+            if name.endswith("_parallel_size") and value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"megatron.{name} is {value!r}; it must be a whole number of ranks")
+        tensor, pipeline, context = (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.context_parallel_size,
+        )
+        if self.world_size % (tensor * pipeline * context):
+            raise ValueError(
+                f"world_size ({self.world_size}) is not divisible by megatron.tensor_model_parallel_size × "
+                f"pipeline_model_parallel_size × context_parallel_size = {tensor} × {pipeline} × {context} = "
+                f"{tensor * pipeline * context}"
+            )
+        expert = (options.get("expert_model_parallel_size") or 1) * pipeline
+        expert *= options.get("expert_tensor_parallel_size") or tensor
+        if self.world_size % expert:
+            raise ValueError(
+                f"world_size ({self.world_size}) is not divisible by the {expert} ranks that hold a whole set of "
+                "experts: expert_model_parallel_size × expert_tensor_parallel_size (by default "
+                "tensor_model_parallel_size) × pipeline_model_parallel_size"
+            )
+        if options.get("sequence_parallel") and tensor == 1:
+            raise ValueError("megatron.sequence_parallel needs megatron.tensor_model_parallel_size > 1")
+        if options.get("expert_model_parallel_size", 1) > 1 and tensor > 1 and not options.get("sequence_parallel"):
+            raise ValueError(
+                "megatron.expert_model_parallel_size with tensor_model_parallel_size > 1 needs "
+                "megatron.sequence_parallel: true"
+            )
+        return self._pipeline_is_right()
+
+    def _pipeline_is_right(self) -> "TrainingConfig":
+        """Megatron's default for the transfers of a virtual pipeline gives wrong gradients without an error; see
+        docs/engines/megatron.md."""
+        options = self.megatron
+        if options.get("virtual_pipeline_model_parallel_size") is None:
+            return self
+        if self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "megatron.virtual_pipeline_model_parallel_size needs megatron.pipeline_model_parallel_size > 1"
+            )
+        if options.get("overlap_p2p_comm") is False or options.get("batch_p2p_comm") is True:
+            raise ValueError(
+                "megatron.virtual_pipeline_model_parallel_size gives wrong gradients, without an error, unless "
+                "overlap_p2p_comm is true and batch_p2p_comm is false; leave both out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingConfig":

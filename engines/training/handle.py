@@ -1,6 +1,7 @@
 """The training engine as the driver sees it: all of its ranks."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from engines.calls import Deadline, put
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.handles import Actor, EngineHandle
 from engines.types import Position, TrainBatch, TrainResult
+from engines.weights.layout import Layout
 
 FAILURE_GRACE = 10.0
 """Seconds that the other ranks get to end a call after one of them failed."""
@@ -56,20 +58,59 @@ class TrainingHandle(EngineHandle):
         """Checksum of the exported weights in an engine that holds them in `dtype`."""
         return self._on_all("weights_checksum", dtype)[0]
 
-    def export_weights(self, version: int, bucket_bytes: int) -> "Generator[ray.ObjectRef[Any], None, None]":
+    def export_weights(self, version: int, bucket_bytes: int) -> "Generator[ray.ObjectRef[Any]]":
         """Buckets of weights (engines.weights.buckets) in the object store, each made while the last one is in use.
 
         Raises WrongVersion if the engine does not stand at `version`.
         """
-        self._on_all("begin_export", version, bucket_bytes)
-        first, *others = self._actors
-        gathering = [(actor, actor.call("end_export")) for actor in others]
-        try:
+        with self._exporting(version, bucket_bytes) as first:
             bucket, more = first.call("next_bucket", num_returns=2)
             while self._result(more, Deadline(self._fleet.call_timeout), first, "next_bucket"):
                 following = first.call("next_bucket", num_returns=2)
                 yield bucket
                 bucket, more = following
+
+    def broadcast_weights(
+        self, version: int, bucket_bytes: int, backend: str
+    ) -> "Generator[tuple[Layout, ray.ObjectRef[Any]]]":
+        """What each bucket holds, and the call that broadcasts it in the group that the trainer is in.
+
+        Raises WrongVersion if the engine does not stand at `version`.
+        """
+        with self._exporting(version, bucket_bytes) as first:
+            while layout := self.finish(first.call("stage_bucket", backend), "stage_bucket"):
+                yield layout, first.call("broadcast_bucket")
+
+    def export_hf(self, version: int, folder: Path) -> None:
+        """Write a model folder, within `training.timeout` seconds. Raises WrongVersion."""
+        self._on_all("export_hf", version, folder)
+
+    def submit(self, method: str, *args: Any, **options: Any) -> "ray.ObjectRef[Any]":
+        """Begin a call of rank 0 that waits its turn behind those before it."""
+        return self._actors[0].call(method, *args, **options)
+
+    def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
+        """Wait for a call of rank 0 that was begun, for `fleet.call_timeout` seconds by default."""
+        return self._result(ref, deadline or Deadline(self._fleet.call_timeout), self._actors[0], method)
+
+    @property
+    def label(self) -> str:
+        """Name for files, of no other fleet on the cluster."""
+        return self._actors[0].name.replace(":", "-")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on GPUs."""
+        return self._config.training.num_gpus_per_rank > 0
+
+    @contextmanager
+    def _exporting(self, version: int, bucket_bytes: int) -> Iterator[Actor]:
+        """The actor of rank 0, which gives the buckets out, while the other ranks take part in gathering them."""
+        self._on_all("begin_export", version, bucket_bytes)
+        first, *others = self._actors
+        gathering = [(actor, actor.call("end_export")) for actor in others]
+        try:
+            yield first
         finally:
             deadline = Deadline(self._fleet.call_timeout)
             for actor, ref in [(first, first.call("end_export")), *gathering]:

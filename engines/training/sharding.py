@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from engines.errors import EngineError
+from engines.training.process import join_process_group
 
 
 def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, device: torch.device) -> None:
@@ -22,7 +23,7 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, dev
     Raises:
         ValueError: no process group of `world_size` ranks exists.
     """
-    _join_process_group(world_size)
+    join_process_group(world_size)
     mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in [*_layers(model), model]:
@@ -86,11 +87,3 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The blocks that the library itself never splits over devices: a model's layers."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _join_process_group(world_size: int) -> None:
-    if not dist.is_initialized() and world_size == 1:
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if not dist.is_initialized() or dist.get_world_size() != world_size:
-        raise ValueError(f"training.world_size is {world_size}: create a process group of as many ranks first")

@@ -1,7 +1,6 @@
 """The training engine for any Hugging Face causal LM: PyTorch, with FSDP2 over more than one rank."""
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from engines.training.export import save_model_folder
 from engines.training.losses.aggregate import token_weights
 from engines.training.optimizer import MOMENTS, build_optimizer, learning_rate, set_learning_rate, set_position
 from engines.training.passes import accumulate_gradients, score_responses
+from engines.training.process import prepare_process
 from engines.training.sharding import raise_together, recompute_activations, shard_model, whole
 from engines.training.validate import check_batch, check_trainable
 from engines.types import Position, TrainBatch, TrainResult
@@ -70,7 +70,7 @@ class TorchEngine:
         self._total_steps = total_steps
         self._rank, self._world_size = rank, world_size
         self._device = torch.device(device)
-        _prepare_process(training, self._device)
+        prepare_process(training, self._device)
         self._dtype = getattr(torch, training.dtype)
         self._model = self._load_model(model.path, torch.float32)
         if training.gradient_checkpointing:
@@ -271,13 +271,3 @@ class TorchEngine:
 
     def _move_to(self, version: int) -> None:
         self._version, self._digest = version, None
-
-
-def _prepare_process(training: TrainingConfig, device: torch.device) -> None:
-    """Threads on the CPU; on a GPU kernels that give the same bits every time, wherever there are such."""
-    if device.type == "cpu":
-        torch.set_num_threads(training.num_threads)
-    else:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

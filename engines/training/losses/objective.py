@@ -27,15 +27,23 @@ def objective(
     normalizer = logits.logsumexp(-1)
     log_probs = token_log_probs(logits, normalizer, tokens.targets)
     if algorithm.loss_type == "sft_loss":
+        return loss_and_metrics(log_probs, None, tokens, algorithm)
+    entropies = entropy(logits, normalizer, differentiable=algorithm.entropy_coef > 0)
+    return loss_and_metrics(log_probs, entropies, tokens, algorithm)
+
+
+def loss_and_metrics(
+    log_probs: torch.Tensor, entropies: torch.Tensor | None, tokens: Tokens, algorithm: AlgorithmConfig
+) -> tuple[torch.Tensor, Metrics]:
+    """As `objective`, for an engine that computes these from its own logits.
+
+    Args:
+        log_probs: [T], of the trained tokens.
+        entropies: [T], of the distributions they were drawn from; None for loss_type=sft_loss, which has no use for it.
+    """
+    if entropies is None:
         loss = tokens.weighted_sum(sft_loss(log_probs))
         return loss, {"loss": loss.detach()}
-    entropies = entropy(logits, normalizer, differentiable=algorithm.entropy_coef > 0)
-    return _policy_objective(log_probs, entropies, tokens, algorithm)
-
-
-def _policy_objective(
-    log_probs: torch.Tensor, entropies: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
-) -> tuple[torch.Tensor, Metrics]:
     current = log_probs.detach()
     old = current if tokens.old_log_probs is None else tokens.old_log_probs
     ppo_kl = old - log_probs

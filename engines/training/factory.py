@@ -1,0 +1,26 @@
+"""The training engine that a configuration asks for."""
+
+from typing import Any
+
+import torch
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from engines.training.base import TrainingEngine
+
+
+def make_engine(
+    model: ModelConfig, training: TrainingConfig, algorithm: AlgorithmConfig, *, device: str = "cpu", **options: Any
+) -> TrainingEngine:
+    """Make one rank of it in this process; arguments as in `engines.training.base.TrainingEngine`. Raises BadModel."""
+    if training.engine == "megatron":
+        from engines.training.megatron.backend import backend_for
+
+        backend_for(torch.device(device))  # prepares megatron-core before anything imports it
+        from engines.training.megatron.engine import MegatronEngine
+
+        return MegatronEngine(model, training, algorithm, device=device, **options)
+    from engines.training.torch import TorchEngine
+
+    return TorchEngine(model, training, algorithm, device=device, **options)

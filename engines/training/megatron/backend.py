@@ -1,0 +1,75 @@
+"""What differs between a GPU and the CPU; everything else of the engine is the same on both."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where Megatron runs, and from which modules it builds a layer."""
+
+    device: torch.device
+    process_group: str
+    """torch.distributed's backend."""
+    layer_spec: Callable[..., Any]
+    """Megatron's specification of a layer: (TransformerConfig, whether its feed-forward part has experts) → spec.
+    Parameters have Transformer Engine's names everywhere, so checkpoints, conversion and sync do not differ."""
+    norm: type
+    """The module of a norm that stands by itself."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of TransformerConfig that this place needs."""
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of a device; on the CPU, megatron-core is prepared for it first.
+
+    Raises:
+        EngineError: see `engines.training.megatron.cpu.install`.
+    """
+    return _cpu() if device.type == "cpu" else _gpu(device)
+
+
+def _cpu() -> Backend:
+    from engines.training.megatron import cpu
+
+    cpu.install()
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+
+    from engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
+
+    def spec(config: Any, *, experts: bool) -> Any:
+        feed_forward = get_mlp_module_spec_for_backend(
+            CpuSpecProvider(), num_experts=config.num_moe_experts if experts else None
+        )
+        return layer_spec(config, feed_forward)
+
+    fusions = ("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
+    return Backend(
+        device=torch.device("cpu"),
+        process_group="gloo",
+        layer_spec=spec,
+        norm=Norm,
+        overrides={
+            **dict.fromkeys(fusions, False),
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+            "use_cpu_initialization": True,
+        },
+    )
+
+
+def _gpu(device: torch.device) -> Backend:
+    from megatron.core.extensions.transformer_engine import TENorm
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    def spec(config: Any, *, experts: bool) -> Any:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if experts else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+
+    return Backend(device=device, process_group="nccl", layer_spec=spec, norm=TENorm)

@@ -1,0 +1,195 @@
+"""A training state in a store, in the format of Megatron's dist_checkpointing.
+
+<folder>/__<rank>_<n>.distcp, .metadata, common.pt, metadata.json   as Megatron writes them: every rank its own part,
+                                                                    read again by any layout of ranks
+<folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
+                                its own digest; written last
+
+Every rank writes to a folder of its own machine and copies its files into the store from there.
+"""
+
+import queue
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from pydantic import BaseModel, Field, ValidationError
+
+from engines.training.sharding import raise_together
+from storage.canonical import seal, unseal
+from storage.errors import Damaged
+from storage.store import Store
+
+FORMAT = 1
+STATE = "megatron_state.json"
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+"""How the optimizer's state is written: by parameter, whatever the layout of ranks."""
+
+
+class CheckpointFile(BaseModel):
+    """One file."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.]+$")
+    bytes: int
+    sha256: str
+
+
+class MegatronState(BaseModel):
+    """What `megatron_state.json` holds."""
+
+    format: int
+    weight_version: int
+    """Also the position of the learning-rate schedule and the optimizer's count of steps."""
+    state_digest: str
+    files: list[CheckpointFile]
+
+
+def save(
+    store: Store, folder: str, chunks: Sequence[Any], optimizer: Any, *, weight_version: int, state_digest: str
+) -> list[str]:
+    """Write a state; all ranks take part. Returns all paths on rank 0, none elsewhere. Raises what the store raises."""
+    rank = dist.get_rank()
+    device = next(chunks[0].parameters()).device
+    error: Exception | None = None
+    files: list[CheckpointFile] = []
+    with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local:
+        _write(_sharded_state(chunks, optimizer, loading=False), Path(local))
+        try:
+            for path in sorted(Path(local).iterdir()):
+                store.put_file(path, f"{folder}/{path.name}")
+                size, sha256 = store.sha256(f"{folder}/{path.name}")
+                files.append(CheckpointFile(name=path.name, bytes=size, sha256=sha256))
+        except Exception as failure:  # raised below, once every rank has come here
+            error = failure
+    raise_together(error, dist.get_world_size(), device)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, files)
+    try:
+        if rank == 0:
+            files = [file for held in every for file in held]
+            state = MegatronState(format=FORMAT, weight_version=weight_version, state_digest=state_digest, files=files)
+            store.write(f"{folder}/{STATE}", seal(state.model_dump()))
+    except Exception as failure:
+        error = failure
+    raise_together(error, dist.get_world_size(), device)
+    return [f"{folder}/{name}" for name in [*(file.name for file in files), STATE]] if rank == 0 else []
+
+
+def read_description(store: Store, folder: str) -> MegatronState:
+    """What a folder says it holds. Raises Damaged."""
+    path = f"{folder}/{STATE}"
+    try:
+        fields = unseal(store.read(path))
+        if fields.get("format") != FORMAT:
+            raise Damaged(f"checkpoint {path} is of format {fields.get('format')}; this version reads format {FORMAT}")
+        return MegatronState.model_validate(fields)
+    except FileNotFoundError as error:
+        raise Damaged(
+            f"checkpoint {folder} is incomplete, or of another training engine: {STATE} is missing"
+        ) from error
+    except (ValueError, ValidationError) as error:
+        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
+
+
+def load(store: Store, folder: str, state: MegatronState, chunks: Sequence[Any], optimizer: Any) -> None:
+    """Replace weights and moments by saved ones, of any layout of ranks; all ranks take part. Options of the optimizer
+    stay those of the configuration.
+
+    Raises:
+        Damaged: a file is missing or altered.
+    """
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    with _fetched(store, folder, state.files, next(chunks[0].parameters()).device) as local:
+        loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(local))
+    for name, chunk in zip(_names(chunks), chunks, strict=True):
+        chunk.load_state_dict(loaded[name])
+    optimizer.load_state_dict(loaded["optimizer"])
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)
+
+
+def _sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    state = {
+        name: chunk.sharded_state_dict(metadata=dict(_METADATA))
+        for name, chunk in zip(_names(chunks), chunks, strict=True)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
+    return state
+
+
+def _names(chunks: Sequence[Any]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
+def _write(state: dict[str, Any], folder: Path) -> None:
+    """Let Megatron plan who writes what, and write in this process. Its own writers are forked, which a process that
+    runs Ray's threads must not do, and report over a manager, a process that outlives a rank that is killed."""
+    filesystem_async._results_queue = queue.Queue()
+    request = dist_checkpointing.save(
+        state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1), async_sharded_save=True
+    )
+    if request.async_fn is not None:
+        _, _, results = request.async_fn_args
+        transforms, _ = request.async_fn.args
+        written: queue.Queue[Any] = queue.Queue()
+        running: queue.Queue[int] = queue.Queue()
+        done = {}
+        for index, bucket in enumerate(request.preload_fn()):
+            running.put(index)
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, written, running, use_fsync=False)
+            done[index] = written.get()[1]
+        failed = [result for result in done.values() if isinstance(result, Exception)]
+        results.put(failed[0] if failed else done)
+    for finalize in request.finalize_fns:
+        finalize()
+
+
+@contextmanager
+def _fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: torch.device) -> Iterator[Path]:
+    """The files in a folder of each machine, fetched and checked by its ranks together."""
+    rank = dist.get_rank()
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    mates = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as own:
+        folders: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(folders, own)
+        local = Path(folders[mates[0]])
+        error: Exception | None = None
+        try:
+            for file in files[mates.index(rank) :: len(mates)]:
+                _fetch(store, f"{folder}/{file.name}", file, local / file.name)
+        except Exception as failure:  # raised below, once every rank has come here
+            error = failure
+        raise_together(error, dist.get_world_size(), device)
+        try:
+            yield local
+        finally:
+            dist.barrier()  # the folder goes only when all have read it
+
+
+def _fetch(store: Store, path: str, file: CheckpointFile, local: Path) -> None:
+    try:
+        found = store.sha256(path)
+        if found != (file.bytes, file.sha256):
+            raise Damaged(
+                f"checkpoint file {path} is damaged: {file.bytes} bytes with SHA-256 {file.sha256} were written, "
+                f"{found[0]} bytes with {found[1]} were read"
+            )
+        store.get_file(path, local)
+    except FileNotFoundError as error:
+        raise Damaged(f"checkpoint file {path} is missing") from error

@@ -1,0 +1,222 @@
+"""What makes megatron-core 0.16.1 run without CUDA, and nothing else.
+
+megatron-core names the CUDA device in its source: `torch.cuda.current_device()`, `tensor.cuda()`, `device="cuda"`.
+`install` puts a finder before the import system's own that replaces these in the syntax tree of the modules below
+`megatron.core` while they are imported; neither the files nor torch are changed. Then it mends what remains, each patch
+with its reason. It belongs into a worker's own process, before anything imports megatron.core, and refuses to work
+where CUDA exists.
+"""
+
+import ast
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from engines.errors import EngineError
+
+TESTED_VERSION = "0.16.1"
+PACKAGE = "megatron.core"
+_STAND_IN = "__cpu_in_place_of_cuda__"
+
+
+def install() -> None:
+    """Let this process import megatron.core without CUDA. Calling it again does nothing.
+
+    Raises:
+        EngineError: there is CUDA, another version than the tested one, or megatron.core was imported before.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if torch.cuda.is_available():
+        raise EngineError("megatron-core is not to be changed where CUDA exists: give each rank a GPU instead")
+    if (found := version("megatron-core")) != TESTED_VERSION:
+        raise EngineError(f"without a GPU megatron-core {TESTED_VERSION} is needed, and {found} is installed")
+    if PACKAGE in sys.modules:
+        raise EngineError("megatron.core was imported before it was prepared for the CPU")
+    # megatron.core.jit compiles small functions with torch.compile, which needs a C++ compiler and minutes.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    sys.meta_path.insert(0, _Finder())
+    _patch_generator_state()
+    _patch_router_gemm()
+    _patch_token_counts()
+    _patch_optimizer_step()
+
+
+def _patch_generator_state() -> None:
+    """0.16.1, tensor_parallel.random: reads and writes the state of CUDA's generator through torch's C interface."""
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def _patch_router_gemm() -> None:
+    """0.16.1, transformer.moe.moe_utils: without Transformer Engine a router in float32 meets a name that was never
+    bound; bound to None it takes the branch that is meant for that case."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
+
+
+def _patch_token_counts() -> None:
+    """0.16.1, transformer.moe: token counts become numpy arrays only if they come from a GPU, and torch's all-to-all
+    takes no tensors as split sizes."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _patch_optimizer_step() -> None:
+    """0.16.1, optimizer.distrib_optimizer: torch's Adam, unlike the fused ones, keeps a step count with each parameter.
+    Setting a parameter's state from a checkpoint asks for every entry, and a checkpoint does not hold this one."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_with_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        set_states(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_with_step
+
+
+class _Nothing:
+    """A stream, an event or a profiler range: every method does nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+    def __enter__(self) -> "_Nothing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _none(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _nothing(*_: Any, **__: Any) -> _Nothing:
+    return _Nothing()
+
+
+class _Cuda:
+    """What `torch.cuda` means inside megatron.core: the CPU, where work ends before a call returns."""
+
+    FloatTensor, HalfTensor, BFloat16Tensor = torch.FloatTensor, torch.HalfTensor, torch.BFloat16Tensor
+    Stream = Event = _Nothing
+    nvtx = _Nothing()
+    default_generators = (torch.default_generator,)
+    set_device = synchronize = empty_cache = staticmethod(_none)
+    current_stream = default_stream = stream = staticmethod(_nothing)
+    is_available = is_current_stream_capturing = staticmethod(_no)
+    memory_allocated = max_memory_allocated = memory_reserved = staticmethod(_zero)
+    manual_seed = staticmethod(torch.manual_seed)
+
+    @staticmethod
+    def current_device() -> str:
+        return "cpu"
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    @property
+    def random(self) -> "_Cuda":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _OnCpu(ast.NodeTransformer):
+    """Turns what names CUDA into what names the CPU."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """`torch.cuda` becomes the stand-in."""
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name(_STAND_IN, ast.Load()), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """`x.cuda(…)` becomes `x.cpu()`; `torch.device("cuda", …)` becomes `torch.device("cpu")`."""
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute):
+            if node.func.attr == "cuda":
+                node.func.attr, node.args, node.keywords = "cpu", [], []
+            elif node.func.attr == "device" and node.args and _is(node.args[0], "cuda"):
+                node.args = [ast.copy_location(ast.Constant("cpu"), node)]
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        """`device="cuda"` becomes `device="cpu"`; memory is not pinned."""
+        self.generic_visit(node)
+        if node.arg == "device" and _is(node.value, "cuda"):
+            node.value = ast.copy_location(ast.Constant("cpu"), node.value)
+        elif node.arg == "pin_memory" and _is(node.value, True):
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        """Tensor types are compared by their names."""
+        if isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+            return ast.copy_location(ast.Constant(node.value.replace("torch.cuda.", "torch.")), node)
+        return node
+
+
+def _is(node: ast.AST, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value == value
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Compiles the changed source, past the compiled files that belong to the unchanged one."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        tree = _OnCpu().visit(ast.parse(self.get_data(path), path))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        setattr(module, _STAND_IN, _Cuda())
+        super().exec_module(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if not fullname.startswith(PACKAGE + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(fullname, spec.loader.path)
+        return spec

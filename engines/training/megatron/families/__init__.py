@@ -1,0 +1,29 @@
+"""The families of models that Megatron trains, one a file."""
+
+from transformers import PretrainedConfig
+
+from engines.errors import BadModel
+from engines.training.megatron.families.base import Family
+from engines.training.megatron.families.llama import Llama
+from engines.training.megatron.families.qwen2 import Qwen2
+from engines.training.megatron.families.qwen3 import Qwen3
+from engines.training.megatron.families.qwen3_moe import Qwen3Moe
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama())}
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """The family of a model.
+
+    Raises:
+        BadModel: there is none, or Megatron would compute something else than the model's config asks for.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise BadModel(
+            f"Megatron has no mapping for models of type {config.model_type}, only for {', '.join(sorted(FAMILIES))}: "
+            "set training.engine to torch"
+        )
+    if problems := family.problems(config):
+        raise BadModel(f"Megatron cannot train this {config.model_type} model: {'; '.join(problems)}")
+    return family

@@ -1,0 +1,125 @@
+"""What a family of models says of itself: its configuration and parameters in Megatron's words.
+
+The mapping is our own and not Megatron-Bridge's: see docs/engines/megatron.md for the reasons.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+from torch.nn.functional import silu
+from transformers import PretrainedConfig
+
+
+class Layout(Enum):
+    """How a Megatron parameter is made of Hugging Face tensors and cut over the tensor-parallel ranks."""
+
+    REPLICATED = "replicated"
+    """One tensor, whole on every rank."""
+    COLUMN = "column"
+    """One tensor; each rank has some of its rows (a column of the transposed matrix)."""
+    ROW = "row"
+    """One tensor; each rank has some of its columns."""
+    GATED = "gated"
+    """Gate and up projection, in two tensors or below each other in one: each rank has rows of the first, then of the
+    second."""
+    QKV = "qkv"
+    """Query, key and value projection: for every key-value head its query heads' rows, then its own two."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a Megatron parameter comes from."""
+
+    layout: Layout
+    names: tuple[str, ...]
+    """Of the Hugging Face tensors."""
+
+
+class Family:
+    """A llama-like decoder; a family overrides what it does differently."""
+
+    model_type: ClassVar[str]
+    """As in config.json."""
+
+    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Fields of Megatron's TransformerConfig."""
+        return {
+            "num_layers": hf.num_hidden_layers,
+            "hidden_size": hf.hidden_size,
+            "ffn_hidden_size": hf.intermediate_size,
+            "num_attention_heads": hf.num_attention_heads,
+            "num_query_groups": hf.num_key_value_heads,
+            "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": hf.rms_norm_eps,
+            "gated_linear_unit": True,
+            "activation_func": silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": False,
+            "qk_layernorm": False,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            "moe_token_dispatcher_type": "alltoall",
+        }
+
+    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Arguments of Megatron's GPTModel, but for the size of the vocabulary."""
+        return {
+            "share_embeddings_and_output_weights": bool(hf.tie_word_embeddings),
+            "max_sequence_length": hf.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": hf.rope_parameters["rope_theta"],
+            "rotary_percent": 1.0,
+        }
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        """Sentences on what Megatron would compute differently."""
+        found = []
+        if hf.hidden_act != "silu":
+            found.append(f"its activation is {hf.hidden_act}, not silu")
+        if (kind := hf.rope_parameters.get("rope_type", "default")) not in self._rope_types():
+            found.append(f"its rotary embedding is of type {kind}")
+        return found
+
+    def parameter(self, name: str) -> Source:
+        """The source of a parameter, whose name counts layers and experts over the whole model.
+
+        Raises:
+            KeyError: the family has no such parameter.
+        """
+        if name in _OUTSIDE:
+            return _OUTSIDE[name]
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+        if match is None:
+            raise KeyError(name)
+        source = self._layer_parameter(match[2])
+        return Source(source.layout, tuple(f"model.layers.{match[1]}.{part}" for part in source.names))
+
+    def _layer_parameter(self, name: str) -> Source:
+        """The source of a layer's parameter; names on both sides without the layer's prefix. Raises KeyError."""
+        return _LAYER[name]
+
+    def _rope_types(self) -> Sequence[str]:
+        return ("default",)
+
+
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": Source(Layout.COLUMN, ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": Source(Layout.REPLICATED, ("model.norm.weight",)),
+    "output_layer.weight": Source(Layout.COLUMN, ("lm_head.weight",)),
+}
+
+_LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": Source(Layout.REPLICATED, ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": Source(Layout.QKV, tuple(f"self_attn.{part}_proj.weight" for part in "qkv")),
+    "self_attention.linear_qkv.bias": Source(Layout.QKV, tuple(f"self_attn.{part}_proj.bias" for part in "qkv")),
+    "self_attention.q_layernorm.weight": Source(Layout.REPLICATED, ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Source(Layout.REPLICATED, ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Source(Layout.ROW, ("self_attn.o_proj.weight",)),
+    "mlp.linear_fc1.layer_norm_weight": Source(Layout.REPLICATED, ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": Source(Layout.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": Source(Layout.ROW, ("mlp.down_proj.weight",)),
+}

@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen2.5."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from engines.training.megatron.families.base import Family
+
+
+class Qwen2(Family):
+    model_type = "qwen2"
+
+    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {**super().transformer(hf), "add_qkv_bias": True}
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        sliding = ["it uses a sliding window"] if hf.use_sliding_window else []
+        return [*super().problems(hf), *sliding]

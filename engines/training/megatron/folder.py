@@ -1,0 +1,49 @@
+"""A model folder in Hugging Face format, written tensor by tensor."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from engines.models import INDEX, WEIGHTS
+from engines.training.checkpoint import in_buckets
+
+FILE_BYTES = 4 << 30
+
+
+def write_model_folder(
+    source: Path, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype, write: bool
+) -> None:
+    """Write weights with the config of the folder they came from; no more than one file's of them are held at a time.
+
+    Args:
+        source: the folder with config.json and, where there is one, generation_config.json.
+        weights: by the names that the files of `source` have.
+        dtype: of the weights, for config.json.
+        write: False on a rank that only takes part in gathering.
+    """
+    files: dict[str, list[str]] = {}
+    total = 0
+    for number, bucket in enumerate(in_buckets(weights, FILE_BYTES), 1):
+        if write:
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"model-{number:05d}.safetensors"
+            save_file(bucket, folder / name, metadata={"format": "pt"})
+            files[name] = list(bucket)
+            total += sum(tensor.nbytes for tensor in bucket.values())
+    if not write:
+        return
+    if len(files) == 1:
+        (folder / next(iter(files))).rename(folder / WEIGHTS)
+    else:
+        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if (source / "generation_config.json").is_file():
+        shutil.copy(source / "generation_config.json", folder)

@@ -1,0 +1,205 @@
+"""Megatron's process groups, model and optimizer for a configuration: what config.json says is not typed again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from transformers import PretrainedConfig
+
+from configs.schema.training import TrainingConfig
+from engines.models import check_model_folder, weight_files
+from engines.training.megatron.backend import Backend
+from engines.training.megatron.families import family_of
+from engines.training.megatron.families.base import Family
+from engines.training.megatron.options import options_of
+from engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
+
+_GROUP_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """This rank's part of a model."""
+
+    config: TransformerConfig
+    chunks: list[Any]
+    """Stretches of consecutive layers, as they are called; several with a virtual pipeline."""
+    parameters: list[Parameter]
+    vocabulary: int
+
+
+def join_groups(training: TrainingConfig) -> None:
+    """Make Megatron's process groups, in place of those of an engine before."""
+    parallel_state.destroy_model_parallel()
+    sizes = {name: training.megatron[name] for name in _GROUP_SIZES if training.megatron.get(name) is not None}
+    parallel_state.initialize_model_parallel(**sizes)
+    # Only dropout and initialisation draw from it, and neither happens; Megatron asks for a seed all the same.
+    tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+
+
+def transformer_config(
+    training: TrainingConfig, backend: Backend, family: Family, hf: PretrainedConfig
+) -> TransformerConfig:
+    """Of the model's config.json, then what the place needs, then the configuration's own options."""
+    dtype = getattr(torch, training.dtype)
+    options = options_of("transformer", training.megatron)
+    fields: dict[str, Any] = {
+        **family.transformer(hf),
+        **backend.overrides,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        # Each token's weight in the loss is known beforehand, so gradients are summed and never divided. Set before
+        # DistributedDataParallel is built, which else averages in silence.
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": training.pipeline_model_parallel_size > 1,
+    }
+    if training.gradient_checkpointing:
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if training.megatron.get("virtual_pipeline_model_parallel_size") is not None:
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    return TransformerConfig(**{**fields, **options})
+
+
+def load_model(folder: Path, training: TrainingConfig, backend: Backend, *, trained: bool = True) -> Model:
+    """Build this rank's part of a model and fill it from the folder's weight files.
+
+    Raises:
+        BadModel: the folder cannot be used, or Megatron has no mapping for its model.
+    """
+    hf = check_model_folder(folder)
+    family = family_of(hf)
+    config = transformer_config(training, backend, family, hf)
+    sizes = Sizes(
+        vocabulary=hf.vocab_size,
+        head_dim=config.kv_channels,
+        query_heads=config.num_attention_heads // config.num_query_groups,
+        groups=config.num_query_groups,
+        tied=family.model(hf)["share_embeddings_and_output_weights"],
+    )
+    bare = _build(config, backend, sizes.vocabulary, family.model(hf))
+    parameters = parameters_of(bare, config, family, sizes)
+    load_weights(parameters, open_files(map(str, weight_files(folder))))
+    for chunk in bare:
+        chunk.requires_grad_(trained)
+    chunks = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in bare]
+    return Model(config, chunks, parameters, sizes.vocabulary)
+
+
+def wrap(model: Model, training: TrainingConfig) -> list[Any]:
+    """The chunks in Megatron's DistributedDataParallel, gradients summed in float32."""
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **options_of("ddp", training.megatron))
+    return [
+        DistributedDataParallel(model.config, options, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(model.chunks)
+    ]
+
+
+def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) -> Any:
+    """Megatron's optimizer: AdamW, of which only matrices decay; with `use_distributed_optimizer` each data-parallel
+    rank holds a part of its state."""
+    config = model.config
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            **{
+                "optimizer": training.optimizer,
+                "lr": training.lr,
+                "min_lr": training.min_lr,
+                "weight_decay": training.weight_decay,
+                "adam_beta1": training.adam_beta1,
+                "adam_beta2": training.adam_beta2,
+                "adam_eps": training.adam_eps,
+                "clip_grad": training.clip_grad,
+                "bf16": config.bf16,
+                "params_dtype": config.params_dtype,
+                **options_of("optimizer", training.megatron),
+            }
+        ),
+        wrapped,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])
+    if wrapped[0].ddp_config.overlap_param_gather:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in wrapped])
+    return optimizer
+
+
+def clip_gradients(optimizer: Any, norm: float) -> None:
+    """Scale all gradients down to `clip_grad`, given their norm over all ranks."""
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                part.config.clip_grad,
+                norm,
+                part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+
+
+def replicas(expert: bool) -> list[int]:
+    """Ranks that hold the same parameters as this one."""
+    if expert:
+        group = parallel_state.get_expert_data_parallel_group()
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return dist.get_process_group_ranks(group)
+
+
+def _build(config: TransformerConfig, backend: Backend, vocabulary: int, arguments: dict[str, Any]) -> list[GPTModel]:
+    virtual = config.virtual_pipeline_model_parallel_size
+    ranks = config.tensor_model_parallel_size
+    chunks = []
+    for stage in range(virtual or 1):
+        vp_stage = stage if virtual else None
+        where = {"ignore_virtual": virtual is None, "vp_stage": vp_stage}
+        chunk = GPTModel(
+            config,
+            _block_spec(config, backend, vp_stage),
+            vocab_size=-(-vocabulary // ranks) * ranks,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            vp_stage=vp_stage,
+            **arguments,
+        )
+        chunks.append(chunk.to(backend.device))
+    return chunks
+
+
+def _block_spec(config: TransformerConfig, backend: Backend, vp_stage: int | None) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
+    return TransformerBlockSubmodules(
+        [backend.layer_spec(config, experts=_has_experts(config, layer)) for layer in layers], backend.norm
+    )
+
+
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    if config.num_moe_experts is None:
+        return False
+    pattern = config.moe_layer_freq
+    return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
+
+
+def _one_or_all(functions: list[Callable[..., Any]]) -> Any:
+    return functions[0] if len(functions) == 1 else functions

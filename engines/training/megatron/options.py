@@ -1,0 +1,150 @@
+"""Megatron's options, by Megatron's own names: which there are, and which combinations are refused.
+
+Looks at megatron-core's source without importing it, so that a configuration can be checked before anything starts.
+"""
+
+import ast
+import difflib
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from configs.schema.training import TrainingConfig
+from engines.errors import BadModel
+from engines.models import check_model_folder
+from engines.training.megatron.families import family_of
+
+SOURCES = {
+    "transformer": (
+        ("model_parallel_config.py", "ModelParallelConfig"),
+        ("transformer/transformer_config.py", "TransformerConfig"),
+    ),
+    "ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+    "optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
+}
+"""Where the options are declared: the fields of these classes."""
+
+SET_BY_TRAINING = {
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_eps": "adam_eps",
+    "bf16": "dtype",
+    "clip_grad": "clip_grad",
+    "fp16": "dtype",
+    "lr": "lr",
+    "min_lr": "min_lr",
+    "optimizer": "optimizer",
+    "params_dtype": "dtype",
+    "pipeline_dtype": "dtype",
+    "weight_decay": "weight_decay",
+}
+"""Options that follow from an option of `training`."""
+
+SET_HERE = {
+    "attention_dropout": "dropout would make log-probs differ from the rollout's",
+    "average_in_collective": "gradients are summed: each rank's loss is its share of the whole",
+    "calculate_per_token_loss": "algorithm.calculate_per_token_loss sets the weights of tokens",
+    "cross_entropy_loss_fusion": "its gradient is rounded to bfloat16",
+    "grad_reduce_in_fp32": "gradients are always summed in float32",
+    "hidden_dropout": "dropout would make log-probs differ from the rollout's",
+    "moe_expert_capacity_factor": "tokens would be dropped in silence",
+    "perform_initialization": "without it Megatron forgets which parameters are cut, and clips by a wrong norm",
+    "use_megatron_fsdp": "the distributed optimizer is the sharding that is supported",
+    "variable_seq_lengths": "it follows from pipeline_model_parallel_size",
+}
+"""Options that the engine depends on, and why."""
+
+
+class MegatronMissing(BadModel):
+    """megatron-core is not installed."""
+
+
+@lru_cache
+def option_names() -> dict[str, frozenset[str]]:
+    """Names of all options, by the part of Megatron that takes them. Raises MegatronMissing."""
+    spec = find_spec("megatron")
+    folders = [Path(folder) / "core" for folder in (spec.submodule_search_locations or ())] if spec else []
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        raise MegatronMissing("megatron-core is not installed: pip install 'cairn-rl[megatron]'")
+    return {
+        part: frozenset(name for file, cls in classes for name in _fields(folder / file, cls))
+        for part, classes in SOURCES.items()
+    }
+
+
+def options_of(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that a part of Megatron takes: "transformer", "ddp" or "optimizer"."""
+    names = option_names()[part]
+    return {name: value for name, value in options.items() if name in names}
+
+
+def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
+    """Sentences on options that Megatron does not have or that cannot be set, and on layouts that do not fit."""
+    try:
+        hf = check_model_folder(model_path)
+        derived = family_of(hf).transformer(hf)
+        names = frozenset().union(*option_names().values())
+    except MegatronMissing as error:
+        yield f"training.engine: {error}"
+        return
+    except BadModel as error:
+        yield f"training.engine: {error}"
+        return
+    for name in training.megatron:
+        if name in SET_BY_TRAINING:
+            yield f"training.megatron.{name} follows from training.{SET_BY_TRAINING[name]}: set that"
+        elif name in SET_HERE:
+            yield f"training.megatron.{name} cannot be set: {SET_HERE[name]}"
+        elif name in derived and not name.startswith("moe_"):
+            yield f"training.megatron.{name} follows from the model's config.json; leave it out"
+        elif name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            yield f"training.megatron.{name} is not an option of megatron-core {_version()}{hint}"
+    yield from _layout_problems(training, derived)
+
+
+def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
+    tensor, pipeline = training.tensor_model_parallel_size, training.pipeline_model_parallel_size
+    options = training.megatron
+    heads, groups, layers = (derived[name] for name in ("num_attention_heads", "num_query_groups", "num_layers"))
+    if heads % tensor or groups % tensor:
+        yield (
+            f"training.megatron.tensor_model_parallel_size is {tensor}, which must divide the model's {heads} "
+            f"attention heads and {groups} key-value heads"
+        )
+    if derived["ffn_hidden_size"] % tensor:
+        yield (
+            f"training.megatron.tensor_model_parallel_size is {tensor}, which must divide the width of the model's "
+            f"feed-forward part, {derived['ffn_hidden_size']}"
+        )
+    stages = pipeline * (options.get("virtual_pipeline_model_parallel_size") or 1)
+    if layers % stages and "pipeline_model_parallel_layout" not in options:
+        yield f"the model's {layers} layers cannot be spread evenly over {stages} pipeline stages (training.megatron)"
+    experts, expert_ranks = derived.get("num_moe_experts"), options.get("expert_model_parallel_size", 1)
+    if expert_ranks > 1 and (experts is None or experts % expert_ranks):
+        yield f"training.megatron.expert_model_parallel_size is {expert_ranks}; the model has {experts or 'no'} experts"
+    if pipeline > 1 and options.get("moe_token_dispatcher_type") == "allgather":
+        yield (
+            "training.megatron.moe_token_dispatcher_type=allgather needs micro-batches of equal length, which a "
+            "pipeline does not have: set alltoall"
+        )
+
+
+def _fields(file: Path, name: str) -> Iterator[str]:
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield field.target.id
+
+
+def _version() -> str:
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        return "as installed"

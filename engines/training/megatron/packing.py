@@ -1,0 +1,95 @@
+"""Samples of a micro-batch as one packed sequence, cut over the ranks of a context-parallel group.
+
+Every sample is padded at its end to a multiple of `alignment`. With context parallelism each is cut into twice as many
+chunks as there are ranks, and rank r holds chunks r and 2n - 1 - r: causal attention then costs all ranks the same. So
+does Megatron, and Transformer Engine's attention expects it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from engines.training.collate import Tokens
+from engines.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class Packed:
+    """This rank's part of a micro-batch of B samples: T tokens."""
+
+    input_ids: torch.Tensor
+    """[1, T] int64."""
+    ends: torch.Tensor
+    """[B + 1] int32: where the padded samples begin and end in the whole micro-batch, from 0."""
+    longest: int
+    """Tokens of the longest padded sample."""
+    tokens: Tokens
+    """The chosen response tokens that this rank predicts; their `positions` count its own T tokens."""
+    order: torch.Tensor
+    """[N] int64: where each of them stands among the chosen tokens of the whole micro-batch."""
+
+
+def context_order(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
+    """[T, 2] int64: sample and position of every token that a rank holds, in its order.
+
+    Args:
+        lengths: of the padded samples; each divisible by 2 * `size` where there are several ranks.
+        size: ranks of the context-parallel group.
+    """
+    parts = []
+    for sample, length in enumerate(lengths):
+        chunk = length // (2 * size)
+        if size == 1:
+            positions = torch.arange(length)
+        else:
+            first, second = rank * chunk, (2 * size - 1 - rank) * chunk
+            positions = torch.cat([torch.arange(first, first + chunk), torch.arange(second, second + chunk)])
+        parts.append(torch.stack([torch.full_like(positions, sample), positions], 1))
+    return torch.cat(parts)
+
+
+def pack(batch: TrainBatch, samples: Sequence[int], tokens: Tokens, *, alignment: int, size: int, rank: int) -> Packed:
+    """Pack the samples of `tokens`, and keep of it what this rank holds.
+
+    Args:
+        tokens: chosen tokens of these samples (see `engines.training.collate`), of all ranks.
+        alignment: every sample is padded to a multiple of it; a multiple of 2 * `size` where there are several ranks.
+        size: ranks of the context-parallel group.
+        rank: of this process in it.
+    """
+    rows = [batch.input_ids[sample] for sample in samples]
+    lengths = [-(-len(row) // alignment) * alignment for row in rows]
+    device = tokens.input_ids.device
+    held = context_order(lengths, size, rank).to(device)
+    width = tokens.input_ids.shape[1]
+    padded = torch.nn.functional.pad(tokens.input_ids, (0, max(lengths) - width))
+    # Where the token at (sample, position) lies among this rank's own, or -1.
+    index = torch.full((len(rows), max(lengths)), -1, dtype=torch.int64, device=device)
+    index[held[:, 0], held[:, 1]] = torch.arange(len(held), device=device)
+    predicted = index[tokens.positions // width, tokens.positions % width]
+    order = torch.nonzero(predicted >= 0).squeeze(1)
+    return Packed(
+        input_ids=padded[held[:, 0], held[:, 1]].unsqueeze(0),
+        ends=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
+        longest=max(lengths),
+        tokens=_chosen(tokens, order, predicted[order]),
+        order=order,
+    )
+
+
+def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor) -> Tokens:
+    def pick(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values[order]
+
+    return replace(
+        tokens,
+        positions=positions,
+        targets=tokens.targets[order],
+        weights=tokens.weights[order],
+        advantages=pick(tokens.advantages),
+        old_log_probs=pick(tokens.old_log_probs),
+        rollout_log_probs=pick(tokens.rollout_log_probs),
+        ref_log_probs=pick(tokens.ref_log_probs),
+    )

@@ -1,0 +1,159 @@
+"""Micro-batches through Megatron's schedules: with gradients to train, without to score."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from configs.schema.algorithm import AlgorithmConfig
+from engines.training.batching import MicroBatch
+from engines.training.collate import collate_responses, collate_trained
+from engines.training.losses.objective import loss_and_metrics
+from engines.training.megatron.packing import Packed, pack
+from engines.training.megatron.vocabulary import entropy_of, hide_filling, log_probs_of
+from engines.types import TrainBatch
+
+OnLogits = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any]]
+"""([N, V / ranks] float32 logits of the chosen tokens, micro-batch) → loss, and what is to be kept."""
+
+
+class Passes:
+    """A model on this rank, and how micro-batches go through it."""
+
+    def __init__(
+        self, config: Any, chunks: Sequence[Any], vocabulary: int, temperature: float, device: torch.device
+    ) -> None:
+        """
+        Args:
+            chunks: of the model, as they are called.
+            vocabulary: tokens that the model knows.
+            temperature: of the rollout; divides the logits.
+        """
+        self._chunks, self._config = list(chunks), config
+        self._vocabulary, self._temperature, self._device = vocabulary, temperature, device
+        context = parallel_state.get_context_parallel_world_size()
+        cut = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        self._alignment = cut * (2 * context if context > 1 else 1)
+
+    def accumulate_gradients(
+        self,
+        batch: TrainBatch,
+        micro_batches: Sequence[MicroBatch],
+        weights: dict[int, float],
+        algorithm: AlgorithmConfig,
+    ) -> dict[str, float]:
+        """Add the gradient of this rank's share of the loss to the others' (all ranks end with the sum); returns every
+        metric of the optimizer step, the same on all ranks.
+
+        Args:
+            weights: of each sample's trained tokens in the loss of the optimizer step.
+        """
+
+        def make(micro_batch: MicroBatch) -> Packed:
+            shares = [weights[i] if micro_batch.counted else 0.0 for i in micro_batch.samples]
+            tokens = collate_trained(batch, micro_batch.samples, shares, self._device)
+            return self._pack(batch, micro_batch, tokens)
+
+        def on_logits(logits: torch.Tensor, packed: Packed, _: MicroBatch) -> tuple[torch.Tensor, Any]:
+            entropies = None
+            if algorithm.loss_type != "sft_loss":
+                entropies = entropy_of(logits, differentiable=algorithm.entropy_coef > 0)
+            log_probs = log_probs_of(logits, packed.tokens.targets)
+            return loss_and_metrics(log_probs, entropies, packed.tokens, algorithm)
+
+        kept = self._run(micro_batches, make, on_logits, forward_only=False)
+        totals: dict[str, float] = {}
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            for metrics in kept:
+                for name, value in metrics.items():
+                    totals[name] = totals.get(name, 0.0) + value.double().item()
+        return _sum_over_ranks(totals)
+
+    @torch.no_grad()
+    def score_responses(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """[sum of R_i] float32: log-probs of all response tokens, sample after sample, the same on all ranks."""
+        ends = np.cumsum(batch.response_lengths)
+        log_probs = torch.zeros(int(ends[-1]), device=self._device)
+
+        def make(micro_batch: MicroBatch) -> Packed:
+            return self._pack(batch, micro_batch, collate_responses(batch, micro_batch.samples, self._device))
+
+        def on_logits(logits: torch.Tensor, packed: Packed, micro_batch: MicroBatch) -> tuple[torch.Tensor, Any]:
+            values = log_probs_of(logits, packed.tokens.targets)
+            if micro_batch.counted and parallel_state.get_tensor_model_parallel_rank() == 0:
+                places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
+                log_probs[torch.from_numpy(np.concatenate(places)).to(self._device)[packed.order]] = values
+            return values.sum(), None
+
+        self._run(micro_batches, make, on_logits, forward_only=True)
+        dist.all_reduce(log_probs)  # of one value and zeros: exact
+        return log_probs
+
+    def _pack(self, batch: TrainBatch, micro_batch: MicroBatch, tokens: Any) -> Packed:
+        return pack(
+            batch,
+            micro_batch.samples,
+            tokens,
+            alignment=self._alignment,
+            size=parallel_state.get_context_parallel_world_size(),
+            rank=parallel_state.get_context_parallel_rank(),
+        )
+
+    def _run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        make: Callable[[MicroBatch], Packed],
+        on_logits: OnLogits,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """What `on_logits` kept of every micro-batch on the last pipeline stage, and nothing on the others."""
+
+        def forward_step(data: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
+            micro_batch = next(data)
+            packed = make(micro_batch)
+            output = chunk(
+                input_ids=packed.input_ids,
+                position_ids=None,
+                attention_mask=None,
+                packed_seq_params=PackedSeqParams(
+                    qkv_format="thd",
+                    cu_seqlens_q=packed.ends,
+                    cu_seqlens_kv=packed.ends,
+                    cu_seqlens_q_padded=packed.ends,
+                    cu_seqlens_kv_padded=packed.ends,
+                    max_seqlen_q=packed.longest,
+                    max_seqlen_kv=packed.longest,
+                ),
+            )
+
+            def loss_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                chosen = logits[0].index_select(0, packed.tokens.positions).float() / self._temperature
+                loss, kept = on_logits(hide_filling(chosen, self._vocabulary), packed, micro_batch)
+                return loss, torch.zeros((), dtype=torch.int, device=loss.device), kept  # 0: nothing to divide by
+
+            return output, loss_of
+
+        data: Any = [iter(micro_batches) for _ in self._chunks]
+        kept: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # every micro-batch has its own
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return kept
+
+
+def _sum_over_ranks(shares: dict[str, float]) -> dict[str, float]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, shares)
+    names = sorted({name for rank in every for name in rank})
+    return {name: sum(rank.get(name, 0.0) for rank in every) for name in names}

@@ -1,0 +1,109 @@
+"""The training state of a rank: parameters and moments, wherever Megatron's optimizer keeps them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from engines.training.megatron.fingerprints import Piece, sharded_digest
+from engines.training.megatron.model import replicas
+from engines.training.megatron.weights import Ownership, Parameter, gather
+from engines.training.optimizer import MOMENTS
+
+
+class State:
+    """Master weights and moments, float32, of this rank's parameters."""
+
+    def __init__(self, parameters: Sequence[Parameter], optimizer: Any) -> None:
+        """All ranks take part."""
+        self._parameters, self._optimizer = parameters, optimizer
+        self._ownership = Ownership.agree(parameters)
+        self._rank = dist.get_rank()
+        self._replicas = {expert: replicas(expert) for expert in {parameter.expert for parameter in parameters}}
+        self._create_moments()
+
+    def digest(self, weight_version: int) -> str:
+        """As `engines.training.digest.state_digest`; all ranks take part."""
+        kinds = ("parameters.", *(f"{moment}." for moment in MOMENTS))
+        return sharded_digest(
+            self._pieces(), kinds, self._ownership, "torch.float32", f"weight_version {weight_version}"
+        )
+
+    def weights_checksum(self, dtypes: Sequence[torch.dtype]) -> str:
+        """`weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn; all ranks take part."""
+
+        def pieces() -> Iterator[Piece]:
+            for parameter in self._parameters:
+                values = parameter.value.detach()
+                for dtype in (*dtypes, torch.float32):
+                    values = values.to(dtype)
+                blocks = [block for block in parameter.blocks if self._ownership.owner(block) == self._rank]
+                yield Piece("", values.reshape(-1), 0, blocks)
+
+        return sharded_digest(pieces(), ("",), self._ownership, "float32")
+
+    def gather_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole weights on rank 0, one after the other; see `engines.training.megatron.weights.gather`."""
+        return gather(self._parameters, self._ownership, dtype)
+
+    def set_learning_rate(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def set_steps(self, steps: int) -> None:
+        """Tell the optimizer how many steps it has taken, from which it corrects the bias of its moments."""
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.Adam):  # counts for each parameter, the fused ones for a group
+                for state in part.optimizer.state.values():
+                    state["step"] = torch.tensor(float(steps))
+            else:
+                for group in part.optimizer.param_groups:
+                    group["step"] = steps
+
+    def _create_moments(self) -> None:
+        """Let them exist before the first step, so that the first state has a digest too."""
+        for part in self._optimizer.chained_optimizers:
+            if not isinstance(part.optimizer, torch.optim.Adam):
+                part.init_state_fn(part.optimizer, part.config)
+                continue
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
+                    part.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+    def _pieces(self) -> Iterator[Piece]:
+        """What this rank answers for. With the distributed optimizer that is its own part of what its replicas hold in
+        common, else all of what it owns."""
+        by_parameter: dict[torch.Tensor, Parameter] = {p.value: p for p in self._parameters}
+        for part in self._optimizer.chained_optimizers:
+            if isinstance(part, DistributedOptimizer):
+                for value in part.model_param_group_index_map:
+                    parameter = by_parameter[value]
+                    held = part._get_model_param_range_map(value)["param"]
+                    tensors = part._get_main_param_and_optimizer_states(value)
+                    yield from self._pieces_of(parameter, tensors, held.start, self._replicas[parameter.expert])
+            else:
+                for group in part.optimizer.param_groups:
+                    for main in group["params"]:
+                        parameter = by_parameter[self._model_parameter(part, main)]
+                        tensors = {"param": main, **part.optimizer.state[main]}
+                        yield from self._pieces_of(parameter, tensors, 0, [self._rank])
+
+    def _pieces_of(
+        self, parameter: Parameter, tensors: dict[str, torch.Tensor], start: int, answering: Sequence[int]
+    ) -> Iterator[Piece]:
+        blocks = [block for block in parameter.blocks if self._ownership.owner(block) in answering]
+        for kind, name in (("parameters.", "param"), *((f"{moment}.", moment) for moment in MOMENTS)):
+            yield Piece(kind, tensors[name].detach().reshape(-1), start, blocks)
+
+    def _model_parameter(self, part: Any, main: torch.Tensor) -> torch.Tensor:
+        if not hasattr(part, "float16_groups"):
+            return main
+        if not hasattr(self, "_of_main"):
+            self._of_main: dict[torch.Tensor, torch.Tensor] = {}
+        if main not in self._of_main:
+            pairs = zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
+            self._of_main |= {copy: own for ours, copies in pairs for own, copy in zip(ours, copies, strict=True)}
+        return self._of_main.get(main, main)

@@ -1,0 +1,259 @@
+"""Which part of which Hugging Face tensor every Megatron parameter of a rank holds, and what follows from it: loading,
+exporting, and fingerprints that do not depend on the layout of ranks.
+
+A parameter is a list of blocks: some of its rows are a rectangle of a Hugging Face tensor (a vector is a matrix of one
+column). Rows that only fill a vocabulary up belong to no block.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from safetensors import safe_open
+
+from engines.errors import BadModel
+from engines.training.megatron.families.base import Family, Layout
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a Hugging Face tensor of `rows` × `columns`, held in consecutive rows of a local parameter."""
+
+    name: str
+    rows: int
+    columns: int
+    row: int
+    column: int
+    height: int
+    width: int
+    local_row: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of this rank."""
+
+    value: torch.nn.Parameter
+    blocks: list[Block]
+    expert: bool
+    vector: bool = field(default=False)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """[rows, columns] of the value."""
+        return as_matrix(self.value.detach())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model, as far as its parameters are cut by them."""
+
+    vocabulary: int
+    head_dim: int
+    query_heads: int
+    """Query heads for each key-value head."""
+    groups: int
+    """Key-value heads."""
+    tied: bool
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+
+
+def parameters_of(chunks: Sequence[Any], config: Any, family: Family, sizes: Sizes) -> list[Parameter]:
+    """All parameters of this rank's part of a model, the second copy of a tied embedding included."""
+    parameters = []
+    for chunk in chunks:
+        for local_name, value in chunk.named_parameters():
+            name = _global_name(local_name, config, getattr(chunk, "vp_stage", None))
+            if sizes.tied and name == "output_layer.weight":
+                name = "embedding.word_embeddings.weight"
+            expert = ".experts." in name
+            source = family.parameter(name)
+            blocks = list(_blocks(source.layout, source.names, tuple(as_matrix(value).shape), sizes, *_part(expert)))
+            parameters.append(Parameter(value, blocks, expert, value.dim() == 1))
+    return parameters
+
+
+def load_weights(parameters: Iterable[Parameter], files: dict[str, Any]) -> None:
+    """Fill parameters from weight files, reading only what this rank holds.
+
+    Args:
+        files: the open safetensors file of every tensor.
+
+    Raises:
+        BadModel: a tensor is missing or of another shape.
+    """
+    with torch.no_grad():
+        for parameter in parameters:
+            target = parameter.matrix
+            target.zero_()
+            for block in parameter.blocks:
+                if block.name not in files:
+                    raise BadModel(f"the model's weight files lack {block.name}: copy the folder again")
+                tensor = files[block.name].get_slice(block.name)
+                shape = [*tensor.get_shape(), 1][:2]
+                if shape != [block.rows, block.columns]:
+                    raise BadModel(
+                        f"weight {block.name} has shape {tuple(tensor.get_shape())} where config.json asks for "
+                        f"{(block.rows,) if parameter.vector else (block.rows, block.columns)}"
+                    )
+                rows = tensor[block.row : block.row + block.height]
+                part = as_matrix(rows)[:, block.column : block.column + block.width]
+                target[block.local_row : block.local_row + block.height].copy_(part)
+
+
+def open_files(paths: Iterable[str]) -> dict[str, Any]:
+    """Every tensor's name with the open file that has it."""
+    files: dict[str, Any] = {}
+    for path in paths:
+        file = safe_open(path, framework="pt")
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _global_name(name: str, config: Any, vp_stage: int | None) -> str:
+    """A parameter's name with layers and experts counted over the whole model."""
+    layers = get_transformer_layer_offset(config, vp_stage)
+    name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: str(int(match[0]) + layers), name)
+    if config.num_moe_experts:
+        ranks, rank = (
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+        first = config.num_moe_experts // ranks * rank
+        name = re.sub(
+            r"(?<=local_experts\.)\d+|(?<=linear_fc[12]\.weight)\d+$", lambda match: str(int(match[0]) + first), name
+        )
+    return name
+
+
+def _part(expert: bool) -> tuple[int, int]:
+    """Ranks that a parameter is cut over, and this one's place among them."""
+    if expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+    return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def _blocks(
+    layout: Layout, names: tuple[str, ...], shape: tuple[int, ...], sizes: Sizes, ranks: int, rank: int
+) -> Iterator[Block]:
+    height, width = shape
+    if layout is Layout.REPLICATED:
+        yield Block(names[0], height, width, 0, 0, height, width, 0)
+    elif layout is Layout.ROW:
+        yield Block(names[0], height, width * ranks, 0, rank * width, height, width, 0)
+    elif layout is Layout.COLUMN:  # only embeddings, whose last rank is filled up
+        real = min(height, max(0, sizes.vocabulary - rank * height))
+        if real:
+            yield Block(names[0], sizes.vocabulary, width, rank * height, 0, real, width, 0)
+    elif layout is Layout.GATED:
+        half = height // 2
+        for index in range(2):
+            if len(names) == 2:
+                yield Block(names[index], half * ranks, width, rank * half, 0, half, width, index * half)
+            else:
+                yield Block(
+                    names[0], height * ranks, width, (index * ranks + rank) * half, 0, half, width, index * half
+                )
+    else:
+        yield from _qkv_blocks(names, width, sizes, ranks, rank)
+
+
+def _qkv_blocks(names: tuple[str, ...], width: int, sizes: Sizes, ranks: int, rank: int) -> Iterator[Block]:
+    local_groups = sizes.groups // ranks
+    heads = (sizes.query_heads, 1, 1)
+    local_row = 0
+    for group in range(rank * local_groups, (rank + 1) * local_groups):
+        for name, count in zip(names, heads, strict=True):
+            height = count * sizes.head_dim
+            yield Block(name, sizes.groups * height, width, group * height, 0, height, width, local_row)
+            local_row += height
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which rank answers for each block of the whole model, where several hold it."""
+
+    owners: dict[tuple[str, int, int], tuple[int, Block]]
+    """By name, row and column: the lowest rank that holds the block, and the block as it has it."""
+    vectors: frozenset[str]
+
+    @classmethod
+    def agree(cls, parameters: Iterable[Parameter]) -> "Ownership":
+        """All ranks take part and come to the same."""
+        mine = [(block, parameter.vector) for parameter in parameters for block in parameter.blocks]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        owners: dict[tuple[str, int, int], tuple[int, Block]] = {}
+        vectors = set()
+        for rank, blocks in enumerate(every):
+            for block, vector in blocks:
+                owners.setdefault((block.name, block.row, block.column), (rank, block))
+                if vector:
+                    vectors.add(block.name)
+        return cls(owners, frozenset(vectors))
+
+    def owner(self, block: Block) -> int:
+        return self.owners[block.name, block.row, block.column][0]
+
+    def tensors(self) -> dict[str, list[tuple[int, Block]]]:
+        """The blocks of every Hugging Face tensor with their owners, in one order on all ranks."""
+        tensors: dict[str, list[tuple[int, Block]]] = {}
+        for key in sorted(self.owners):
+            rank, block = self.owners[key]
+            tensors.setdefault(block.name, []).append((rank, block))
+        return tensors
+
+    def shape(self, block: Block) -> tuple[int, ...]:
+        """Of the whole tensor that a block is a part of."""
+        return (block.rows,) if block.name in self.vectors else (block.rows, block.columns)
+
+
+def gather(
+    parameters: Sequence[Parameter], ownership: Ownership, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The whole tensors by their Hugging Face names, on the CPU of rank 0, one after the other; the others yield
+    nothing and take part to the end. Rank 0 holds no more than one whole tensor at a time."""
+    rank = dist.get_rank()
+    local = {
+        (block.name, block.row, block.column): parameter.matrix[block.local_row : block.local_row + block.height]
+        for parameter in parameters
+        for block in parameter.blocks
+    }
+    for name, parts in ownership.tensors().items():
+        whole = None
+        if rank == 0:
+            first = parts[0][1]
+            whole = torch.empty(first.rows, first.columns, dtype=dtype)
+        for owner in sorted({owner for owner, _ in parts}):
+            blocks = [block for holder, block in parts if holder == owner]
+            if owner == rank:
+                held = [local[name, block.row, block.column].to(dtype).reshape(-1) for block in blocks]
+                values = torch.cat(held)
+                if rank:
+                    dist.send(values, 0)
+            elif rank == 0:
+                values = torch.empty(
+                    sum(block.height * block.width for block in blocks), dtype=dtype, device=parameters[0].value.device
+                )
+                dist.recv(values, owner)
+            if whole is not None:
+                _place(whole, blocks, values.cpu())
+        if whole is not None:
+            yield name, whole.reshape(ownership.shape(parts[0][1]))
+
+
+def _place(whole: torch.Tensor, blocks: list[Block], values: torch.Tensor) -> None:
+    for block, part in zip(blocks, values.split([block.height * block.width for block in blocks]), strict=True):
+        rows = slice(block.row, block.row + block.height)
+        whole[rows, block.column : block.column + block.width] = part.view(block.height, block.width)

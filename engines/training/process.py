@@ -1,0 +1,31 @@
+"""What a rank of any training engine does with its process before it computes."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from configs.schema.training import TrainingConfig
+
+
+def prepare_process(training: TrainingConfig, device: torch.device) -> None:
+    """Threads on the CPU; on a GPU kernels that give the same bits every time, wherever there are such."""
+    if device.type == "cpu":
+        torch.set_num_threads(training.num_threads)
+    else:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def join_process_group(world_size: int) -> None:
+    """Make a group of this process alone where one rank is all there is; otherwise there must be one already.
+
+    Raises:
+        ValueError: no process group of `world_size` ranks exists.
+    """
+    if not dist.is_initialized() and world_size == 1:
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized() or dist.get_world_size() != world_size:
+        raise ValueError(f"training.world_size is {world_size}: create a process group of as many ranks first")
