@@ -1,14 +1,18 @@
 """Waiting for actors: every wait ends by a deadline, and every failure is named in the engines' own errors."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engines.cluster import require_cluster
 from engines.errors import EngineDied, EngineError, EngineTimeout
+
+Engine = TypeVar("Engine")
+Found = TypeVar("Found")
 
 
 class Deadline:
@@ -59,6 +63,12 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
 def results(refs: "Sequence[ray.ObjectRef[Any]]", deadline: Deadline, calls: Sequence[str]) -> list[Any]:
     """The results of calls made at the same time, in their order. Raises what `result` raises for the first of them."""
     return [result(ref, deadline, call) for ref, call in zip(refs, calls, strict=True)]
+
+
+def at_the_same_time(engines: Sequence[Engine], work: Callable[[Engine], Found]) -> list[Found]:
+    """Do something with each engine in a thread of its own; the first failure is raised once all have ended."""
+    with ThreadPoolExecutor(max(1, len(engines))) as pool:
+        return list(pool.map(work, engines))
 
 
 def _reason(error: RayActorError) -> str:

@@ -1,5 +1,7 @@
 """Where a run keeps things and how it holds its workers: nothing here changes what is computed."""
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from configs.schema.base import Section
@@ -55,8 +57,62 @@ class FleetConfig(Section):
     call_timeout: float = Field(120, gt=0)
     """Seconds that a short actor call (health, versions, one bucket of weights) may take."""
 
+    colocate: bool = False
+    """Training and rollout share GPUs, in turn, in one placement group. slime: `--colocate`."""
+
+    offload_train: bool | None = None
+    """The training engine gives its GPU memory away while others use the GPUs; by default where `colocate` is set.
+    slime: `--offload-train`."""
+
+    offload_rollout: bool | None = None
+    """The rollout engines give their GPU memory away while training uses the GPUs; by default where `colocate` is set.
+    slime: `--offload-rollout`."""
+
+    update_weight_transport: Literal["tensor", "disk", "distributed"] = "tensor"
+    """How weights travel to the rollout engines: `tensor` in buckets through Ray's object store and the memory that an
+    engine shares with its server, `disk` as a model folder that the engines load, `distributed` in buckets that the
+    trainer broadcasts to the servers, over gloo on CPUs and NCCL between GPUs. slime: `--update-weight-transport`."""
+
     update_weight_buffer_size: int = Field(512 * 1024**2, ge=1)
     """Bytes of a bucket when weights travel to the rollout engines. slime: `--update-weight-buffer-size`."""
+
+    update_weight_disk_dir: str | None = None
+    """Folder for the transport `disk`, the same on every machine of the fleet. slime: `--update-weight-disk-dir`."""
+
+    update_weight_disk_keep_files: bool = False
+    """Keep the model folder of every version there. slime: `--update-weight-disk-keep-files`."""
+
+    check_weight_update_equal: bool = False
+    """After every update compare each engine with the trainer: by a checksum of all weights, or the log-probs of a
+    small batch where the engine gives no checksum. slime: `--check-weight-update-equal`."""
+
+    @property
+    def offloads_train(self) -> bool:
+        """Whether the training engine gives its memory away."""
+        return self.colocate if self.offload_train is None else self.offload_train
+
+    @property
+    def offloads_rollout(self) -> bool:
+        """Whether the rollout engines give their memory away."""
+        return self.colocate if self.offload_rollout is None else self.offload_rollout
+
+    @model_validator(mode="after")
+    def _who_is_compared_is_awake(self) -> "FleetConfig":
+        if self.check_weight_update_equal and self.offloads_train:
+            raise ValueError(
+                "check_weight_update_equal (true) asks the training engine for log-probs or a checksum after an "
+                "update, when offload_train has taken its memory: set one of them to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_disk_has_a_folder(self) -> "FleetConfig":
+        if (self.update_weight_transport == "disk") != (self.update_weight_disk_dir is not None):
+            raise ValueError(
+                f"update_weight_transport is {self.update_weight_transport} and update_weight_disk_dir is "
+                f"{self.update_weight_disk_dir}: the transport disk needs a folder, and no other transport reads it"
+            )
+        return self
 
 
 class RetryConfig(Section):

@@ -1,11 +1,13 @@
 """What the rest of Cairn asks of a rollout engine."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from engines.types import Completion, GenerateRequest
+from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 
 
 class RolloutEngine(Protocol):
@@ -41,6 +43,13 @@ class RolloutEngine(Protocol):
             EngineError: no update has begun, a name is unknown, or a shape differs; nothing of the call is taken.
         """
 
+    def update_weights_from_disk(self, folder: Path) -> None:
+        """Replace all weights by those of a model folder in Hugging Face format.
+
+        Raises:
+            EngineError: no update has begun, or the folder is not of this model; the engine keeps refusing to generate.
+        """
+
     def end_weight_update(self) -> None:
         """Serve the new weights under their version.
 
@@ -57,3 +66,39 @@ class RolloutEngine(Protocol):
 
     def health(self) -> dict[str, Any]:
         """What the engine serves and how much it has done; values are JSON."""
+
+    def release_memory(self) -> None:
+        """Give the memory of weights and cache to others; without effect on what is released already. From then on the
+        weight version is None: weights have to be resumed and sent again, and the cache resumed, before it generates.
+
+        Raises:
+            EngineError: a `generate` is in progress.
+        """
+
+    def resume_memory(self, tag: MemoryTag) -> None:
+        """Take memory back; without effect on what the engine has."""
+
+
+@runtime_checkable
+class BroadcastReceiver(Protocol):
+    """A rollout engine whose processes can be members of the group in which the trainer broadcasts its weights."""
+
+    def receiver(self) -> Receiver:
+        """What it is in such a group."""
+
+    def join_group(self, meeting: Meeting) -> None:
+        """Meet the trainer and the other engines, in place of the group that it is in.
+
+        Raises:
+            EngineError: not all members came.
+        """
+
+    def receive_weights(self, layout: Layout) -> None:
+        """Replace some weights, within an update, by one broadcast of them as bytes.
+
+        Raises:
+            EngineError: no update has begun, a name is unknown, or the broadcast broke off.
+        """
+
+    def leave_group(self) -> None:
+        """Close the connections; without effect where there are none."""

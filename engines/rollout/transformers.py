@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from engines.rollout.requests import validate_requests
 from engines.rollout.weights import WeightUpdate
 from engines.types import Completion, GenerateRequest
 from engines.weights.checksum import weights_checksum
+from engines.weights.layout import MemoryTag
 
 
 class TransformersEngine:
@@ -42,6 +44,7 @@ class TransformersEngine:
         self._decoder = Decoder(self._model, config.max_running_requests)
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
+        self._released: set[MemoryTag] = set()
         self._in_use = threading.Lock()
         self._aborted = threading.Event()
         self._tokens = 0
@@ -52,6 +55,8 @@ class TransformersEngine:
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         validate_requests(requests, self._decoder.context_length, self._decoder.vocab_size)
+        if self._released:
+            raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
         if self._weight_version is None:
             raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
         self._aborted.clear()
@@ -75,6 +80,8 @@ class TransformersEngine:
         return self._weight_version
 
     def begin_weight_update(self, version: int) -> None:
+        if "weights" in self._released:
+            raise EngineError("The memory of the weights was released: resume it before an update.")
         with self._alone("update weights"):
             self._weight_version = None
             self._update = WeightUpdate(self._model, version)
@@ -82,10 +89,29 @@ class TransformersEngine:
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         self._updating().load(named_tensors)
 
+    def update_weights_from_disk(self, folder: Path) -> None:
+        update = self._updating()
+        try:
+            saved = load_causal_lm(folder, self._model.dtype)
+        except BadModel as error:
+            raise EngineError(f"The weights in {folder} cannot be loaded: {error}") from error
+        update.load(dict(saved.named_parameters()))
+
     def end_weight_update(self) -> None:
         update = self._updating()
         update.end()
         self._weight_version, self._update = update.version, None
+
+    def release_memory(self) -> None:
+        with self._alone("release its memory"):
+            self._weight_version, self._update = None, None
+            self._move_to("cpu")
+            self._released = {"weights", "kv_cache"}
+
+    def resume_memory(self, tag: MemoryTag) -> None:
+        if tag == "weights":
+            self._move_to(self._decoder.device)
+        self._released.discard(tag)
 
     def weights_checksum(self) -> str:
         return weights_checksum(self._model.named_parameters())
@@ -96,9 +122,9 @@ class TransformersEngine:
             return self._batch_invariant
 
     def health(self) -> dict[str, Any]:
-        """Keys: model, model_type, dtype, device, num_threads, context_length, weight_version, running_requests
-        (samples being decoded now), tokens_generated, seconds (spent generating), batch_invariant (None before
-        `check_batch_invariance`)."""
+        """Keys: model, model_type, dtype, device, num_threads, context_length, weight_version, released
+        (memory given away), running_requests (samples being decoded now), tokens_generated, seconds (spent generating),
+        batch_invariant (None before `check_batch_invariance`)."""
         return {
             "model": str(self._model_path),
             "model_type": self._model.config.model_type,
@@ -107,11 +133,17 @@ class TransformersEngine:
             "num_threads": torch.get_num_threads(),
             "context_length": self._decoder.context_length,
             "weight_version": self._weight_version,
+            "released": sorted(self._released),
             "running_requests": self._decoder.running,
             "tokens_generated": self._tokens,
             "seconds": self._seconds,
             "batch_invariant": self._batch_invariant,
         }
+
+    def _move_to(self, device: str | torch.device) -> None:
+        """Move the weights; the cache lives only as long as a `generate`."""
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            tensor.data = tensor.data.to(device)
 
     def _updating(self) -> WeightUpdate:
         if self._update is None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -76,3 +76,15 @@ class TrainingEngine(Protocol):
 
     def health(self) -> dict[str, Any]:
         """Rank, device, weight version and whether the state is intact; answers at once."""
+
+
+@runtime_checkable
+class Offloading(Protocol):
+    """A training engine that can give its GPU memory to others for a while."""
+
+    def offload(self) -> None:
+        """Move the state to the host's memory; without effect where it is there already. Position, digest and the
+        export of weights are still to be had, everything else raises EngineError."""
+
+    def onload(self) -> None:
+        """Move the state back, the same bit for bit; without effect where it is there already."""

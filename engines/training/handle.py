@@ -85,6 +85,14 @@ class TrainingHandle(EngineHandle):
         """Write a model folder, within `training.timeout` seconds. Raises WrongVersion."""
         self._on_all("export_hf", version, folder)
 
+    def offload(self) -> None:
+        """Give the GPUs' memory away, which takes up to `training.timeout` seconds; nothing if that is done already."""
+        self._on_all("offload")
+
+    def onload(self) -> None:
+        """Take the memory back."""
+        self._on_all("onload")
+
     def submit(self, method: str, *args: Any, **options: Any) -> "ray.ObjectRef[Any]":
         """Begin a call of rank 0 that waits its turn behind those before it."""
         return self._actors[0].call(method, *args, **options)

@@ -29,6 +29,7 @@ from engines.training.digest import sharded_weights_checksum, state_digest
 from engines.training.errors import NotFinite
 from engines.training.export import save_model_folder
 from engines.training.losses.aggregate import token_weights
+from engines.training.offload import offload, onload
 from engines.training.optimizer import MOMENTS, build_optimizer, learning_rate, set_learning_rate, set_position
 from engines.training.passes import accumulate_gradients, score_responses
 from engines.training.process import prepare_process
@@ -83,6 +84,7 @@ class TorchEngine:
         self._digest: str | None = None
         self._last: tuple[str, TrainResult] | None = None
         self._interrupted: str | None = None
+        self._offloaded = False
 
     def position(self) -> Position:
         self._require_intact()
@@ -91,7 +93,7 @@ class TorchEngine:
 
     def train(self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
         started = time.perf_counter()
-        self._require_intact()
+        self._require_ready()
         if expected_version != self._version:
             raise WrongVersion(
                 f"the training engine is at weight version {self._version}, not at {expected_version}; "
@@ -119,7 +121,7 @@ class TorchEngine:
         return result
 
     def score(self, batch: TrainBatch, role: Literal["actor", "ref"]) -> list[np.ndarray]:
-        self._require_intact()
+        self._require_ready()
         check_batch(batch)
         model = self._model if role == "actor" else self._reference
         if model is None:
@@ -135,7 +137,7 @@ class TorchEngine:
         yield from in_buckets(self._exported(), bucket_bytes)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
-        self._require_intact()
+        self._require_ready()
         dtypes = [self._dtype, getattr(torch, dtype)]
         return sharded_weights_checksum(self._model.named_parameters(), dtypes, self._world_size)
 
@@ -146,7 +148,7 @@ class TorchEngine:
             save_model_folder(self._model, weights, folder)
 
     def save(self, store: Store, folder: str) -> list[str]:
-        self._require_intact()
+        self._require_ready()
         digest = self.state_digest()
         paths, error = [], None
         files = gather_files(self._state(), keep=self._rank == 0)
@@ -161,6 +163,7 @@ class TorchEngine:
         return paths
 
     def load(self, store: Store, folder: str) -> None:
+        self._require_onloaded()
         error = None
         try:
             state = read_description(store, folder)
@@ -188,6 +191,18 @@ class TorchEngine:
             self._digest = state_digest(named_tensors, self._version, self._world_size)
         return self._digest
 
+    def offload(self) -> None:
+        self._require_intact()
+        if not self._offloaded:
+            self.state_digest()  # of the position, which is asked for at any time
+            offload(self._models(), self._optimizer)
+            self._offloaded = True
+
+    def onload(self) -> None:
+        if self._offloaded:
+            onload(self._models(), self._optimizer, self._device)
+            self._offloaded = False
+
     def health(self) -> dict[str, Any]:
         return {
             "engine": "torch",
@@ -196,6 +211,7 @@ class TorchEngine:
             "device": str(self._device),
             "weight_version": self._version,
             "intact": self._interrupted is None,
+            "offloaded": self._offloaded,
         }
 
     def _update(self, batch: TrainBatch, samples: range) -> dict[str, float]:
@@ -223,6 +239,9 @@ class TorchEngine:
         self._move_to(self._version + 1)
         return metrics
 
+    def _models(self) -> list[PreTrainedModel]:
+        return [self._model] if self._reference is None else [self._model, self._reference]
+
     def _load_model(self, path: str, parameters: torch.dtype) -> PreTrainedModel:
         """Load a model that computes in the training's number format, whatever its parameters are held in."""
         if self._world_size == 1 and parameters == self._dtype:
@@ -243,7 +262,9 @@ class TorchEngine:
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in the training's number format, copied to the CPU; on rank 0 alone, gathered from all."""
         for name, parameter in self._model.named_parameters():
-            full = whole(parameter.detach())
+            # What is gathered must be where the ranks communicate, offloaded or not.
+            part = parameter.detach()
+            full = whole(part.to(self._device) if self._world_size > 1 else part)
             if self._rank == 0:
                 yield name, full.to("cpu", self._dtype, copy=True)
 
@@ -261,6 +282,14 @@ class TorchEngine:
                 f"the update of weight version {self._version} has {broken}; the weights were left as they are. "
                 "Look at the batch's advantages and log-probs, or lower training.lr"
             )
+
+    def _require_ready(self) -> None:
+        self._require_intact()
+        self._require_onloaded()
+
+    def _require_onloaded(self) -> None:
+        if self._offloaded:
+            raise EngineError("the training engine is offloaded: onload it first")
 
     def _require_intact(self) -> None:
         if self._interrupted is not None:

@@ -1,7 +1,11 @@
-"""What processes tell each other about weights that travel. Plain values: nothing here loads PyTorch."""
+"""What processes tell each other about weights and their memory. Plain values: nothing here loads PyTorch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+MemoryTag = Literal["weights", "kv_cache"]
+"""What an engine holds GPU memory for; captured graphs belong to the cache."""
 
 Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of each tensor of a bucket, in the order in which their bytes are sent."""

@@ -27,10 +27,14 @@ class Control:
         """Let go of the connections."""
         self._http.close()
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """POST, or GET where there is no body; returns the JSON of the reply, empty if it has none."""
+    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> dict[str, Any]:
+        """POST, or GET where there is no body; returns the JSON of the reply, empty if it has none.
+
+        `timeout`: seconds, for a call that may take longer than others.
+        """
         try:
-            reply = self._http.get(path) if body is None else self._http.post(path, json=body)
+            method = "GET" if body is None else "POST"
+            reply = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
         except httpx.TimeoutException:
             raise EngineTimeout(f"{path} of {self.url} did not answer in time") from None
         except httpx.TransportError as error:
@@ -40,12 +44,12 @@ class Control:
             raise EngineError(f"{path} was refused ({reply.status_code}): {reply.text[:500]}")
         return content if isinstance(content, dict) else {}
 
-    def update_from_tensor(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        """Replace weights by tensors in shared memory, which the server maps; a weight update must have begun."""
-        self.call(
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": [_serialise(named_tensors)], "flush_cache": False},
-        )
+    def update_from_tensor(self, named_tensors: dict[str, torch.Tensor], ranks: int) -> None:
+        """Replace weights by tensors in shared memory, which each of the server's tensor-parallel ranks maps; a weight
+        update must have begun."""
+        # A handle on shared memory counts its users: each rank needs one of its own.
+        handles = [_serialise(named_tensors) for _ in range(ranks)]
+        self.call("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
 
 
 def _serialise(named_tensors: dict[str, torch.Tensor]) -> str:

@@ -1,0 +1,68 @@
+"""How weights come from the training engine to the rollout engines: one update of several engines at a time."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from configs.schema.operations import FleetConfig
+from engines.calls import Deadline
+from engines.rollout.handle import RolloutHandle
+from engines.training.handle import TrainingHandle
+from engines.weights.broadcast import send_broadcasts
+
+
+def send_weights(
+    source: TrainingHandle, targets: Sequence[RolloutHandle], version: int, fleet: FleetConfig, *, load_timeout: float
+) -> None:
+    """Replace the weights of the targets by those of `version`. A target whose update breaks off serves nothing until
+    another one ends.
+
+    Args:
+        fleet: of it the options of the transport are read.
+        load_timeout: seconds that a target may take to load a model folder.
+
+    Raises:
+        WrongVersion: the source does not stand at `version`.
+        EngineError: an engine died, hung or refused.
+    """
+    with ExitStack() as held:
+        for target in targets:
+            held.enter_context(target.alone())
+        _on_each(targets, "begin_weight_update", version)
+        match fleet.update_weight_transport:
+            case "tensor":
+                _send_buckets(source, targets, version, fleet.update_weight_buffer_size)
+            case "distributed":
+                send_broadcasts(source, targets, version, fleet.update_weight_buffer_size, fleet.call_timeout)
+            case "disk":
+                _send_folder(source, targets, version, fleet, load_timeout)
+        _on_each(targets, "end_weight_update")
+
+
+def _send_buckets(source: TrainingHandle, targets: Sequence[RolloutHandle], version: int, bucket_bytes: int) -> None:
+    """Through Ray's object store, from which every engine reads; the next bucket is packed while the last one is
+    loaded, so that two exist at a time."""
+    with closing(source.export_weights(version, bucket_bytes)) as buckets:
+        for bucket in buckets:
+            _on_each(targets, "update_weights", bucket)
+
+
+def _send_folder(
+    source: TrainingHandle, targets: Sequence[RolloutHandle], version: int, fleet: FleetConfig, load_timeout: float
+) -> None:
+    """As a model folder, `<update_weight_disk_dir>/<trainer>/weight_v<version>`."""
+    assert fleet.update_weight_disk_dir is not None
+    folder = Path(fleet.update_weight_disk_dir, source.label, f"weight_v{version:06d}").absolute()
+    try:
+        source.export_hf(version, folder)
+        _on_each(targets, "update_weights_from_disk", folder, timeout=load_timeout)
+    finally:
+        if not fleet.update_weight_disk_keep_files:
+            source.finish(source.submit("remove_folder", folder), "remove_folder")
+
+
+def _on_each(targets: Sequence[RolloutHandle], method: str, *args: object, timeout: float | None = None) -> None:
+    deadline = Deadline(timeout) if timeout is not None else None
+    calls = [(target, target.submit(method, *args)) for target in targets]
+    for target, call in calls:
+        target.finish(call, method, deadline)

@@ -1,0 +1,125 @@
+"""What an actor of the training engine does to give its weights out: as buckets, as broadcasts, as a model folder."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from engines.errors import EngineError, WrongVersion
+from engines.weights.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from engines.training.base import TrainingEngine
+    from engines.weights.buckets import Bucket
+    from engines.weights.group import SendingGroup
+
+
+class WeightSource:
+    """The part of the training actor that rollout engines are served by.
+
+    Rank 0 gives the weights out. The other ranks take part in gathering them: for each export they call `end_export`
+    at the same time.
+    """
+
+    _export: "Iterator[dict[str, torch.Tensor]]" = iter(())
+    _staged: "torch.Tensor | None" = None
+    _group: "SendingGroup | None" = None
+
+    def begin_export(self, version: int, bucket_bytes: int) -> None:
+        """Begin to give out the weights of `version`; an export that did not end is dropped.
+
+        Raises:
+            WrongVersion: the engine stands elsewhere.
+        """
+        self._require_version(version)
+        self._export = self._started.export_weights(bucket_bytes)
+
+    def next_bucket(self) -> "tuple[Bucket | None, bool]":
+        """On rank 0: the next bucket of weights, and whether there was one."""
+        from engines.weights.buckets import pack
+
+        named_tensors = next(self._export, None)
+        return (None, False) if named_tensors is None else (pack(named_tensors), True)
+
+    def end_export(self) -> None:
+        """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on."""
+        self._staged = None
+        for _ in self._export:
+            pass
+
+    def open_group(self, name: str, timeout: float) -> tuple[str, int]:
+        """On rank 0: open the address at which receivers meet. Returns its host and port."""
+        from engines.weights.group import SendingGroup
+
+        self.leave_group()
+        host = ray.util.get_node_ip_address()
+        self._group = SendingGroup(name, host, timeout)
+        return host, self._group.port
+
+    def join_group(self, size: int, backend: str) -> None:
+        """On rank 0: wait until all members have met. Raises EngineError."""
+        self._sending.join(size, backend)
+
+    def group(self) -> tuple[str, int] | None:
+        """On rank 0: name and size of the group it can broadcast in."""
+        return (self._group.name, self._group.size) if self._group is not None and self._group.size else None
+
+    def stage_bucket(self, backend: str) -> Layout | None:
+        """On rank 0: make the next bucket ready to be broadcast; None if there is none."""
+        from engines.weights.group import flatten
+
+        named_tensors = next(self._export, None)
+        if named_tensors is None:
+            return None
+        layout, flat = flatten(named_tensors)
+        self._staged = flat.cuda() if backend == "nccl" else flat
+        return layout
+
+    def broadcast_bucket(self) -> None:
+        """On rank 0: broadcast the bucket that was made ready. Raises EngineError and EngineTimeout."""
+        if self._staged is None:
+            raise EngineError("no bucket of weights was made ready to be broadcast")
+        self._sending.send(self._staged)
+
+    def release_group(self) -> None:
+        """Free those who wait for the group to be complete; answered while the actor waits for it itself."""
+        if self._group is not None:
+            self._group.release()
+
+    def leave_group(self) -> None:
+        """Leave the group: what still waits for a broadcast of it ends with an error."""
+        if self._group is not None:
+            self._group.leave()
+            self._group = None
+
+    def export_hf(self, version: int, folder: Path) -> None:
+        """On all ranks: write a model folder with the weights of `version`, in place of one that may be there.
+
+        Raises:
+            WrongVersion: the engine stands elsewhere.
+        """
+        self._require_version(version)
+        self._started.export_hf(folder)
+
+    def remove_folder(self, folder: Path) -> None:
+        """On rank 0: remove a model folder that it wrote, or began to write."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _require_version(self, version: int) -> None:
+        found = self._started.position().weight_version
+        if found != version:
+            raise WrongVersion(f"the training engine is at weight version {found}, not at {version}")
+
+    @property
+    def _sending(self) -> "SendingGroup":
+        if self._group is None:
+            raise EngineError("the trainer is in no group in which it could broadcast weights")
+        return self._group
+
+    @property
+    def _started(self) -> "TrainingEngine":
+        raise NotImplementedError

@@ -1,0 +1,55 @@
+"""Whether rollout engines hold the trainer's weights: by checksum, or by what they make of a few tokens."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from configs.schema.run import RunConfig
+from engines.errors import EngineError
+from engines.rollout.handle import RolloutHandle
+from engines.training.handle import TrainingHandle
+from engines.types import GenerateRequest, SamplingParams, TrainBatch
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
+"""Greatest difference of a token's log-probs that rounding explains. In bfloat16 one update's change may be smaller."""
+
+PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in range(4)]
+"""Token ids that every vocabulary has."""
+NEW_TOKENS = 12
+
+
+def verify_checksums(source: TrainingHandle, targets: Sequence[RolloutHandle], config: RunConfig) -> None:
+    """Compare the checksum of every target's weights with the trainer's. Raises EngineError where one differs."""
+    expected = source.weights_checksum(config.rollout.dtype)
+    for target in targets:
+        found = target.weights_checksum()
+        if found != expected:
+            raise EngineError(f"{target.name} holds weights with checksum {found}, {expected} is the trainer's")
+
+
+def verify_log_probs(source: TrainingHandle, targets: Sequence[RolloutHandle], config: RunConfig) -> None:
+    """Let every target continue fixed prompts and compare its log-probs with the trainer's of the same tokens.
+
+    Weights that no token of the batch meets, such as most rows of an embedding, go unseen.
+
+    Raises:
+        EngineError: they differ by more than TOLERANCE.
+    """
+    params = SamplingParams(NEW_TOKENS, config.rollout.rollout_temperature)
+    requests = [GenerateRequest(row, prompt, (row,), params) for row, prompt in enumerate(PROMPTS)]
+    for target in targets:
+        completions = [completion for part in target.generate(requests) for completion in part]
+        batch = TrainBatch(
+            [np.array([*PROMPTS[done.request_id], *done.response_ids], np.int32) for done in completions],
+            [len(done.response_ids) for done in completions],
+            [np.ones(len(done.response_ids), np.uint8) for done in completions],
+        )
+        expected = source.score(batch, "actor")
+        worst = max(
+            float(np.abs(done.log_probs - scores).max()) for done, scores in zip(completions, expected, strict=True)
+        )
+        if not worst <= TOLERANCE[config.rollout.dtype]:
+            raise EngineError(
+                f"{target.name} holds other weights than the trainer: log-probs of the same tokens differ by "
+                f"{worst:.2g}, {TOLERANCE[config.rollout.dtype]:g} is what rounding explains in {config.rollout.dtype}"
+            )

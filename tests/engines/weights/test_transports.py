@@ -1,0 +1,160 @@
+"""Each way by which weights travel to a real SGLang server, and what is left where it breaks off."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from configs.schema.operations import FleetConfig
+from engines.cluster import Cluster
+from engines.errors import EngineDied, EngineError
+from engines.fleet import Fleet
+from engines.types import GenerateRequest, SamplingParams
+from engines.weights.send import send_weights
+from tests.engines.training.builders import make_batch
+from tests.ray_fixtures import fleet_config
+from tests.sglang_server import sglang_config
+
+TRANSPORTS = ("tensor", "disk", "distributed")
+ASKED = [GenerateRequest(0, [5, 6, 7], (1, 2), SamplingParams(8))]
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def fleet(sglang_model: Path, ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    rollout = sglang_config().model_dump(exclude={"rollout_batch_size", "rollout_max_response_len", "num_rollout"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("transports"))
+        config = fleet_config(sglang_model, rollout=rollout)
+        with Fleet.start(config, name="transports", total_steps=100) as fleet:
+            yield fleet
+
+
+def by(transport: str, folder: Path, **options: Any) -> FleetConfig:
+    disk = {"update_weight_disk_dir": str(folder)} if transport == "disk" else {}
+    return fleet_config(
+        "model", fleet={"update_weight_transport": transport, "call_timeout": 30, **disk, **options}
+    ).fleet
+
+
+def train_once(fleet: Fleet) -> int:
+    version = fleet.training.position().weight_version
+    fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
+    return version + 1
+
+
+def send(fleet: Fleet, version: int, options: FleetConfig) -> None:
+    send_weights(fleet.training, fleet.rollout, version, options, load_timeout=30)
+
+
+def serves_nothing(fleet: Fleet) -> bool:
+    with pytest.raises(EngineError, match="weight update"):
+        list(fleet.rollout[0].generate(ASKED))
+    return fleet.rollout_versions() == [None]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_log_probs_are_the_trainers_after_an_update_and_not_before(
+    fleet: Fleet, transport: str, tmp_path: Path
+) -> None:
+    fleet.sync_weights(verify=True)
+    for _ in range(2):  # the second broadcast finds the group of the first
+        version = train_once(fleet)
+        with pytest.raises(EngineError, match="log-probs of the same tokens differ"):
+            fleet.verify_weights()
+        send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
+        assert fleet.rollout_versions() == [version]
+        fleet.verify_weights()
+    (done, *_) = [completion for part in fleet.rollout[0].generate(ASKED) for completion in part]
+    assert set(done.weight_versions.tolist()) == {version}
+    assert not list(tmp_path.glob("**/*.safetensors"))
+
+
+def test_model_folders_are_kept_where_asked(fleet: Fleet, tmp_path: Path) -> None:
+    version = train_once(fleet)
+    send(fleet, version, by("disk", tmp_path, update_weight_disk_keep_files=True))
+    assert [file.parent.name for file in tmp_path.glob("**/*.safetensors")] == [f"weight_v{version:06d}"]
+
+
+def after_the_first_bucket(give: Callable[..., Iterator[Any]], strike: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Buckets as they are given, but for a strike before the second."""
+
+    def struck(*args: Any) -> Iterator[Any]:
+        for index, bucket in enumerate(give(*args)):
+            yield strike(bucket) or bucket if index == 1 else bucket
+
+    return struck
+
+
+@pytest.mark.parametrize(("transport", "giver"), [("tensor", "export_weights"), ("distributed", "broadcast_weights")])
+def test_a_trainer_that_dies_between_buckets_leaves_no_engine_that_serves_a_mixture(
+    fleet: Fleet, transport: str, giver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = train_once(fleet)
+
+    def kill(_: object) -> None:
+        os.kill(fleet.training.health()["pid"], signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.training, giver, after_the_first_bucket(getattr(fleet.training, giver), kill))
+        began = time.monotonic()
+        with pytest.raises(EngineDied):
+            send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
+        assert time.monotonic() - began < 20
+    assert serves_nothing(fleet)
+    fleet.training.ensure_alive()
+    assert fleet.sync_weights(verify=True) == [0]
+
+
+def test_a_refused_bucket_releases_the_trainer_that_broadcasts_it(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = train_once(fleet)
+    pid = fleet.training.health()["pid"]
+
+    def rename(bucket: Any) -> Any:
+        layout, sending = bucket
+        return [("model.nothing", *layout[0][1:]), *layout[1:]], sending
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fleet.training, "broadcast_weights", after_the_first_bucket(fleet.training.broadcast_weights, rename)
+        )
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"no weight model\.nothing"):
+            send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
+        assert time.monotonic() - began < 20
+    assert serves_nothing(fleet)
+    send(fleet, version, by("distributed", tmp_path))
+    fleet.verify_weights()
+    assert fleet.training.health()["pid"] == pid
+
+
+def test_a_server_that_dies_in_an_update_is_replaced_and_joins_the_next_group(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = train_once(fleet)
+    server = psutil.Process(fleet.rollout[0].health()["server_pid"])
+
+    def kill(_: object) -> None:
+        for process in [*server.children(recursive=True), server]:
+            process.kill()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fleet.training, "broadcast_weights", after_the_first_bucket(fleet.training.broadcast_weights, kill)
+        )
+        began = time.monotonic()
+        with pytest.raises(EngineError):
+            send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
+        assert time.monotonic() - began < 20
+    fleet.ensure_rollout_alive()
+    assert fleet.rollout[0].health()["server_pid"] != server.pid
+    send(fleet, version, by("distributed", tmp_path))
+    fleet.verify_weights()
