@@ -16,16 +16,20 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
-from engines.errors import EngineError, WrongVersion
+from engines.errors import EngineError
+from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
+from engines.rollout.sglang.route import Route
 from engines.types import Completion, GenerateRequest, Position, TrainBatch, TrainResult
+from engines.weights.source import WeightSource
+from engines.weights.target import WeightTarget
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
     from engines.rollout.base import RolloutEngine
-    from engines.training.base import TrainingEngine
-    from engines.weights.buckets import Bucket
+    from engines.rollout.sglang.launch import FurtherRank
+    from engines.rollout.sglang.router import Router
+    from engines.training.base import Offloading, TrainingEngine
 
 
 def device_of(num_gpus: float) -> str:
@@ -40,16 +44,48 @@ def _set_threads(num_threads: int) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-class RolloutActor:
-    """A rollout engine in a process of its own."""
+class _OnItsMachine:
+    """What actors of servers know of their machine."""
+
+    def host(self) -> str:
+        """Its address within the cluster."""
+        return ray.util.get_node_ip_address()
+
+    def free_port(self, host: str) -> int:
+        """See `engines.rollout.sglang.server.free_port`."""
+        from engines.rollout.sglang.server import free_port
+
+        return free_port(host)
+
+
+class RolloutActor(_OnItsMachine, WeightTarget):
+    """A rollout engine in a process of its own, or one machine's part of it."""
 
     def __init__(self, num_threads: int) -> None:
         _set_threads(num_threads)
         self._engine: RolloutEngine | None = None
+        self._further_rank: FurtherRank | None = None
         self._batch_invariant = False
 
-    def start(self, model_path: str, config: RolloutConfig, log: Path, start_timeout: float) -> None:
+    def start(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        plan: EnginePlan,
+        place: Place,
+        log: Path,
+        start_timeout: float,
+    ) -> None:
         """Make the engine; see `engines.rollout.factory`. Raises BadModel, EngineDied and EngineTimeout."""
+        if place.gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpu_ids)
+        device = device_of(plan.num_gpus)
+        if place.node_rank:
+            from engines.rollout.sglang.launch import FurtherRank, launch
+
+            launched = launch(model_path, config, device, plan, place, log, start_timeout)
+            self._further_rank = FurtherRank(launched.server)
+            return
         from engines.rollout.factory import make_engine
 
         engine = make_engine(model_path, config, device, plan, place, log, start_timeout)
@@ -58,7 +94,14 @@ class RolloutActor:
 
     def health(self) -> dict[str, Any]:
         """What the engine says of itself, and its process. Answers at once, also while the engine works."""
-        return {**self._started.health(), **_process()}
+        return {**(self._further_rank or self._started).health(), **_process()}
+
+    def follow(self, route: Route | None) -> None:
+        """See `SGLangEngine.follow`; other engines have no choice."""
+        from engines.rollout.sglang.engine import SGLangEngine
+
+        assert isinstance(self._started, SGLangEngine)
+        self._started.follow(route)
 
     def batch_invariant(self) -> bool:
         """Whether samples do not depend on what else is in their batch, as tried when the engine started."""
@@ -68,25 +111,8 @@ class RolloutActor:
         """End the `generate` that is running, and its stream."""
         self._started.abort()
 
-    def get_weight_version(self) -> int | None:
-        return self._started.get_weight_version()
-
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         yield from self._started.generate(requests)
-
-    def begin_weight_update(self, version: int) -> None:
-        self._started.begin_weight_update(version)
-
-    def update_weights(self, bucket: "Bucket") -> None:
-        from engines.weights.buckets import unpack
-
-        self._started.update_weights(unpack(bucket))
-
-    def end_weight_update(self) -> None:
-        self._started.end_weight_update()
-
-    def weights_checksum(self) -> str:
-        return self._started.weights_checksum()
 
     @property
     def _started(self) -> "RolloutEngine":
@@ -95,15 +121,43 @@ class RolloutActor:
         return self._engine
 
 
-class TrainingActor:
+class RouterActor(_OnItsMachine):
+    """The router before the rollout servers, in a process of its own."""
+
+    def __init__(self, num_threads: int) -> None:
+        _set_threads(num_threads)
+        self._router: Router | None = None
+
+    def start(self, options: dict[str, Any], host: str, log: Path, start_timeout: float) -> None:
+        """See `engines.rollout.sglang.router.Router`."""
+        from engines.rollout.sglang.router import Router
+
+        self._router = Router(options, host, log, start_timeout)
+
+    def health(self) -> dict[str, Any]:
+        """What the router says of itself, and its process."""
+        return {**self._started.health(), **_process()}
+
+    def serve(self, workers: Sequence[Worker]) -> None:
+        self._started.serve(workers)
+
+    def remove(self, url: str) -> None:
+        self._started.remove(url)
+
+    @property
+    def _started(self) -> "Router":
+        if self._router is None:
+            raise EngineError("the router has not been started")
+        return self._router
+
+
+class TrainingActor(WeightSource):
     """One rank of the training engine in a process of its own."""
 
     def __init__(self, num_threads: int) -> None:
         _set_threads(num_threads)
         self._engine: TrainingEngine | None = None
         self._rank = 0
-        self._export: Iterator[dict[str, torch.Tensor]] = iter(())
-        self._next_bucket: Bucket | None = None
 
     def listen(self) -> tuple[str, int]:
         """On rank 0: open the store over which the ranks find each other. Returns its host and port."""
@@ -171,28 +225,24 @@ class TrainingActor:
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"]) -> str:
         return self._started.weights_checksum(dtype)
 
-    def begin_export(self, version: int, bucket_bytes: int) -> None:
-        """Begin to give out the weights of `version`; an export that did not end is dropped.
+    def gpus(self) -> tuple[str, tuple[str, ...]]:
+        """Its machine, and the GPUs of it that Ray reserved for this rank."""
+        return ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids()))
 
-        Raises:
-            WrongVersion: the engine stands elsewhere.
-        """
-        found = self._started.position().weight_version
-        if found != version:
-            raise WrongVersion(f"the training engine is at weight version {found}, not at {version}")
-        self._export = self._started.export_weights(bucket_bytes)
+    def offload(self) -> None:
+        self._offloading.offload()
 
-    def next_bucket(self) -> "tuple[Bucket | None, bool]":
-        """On rank 0: the next bucket of weights, and whether there was one."""
-        from engines.weights.buckets import pack
+    def onload(self) -> None:
+        self._offloading.onload()
 
-        named_tensors = next(self._export, None)
-        return (None, False) if named_tensors is None else (pack(named_tensors), True)
+    @property
+    def _offloading(self) -> "Offloading":
+        from engines.training.base import Offloading
 
-    def end_export(self) -> None:
-        """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on."""
-        for _ in self._export:
-            pass
+        engine = self._started
+        if not isinstance(engine, Offloading):
+            raise EngineError("the training engine cannot give its memory away: set fleet.offload_train to false")
+        return engine
 
     def _meet(self, store_address: tuple[str, int], training: TrainingConfig, device: str) -> None:
         from torch import distributed

@@ -8,51 +8,106 @@ half done, the next turn completes.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from configs.schema.operations import FleetConfig
+from configs.schema.run import RunConfig
 from engines.calls import at_the_same_time
+from engines.cluster import ClusterError
+from engines.errors import EngineError
+from engines.handles import EngineHandle
+from engines.placement import Role
 from engines.rollout.handle import RolloutHandle
+from engines.rollout.sglang.launch_plan import LaunchPlan
 from engines.training.handle import TrainingHandle
+from engines.weights.layout import MemoryTag
+
+
+def share_bundles(training: Role, rollout: Role, config: RunConfig) -> tuple[Role, Role]:
+    """Both roles, the rollout engines as guests: each in the bundle of the first rank whose GPU it uses."""
+    stride = int(config.rollout.num_gpus_per_engine)
+    places = tuple(index * stride if stride else index % len(training.bundles) for index in range(len(rollout.bundles)))
+    host = replace(
+        training,
+        bundles=tuple(
+            replace(bundle, guest_cpus=places.count(index) * config.fleet.num_cpus_per_engine)
+            for index, bundle in enumerate(training.bundles)
+        ),
+    )
+    return host, replace(rollout, host=host, host_bundles=places)
+
+
+def with_memory_saver(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with servers on GPUs that can release their memory."""
+    engines = tuple(
+        replace(engine, options={"enable_memory_saver": True, **engine.options}) if engine.num_gpus else engine
+        for engine in plan.engines
+    )
+    return replace(plan, engines=engines)
 
 
 class Turns:
-    """Who has the memory. Without offloading both have theirs at any time, and nothing is done here.
+    """Who has the memory. Without offloading both have theirs at any time, and nothing is done here."""
 
-    Every call may raise EngineError.
-    """
-
-    def __init__(
-        self, rollout: Sequence[RolloutHandle], training: TrainingHandle, *, offload_rollout: bool, offload_train: bool
-    ) -> None:
+    def __init__(self, rollout: Sequence[RolloutHandle], training: TrainingHandle, fleet: FleetConfig) -> None:
         self._rollout, self._training = rollout, training
-        self._offload_rollout, self._offload_train = offload_rollout, offload_train
+        self._offload_rollout, self._offload_train = fleet.offloads_rollout, fleet.offloads_train
+        training.make_room = self.release_rollout
+        for engine in rollout:
+            engine.make_room = self.offload_training
+
+    def share_gpus(self, num_gpus_per_engine: float) -> None:
+        """Tell each rollout engine the GPUs of the ranks that it shares them with.
+
+        Raises:
+            ClusterError: an engine's GPUs are not on one machine.
+        """
+        if not num_gpus_per_engine:
+            return
+        stride, ranks = int(num_gpus_per_engine), self._training.gpus()
+        for index, engine in enumerate(self._rollout):
+            hosts = ranks[index * stride : (index + 1) * stride]
+            if len({machine for machine, _ in hosts}) > 1:
+                raise ClusterError(
+                    f"{engine.name} would share GPUs of several machines: make rollout.num_gpus_per_engine a divisor "
+                    "of the GPUs of a machine"
+                )
+            engine.gpu_ids = tuple(gpu for _, gpus in hosts for gpu in gpus)
 
     def release_rollout(self) -> None:
-        """Take the memory of every rollout engine that lives: for training, or before it starts again."""
+        """The rollout engines give their memory away. One that fails to is ended, and the next rollout starts it."""
         if self._offload_rollout:
-            self._on_rollout(lambda engine: engine.release_memory())
+            at_the_same_time(self._rollout, lambda engine: _or_end(engine, engine.release_memory))
 
     def for_training(self) -> None:
-        """Training has the memory."""
+        """Training has the memory. Raises EngineError."""
         self.release_rollout()
         if self._offload_train:
             self._training.onload()
 
     def for_update(self) -> None:
-        """The rollout engines have memory for weights, which are to be sent."""
+        """The rollout engines have memory for weights, which are to be sent. Raises EngineError."""
         self.offload_training()
-        if self._offload_rollout:
-            self._on_rollout(lambda engine: engine.resume_memory("weights"))
+        self._resume("weights")
 
     def for_rollout(self) -> None:
-        """The rollout engines have all their memory."""
+        """The rollout engines have all their memory. Raises EngineError."""
         self.offload_training()
-        if self._offload_rollout:
-            self._on_rollout(lambda engine: engine.resume_memory("kv_cache"))
+        self._resume("kv_cache")
 
     def offload_training(self) -> None:
-        """Training gives its memory away."""
+        """Training gives its memory away. If it fails to it is ended, and whoever trains next restores it."""
         if self._offload_train:
-            self._training.offload()
+            _or_end(self._training, self._training.offload)
 
-    def _on_rollout(self, work: Callable[[RolloutHandle], None]) -> None:
-        at_the_same_time(self._rollout, work)
+    def _resume(self, tag: MemoryTag) -> None:
+        if self._offload_rollout:
+            at_the_same_time(self._rollout, lambda engine: engine.resume_memory(tag))
+
+
+def _or_end(engine: EngineHandle, release: Callable[[], None]) -> None:
+    """An engine that is dead or broken must not hold memory that another one counts on."""
+    try:
+        release()
+    except EngineError:
+        engine.kill()

@@ -1,6 +1,7 @@
 """The fleet: every engine of a run as Ray actors, placed, named, watched and replaced.
 
-    cairn:<name>:rollout:0, 1, …      rollout engines, one actor each
+    cairn:<name>:rollout:0, 1, …      rollout engines, an actor on each machine of one
+    cairn:<name>:router:0             the router before their servers, where there is one
     cairn:<name>:training:0, 1, …     ranks of the training engine
 
 Each role has a placement group. On a cluster that was joined, actors and groups outlive a driver that is killed; the
@@ -8,23 +9,30 @@ next driver of the same name takes over those that were made from the same confi
 """
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from configs.digest import digest
 from configs.schema.run import RunConfig
-from engines.actors import RolloutActor, TrainingActor
-from engines.calls import Deadline
+from engines.actors import RolloutActor, RouterActor, TrainingActor
+from engines.calls import Deadline, at_the_same_time
 from engines.cluster import Cluster
+from engines.colocation import Turns, share_bundles, with_memory_saver
 from engines.errors import EngineError
 from engines.handles import EngineHandle
-from engines.placement import Placement, Role
+from engines.placement import Bundle, Placement, Role
 from engines.rollout.handle import RolloutHandle
+from engines.rollout.router import RouterHandle
+from engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
+from engines.rollout.sglang.route import Route
 from engines.training.handle import TrainingHandle
-from engines.weights.object_store import send_weights
+from engines.weights.send import send_weights
+from engines.weights.verify import verify_checksums, verify_log_probs
+
+SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")
+"""Options on which placement and servers depend."""
 
 LEAST_OBJECT_STORE = 512 * 1024**2
 """Bytes of shared memory, taken only as they are used, for batches, results and the weights of small models."""
@@ -34,12 +42,22 @@ class Fleet:
     """The engines of a run. Closed by `close`, or as a context manager."""
 
     def __init__(
-        self, config: RunConfig, rollout: list[RolloutHandle], training: TrainingHandle, closing: ExitStack
+        self,
+        config: RunConfig,
+        router: RouterHandle | None,
+        rollout: list[RolloutHandle],
+        training: TrainingHandle,
+        turns: Turns,
+        closing: ExitStack,
     ) -> None:
+        self.router = router
+        """The router before the rollout engines' servers, None without one."""
         self.rollout = rollout
         """The rollout engines."""
         self.training = training
         """The training engine."""
+        self.turns = turns
+        """Who has the memory of GPUs that training and rollout share."""
         self._config = config
         self._closing = closing
 
@@ -57,28 +75,53 @@ class Fleet:
             EngineDied, EngineTimeout: an engine did not come up within `fleet.start_timeout` seconds.
         """
         config = _with_absolute_paths(config)
-        roles = rollout_role, training_role = _roles(config, total_steps)
+        plan = launch_plan(config.rollout)
+        training_role, router_role = _training_role(config, total_steps), _router_role(config)
+        rollout_role = _rollout_role(config, plan)
+        if config.fleet.colocate:
+            training_role, rollout_role = share_bundles(training_role, rollout_role, config)
+        if config.fleet.offloads_rollout:
+            plan = with_memory_saver(plan)
+        roles = [rollout_role, training_role, *([router_role] if plan.router is not None else [])]
         deadline = Deadline(config.fleet.start_timeout)
         with ExitStack() as stack:
             cluster = Cluster.open(
                 config.fleet.ray_address,
-                num_cpus=math.ceil(sum(role.count * role.bundle["CPU"] for role in roles)),
+                num_cpus=math.ceil(sum(role.num_cpus for role in roles)),
                 object_store_memory=_object_store_memory(config),
                 timeout=deadline.remaining,
             )
             stack.callback(cluster.close)
             placement = Placement(name, roles, cluster, deadline)
             stack.callback(lambda: placement.remove(Deadline(config.fleet.call_timeout)))
+            router = None
+            if plan.router is not None:
+                router = RouterHandle("router", placement.actors(router_role)[0], plan.router, config.fleet)
+            actors = iter(placement.actors(rollout_role))
             rollout = [
-                RolloutHandle(f"rollout:{index}", actor, config.model.path, config.rollout, config.fleet)
-                for index, actor in enumerate(placement.actors(rollout_role))
+                RolloutHandle(
+                    f"rollout:{index}",
+                    [next(actors) for _ in range(engine.nnodes)],
+                    engine,
+                    config.model.path,
+                    config.rollout,
+                    config.fleet,
+                    router,
+                )
+                for index, engine in enumerate(plan.engines)
             ]
             training = TrainingHandle("training", placement.actors(training_role), config, total_steps)
-            engines = [*rollout, training]
+            engines = [*([router] if router else []), *rollout, training]
             for engine in engines:
                 stack.callback(engine.kill)
-            _at_the_same_time(engines, lambda engine: engine.start(deadline, adopt=True))
-            return cls(config, rollout, training, stack.pop_all())
+            turns = Turns(rollout, training, config.fleet)
+            if config.fleet.colocate:  # before servers that take what memory is free
+                training.start(deadline, adopt=True)
+                turns.share_gpus(config.rollout.num_gpus_per_engine)
+                turns.offload_training()
+                engines.remove(training)
+            at_the_same_time(engines, lambda engine: engine.start(deadline, adopt=True))
+            return cls(config, router, rollout, training, turns, stack.pop_all())
 
     def close(self) -> None:
         """Kill all engines, give their resources back, and leave the cluster; one that was started ends."""
@@ -93,7 +136,7 @@ class Fleet:
     @property
     def engines(self) -> Sequence[EngineHandle]:
         """All of them."""
-        return [*self.rollout, self.training]
+        return [*([self.router] if self.router else []), *self.rollout, self.training]
 
     def health(self) -> dict[str, dict[str, Any] | EngineError]:
         """What every engine says of itself, or why it does not, by name; within `fleet.call_timeout` seconds."""
@@ -104,22 +147,36 @@ class Fleet:
             except EngineError as error:
                 return error
 
-        found = _at_the_same_time(self.engines, ask)
+        found = at_the_same_time(self.engines, ask)
         return {engine.name: health for engine, health in zip(self.engines, found, strict=True)}
 
     def ensure_rollout_alive(self) -> None:
-        """Restart the rollout engines that died or hang."""
-        _at_the_same_time(self.rollout, RolloutHandle.ensure_alive)
+        """Restart the rollout engines, and the router, that died or hang."""
+        at_the_same_time([engine for engine in self.engines if engine is not self.training], EngineHandle.ensure_alive)
+
+    def route(self) -> None:
+        """Let the requests of every rollout engine go to all of them, where there is a router. They must serve the same
+        weights.
+
+        Raises:
+            EngineError: the router does not take one of them, or is gone.
+        """
+        if self.router is None:
+            return
+        workers = [engine.worker for engine in self.rollout]
+        self.router.serve(workers)
+        route = Route(self.router.url, tuple(worker.url for worker in workers))
+        at_the_same_time(self.rollout, lambda engine: engine.follow(route))
 
     def rollout_versions(self) -> list[int | None]:
         """The weight version that each rollout engine reports."""
-        return _at_the_same_time(self.rollout, RolloutHandle.weight_version)
+        return at_the_same_time(self.rollout, RolloutHandle.weight_version)
 
     def sync_weights(self, *, verify: bool = False) -> list[int]:
         """Bring every rollout engine that is elsewhere to the training engine's version; returns what they report.
 
         Args:
-            verify: also compare checksums of all weights.
+            verify: also compare what they hold with `verify_weights`; `fleet.check_weight_update_equal` does so always.
 
         Raises:
             EngineError: an engine died, hung or refused, or does not hold what was sent.
@@ -129,8 +186,12 @@ class Fleet:
             engine for engine, found in zip(self.rollout, self.rollout_versions(), strict=True) if found != version
         ]
         if behind:
-            send_weights(self.training, behind, version, bucket_bytes=self._config.fleet.update_weight_buffer_size)
-        if verify:
+            at_the_same_time(behind, RolloutHandle.leave_router)
+            self.turns.for_update()
+            timeout = self._config.rollout.timeout
+            send_weights(self.training, behind, version, self._config.fleet, load_timeout=timeout)
+        self.turns.for_rollout()
+        if verify or self._config.fleet.check_weight_update_equal:
             self.verify_weights()
         reported = self.rollout_versions()
         if any(found != version for found in reported):
@@ -138,43 +199,42 @@ class Fleet:
         return [version] * len(reported)
 
     def verify_weights(self) -> None:
-        """Compare the checksum of every rollout engine's weights with the training engine's.
+        """Compare every rollout engine's weights with the training engine's, by checksum where the engine gives one and
+        by the log-probs of a small batch where not.
 
         Raises:
             EngineError: one holds other weights.
         """
-        expected = self.training.weights_checksum(self._config.rollout.dtype)
-        for engine, found in zip(
-            self.rollout, _at_the_same_time(self.rollout, RolloutHandle.weights_checksum), strict=True
-        ):
-            if found != expected:
-                raise EngineError(f"{engine.name} holds weights with checksum {found}, {expected} is the trainer's")
+        verify = verify_checksums if self._config.rollout.engine == "transformers" else verify_log_probs
+        verify(self.training, self.rollout, self._config)
 
 
-def _roles(config: RunConfig, total_steps: int) -> tuple[Role, Role]:
-    rollout, training, fleet = config.rollout, config.training, config.fleet
+def _rollout_role(config: RunConfig, plan: LaunchPlan) -> Role:
+    fleet = config.fleet
+    return Role(
+        "rollout",
+        RolloutActor,
+        tuple(Bundle(fleet.num_cpus_per_engine, e.num_gpus) for e in plan.engines for _ in range(e.nnodes)),
+        config.rollout.num_threads,
+        digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", *SHARING])[:16],
+        "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
+    )
+
+
+def _router_role(config: RunConfig) -> Role:
+    return Role("router", RouterActor, (Bundle(0),), 1, digest(config, ["rollout.router"])[:16], "rollout.router")
+
+
+def _training_role(config: RunConfig, total_steps: int) -> Role:
+    training, fleet = config.training, config.fleet
     trained = ["model", "training", "algorithm", "rollout.rollout_temperature"]
-    return (
-        Role(
-            "rollout",
-            RolloutActor,
-            rollout.num_engines,
-            fleet.num_cpus_per_engine,
-            rollout.num_gpus_per_engine,
-            rollout.num_threads,
-            digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine"])[:16],
-            "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
-        ),
-        Role(
-            "training",
-            TrainingActor,
-            training.world_size,
-            fleet.num_cpus_per_rank,
-            training.num_gpus_per_rank,
-            training.num_threads,
-            digest(config, [*trained, "fleet.num_cpus_per_rank"])[:16] + f"-{total_steps}",
-            "training.world_size, training.num_gpus_per_rank, fleet.num_cpus_per_rank",
-        ),
+    return Role(
+        "training",
+        TrainingActor,
+        (Bundle(fleet.num_cpus_per_rank, training.num_gpus_per_rank),) * training.world_size,
+        training.num_threads,
+        digest(config, [*trained, "fleet.num_cpus_per_rank", *SHARING])[:16] + f"-{total_steps}",
+        "training.world_size, training.num_gpus_per_rank, fleet.num_cpus_per_rank",
     )
 
 
@@ -189,9 +249,3 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     model = config.model
     paths = {name: str(Path(path).absolute()) for name, path in model if path is not None}
     return config.model_copy(update={"model": model.model_copy(update=paths)})
-
-
-def _at_the_same_time(engines: Sequence[Any], work: Callable[[Any], Any]) -> list[Any]:
-    """Do something with each engine in a thread of its own; the first failure is raised once all have ended."""
-    with ThreadPoolExecutor(len(engines)) as pool:
-        return list(pool.map(work, engines))

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +20,10 @@ from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 
 CONTROL = "control"
 """Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
+
+
+LOGS = Path(".cairn/engines")
+"""Logs of servers, below the driver's working directory, on the machine of their actor."""
 
 
 class Actor:
@@ -64,6 +69,11 @@ class Actor:
         return getattr(self._handle, method).options(**options).remote(*args)
 
 
+def log_of(actor: Actor) -> Path:
+    """Where a server of the actor logs."""
+    return Path(LOGS, f"{actor.name.replace(':', '-')}.log").absolute()
+
+
 class EngineHandle:
     """One engine: an actor, or several that are its ranks and live and die together. Threads may share it."""
 
@@ -73,6 +83,10 @@ class EngineHandle:
         self._actors = actors
         self._fleet = fleet
         self._replacing = threading.RLock()
+        self.restarts = 0
+        """How often this driver replaced the engine."""
+        self.make_room: Callable[[], None] = lambda: None
+        """Called before a restart: takes the memory that the engine shares from those who have it."""
         self._suspect = False
         """Set where the engine may be hung, or its ranks apart: it answers, perhaps, but is of no use."""
 
@@ -93,6 +107,8 @@ class EngineHandle:
 
         Raises BadModel, EngineDied, EngineTimeout.
         """
+        self.make_room()
+        self.restarts += 1
         self.start(Deadline(self._fleet.start_timeout))
 
     def ensure_alive(self) -> None:
@@ -107,14 +123,15 @@ class EngineHandle:
             self.restart()
 
     def health(self) -> dict[str, Any]:
-        """What the engine says of itself (its first rank, where there are several), and the `pids` of its actors.
+        """What the engine says of itself (its first rank, where there are several), the `pids` of its actors, and its
+        `restarts`.
 
         Answered while the engine works too. Raises EngineDied or EngineTimeout if one of its actors does not answer.
         """
         deadline = Deadline(self._fleet.call_timeout)
         refs = [actor.call("health", concurrency_group=CONTROL) for actor in self._actors]
         found = [self._result(ref, deadline, actor, "health") for ref, actor in zip(refs, self._actors, strict=True)]
-        return {**found[0], "pids": [health["pid"] for health in found]}
+        return {**found[0], "pids": [health["pid"] for health in found], "restarts": self.restarts}
 
     def kill(self) -> None:
         """End the engine's actors for good."""
@@ -123,6 +140,13 @@ class EngineHandle:
 
     def _make_engine(self, deadline: Deadline) -> None:
         raise NotImplementedError
+
+    def _host(self, actor: Actor, deadline: Deadline) -> str:
+        """Address on which a server of the actor listens. On a cluster of this machine nobody else need reach it."""
+        if self._fleet.ray_address is None:
+            return "127.0.0.1"
+        found: str = self._result(actor.call("host"), deadline, actor, "host")
+        return found
 
     def _adopted(self) -> bool:
         if not all(actor.find() for actor in self._actors):

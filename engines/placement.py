@@ -1,6 +1,7 @@
 """Where actors go: one Ray placement group a role, with a bundle for each of its actors."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,27 +19,49 @@ LEAST_CPUS = 0.001
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """What one actor reserves."""
+
+    num_cpus: float
+    num_gpus: float = 0
+    guest_cpus: float = 0
+    """Further CPUs, of actors that are placed in it beside the one it is made for."""
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """In Ray's words."""
+        gpus = {"GPU": self.num_gpus} if self.num_gpus else {}
+        return {"CPU": max(self.num_cpus + self.guest_cpus, LEAST_CPUS), **gpus}
+
+    def __str__(self) -> str:
+        return f"({self.num_cpus:g} CPU, {self.num_gpus:g} GPU)"
+
+
+@dataclass(frozen=True)
 class Role:
     """What the actors of one role need."""
 
     name: str
     actor_class: type
-    count: int
-    num_cpus: float
-    num_gpus: float
+    bundles: tuple[Bundle, ...]
+    """One for each actor."""
     num_threads: int
     digest: str
     """Of everything that its actors are made from: only equal ones are taken over from an earlier driver."""
     options: str
     """The options that say how much it asks for, for messages."""
+    host: "Role | None" = None
+    """The role in whose bundles its actors are guests: they reserve no GPU and have those of their hosts in turn."""
+    host_bundles: tuple[int, ...] = ()
+    """For each of its actors the bundle of the host."""
 
     @property
-    def bundle(self) -> dict[str, float]:
-        gpus = {"GPU": self.num_gpus} if self.num_gpus else {}
-        return {"CPU": max(self.num_cpus, LEAST_CPUS), **gpus}
+    def num_cpus(self) -> float:
+        """CPUs that it reserves; those of guests are their host's."""
+        return 0 if self.host is not None else sum(bundle.resources["CPU"] for bundle in self.bundles)
 
     def __str__(self) -> str:
-        return f"{self.name} {self.count} × ({self.num_cpus:g} CPU, {self.num_gpus:g} GPU)"
+        return f"{self.name} {' + '.join(f'{count} × {bundle}' for bundle, count in Counter(self.bundles).items())}"
 
 
 class Placement:
@@ -50,6 +73,7 @@ class Placement:
         Raises:
             ClusterError: the cluster has no room by the deadline, or never will.
         """
+        roles = [role for role in roles if role.host is None]
         self._cluster = cluster
         self._prefix = f"cairn:{fleet_name}"
         self._lifetime = "detached" if cluster.joined else None
@@ -60,7 +84,9 @@ class Placement:
             _require_capacity(roles)
         self._groups: dict[str, PlacementGroup] = {
             role.name: kept.get(names[role.name])
-            or placement_group([role.bundle] * role.count, "PACK", names[role.name], lifetime=self._lifetime)
+            or placement_group(
+                [bundle.resources for bundle in role.bundles], "PACK", names[role.name], lifetime=self._lifetime
+            )
             for role in roles
         }
         for group in self._groups.values():
@@ -70,7 +96,7 @@ class Placement:
 
     def actors(self, role: Role) -> list[Actor]:
         """The role's actors, none of them created yet."""
-        return [self._actor(role, index) for index in range(role.count)]
+        return [self._actor(role, index) for index in range(len(role.bundles))]
 
     def remove(self, deadline: Deadline) -> None:
         """Give the bundles back; what still runs in them is killed."""
@@ -79,7 +105,8 @@ class Placement:
         _remove({group.id.hex(): group for group in self._groups.values()}, deadline)
 
     def _actor(self, role: Role, index: int) -> Actor:
-        name = f"{self._prefix}:{role.name}:{index}"
+        name, bundle = f"{self._prefix}:{role.name}:{index}", role.bundles[index]
+        host, place = (role, index) if role.host is None else (role.host, role.host_bundles[index])
 
         def create() -> "ray.actor.ActorHandle":
             actor_class: Any = ray.remote(concurrency_groups={CONTROL: 1})(role.actor_class)  # type: ignore[call-overload]
@@ -87,11 +114,11 @@ class Placement:
                 name=name,
                 namespace=NAMESPACE,
                 lifetime=self._lifetime,
-                num_cpus=role.bundle["CPU"],
-                num_gpus=role.num_gpus,
+                num_cpus=max(bundle.num_cpus, LEAST_CPUS),
+                num_gpus=bundle.num_gpus if role.host is None else 0,
                 max_restarts=0,
                 max_task_retries=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[role.name], index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[host.name], place),
             )
             return options.remote(role.num_threads)
 
@@ -117,7 +144,7 @@ def _remove(groups: dict[str, PlacementGroup], deadline: Deadline) -> None:
 
 def _require_capacity(roles: Sequence[Role]) -> None:
     """A cluster of this machine alone does not grow; its CPUs are as many as were asked for."""
-    if sum(role.count * role.num_gpus for role in roles) > ray.cluster_resources().get("GPU", 0):
+    if sum(bundle.num_gpus for role in roles for bundle in role.bundles) > ray.cluster_resources().get("GPU", 0):
         raise ClusterError(_no_room(roles, "has too few GPUs"))
 
 

@@ -16,6 +16,7 @@ from engines.models import check_model_folder, context_length
 from engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
 from engines.rollout.sglang.launch_plan import plan_problems
 from engines.training.megatron.options import problems as megatron_problems
+from engines.weights.options import weight_problems
 from tasks.data import BadData, PromptData
 from tasks.filters import get_filter
 from tasks.plugins import BadPlugin
@@ -25,6 +26,7 @@ from tasks.rewards import get_grader
 def setup_problems(config: RunConfig) -> list[str]:
     """Sentences on the model folders, the lengths against the context, and user code. Reads no data."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
+    problems += weight_problems(config)
     if config.training.engine == "megatron":
         problems += megatron_problems(config.training, config.model.path)
     try:
@@ -100,12 +102,19 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
 
 
 def _server_problems(config: RunConfig) -> Iterator[str]:
-    if config.rollout.engine != "sglang":
-        if config.rollout.sglang:
-            yield f"rollout.sglang is set, but rollout.engine is {config.rollout.engine}, which does not read it"
+    rollout = config.rollout
+    if rollout.engine != "sglang":
+        for option in ("sglang", "router", "server_groups", "external_urls"):
+            if getattr(rollout, option):
+                yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
         return
+    yield from plan_problems(rollout)
     try:
-        yield from option_problems(Installation.find(), config.rollout.sglang)
+        installation = Installation.find()
+        yield from option_problems(installation, "rollout.sglang", rollout.sglang)
+        for index, group in enumerate(rollout.server_groups):
+            yield from option_problems(installation, f"rollout.server_groups.{index}.overrides", group.overrides)
+        yield from router_problems(installation, rollout.router or {})
     except SGLangMissing as error:
         yield f"rollout.engine: {error}"
 

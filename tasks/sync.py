@@ -24,9 +24,12 @@ def bring_up_to_date(run: RunContext, weights: Commit | None) -> list[int]:
     """
     version = version_of(weights)
     with run.weights_lock:
+        run.fleet.turns.offload_training()
         run.fleet.ensure_rollout_alive()
         reported = run.fleet.rollout_versions()
-        if all(found == version for found in reported):
-            return [version] * len(reported)
-        restore_trainer(run, weights)
-        return run.fleet.sync_weights()
+        if any(found != version for found in reported):
+            restore_trainer(run, weights)
+            run.fleet.sync_weights()
+        run.fleet.turns.for_rollout()
+        run.fleet.route()
+        return [version] * len(reported)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from configs.schema.run import RunConfig
+from engines.colocation import Turns
 from engines.rollout.transformers import TransformersEngine
 from engines.training.torch import TorchEngine
 from engines.types import Completion, GenerateRequest
@@ -23,6 +24,9 @@ class LocalRollout:
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         self.generated_groups += len(requests)
         return self.engine.generate(requests)
+
+    def abort(self) -> None:
+        self.engine.abort()
 
 
 class LocalTraining:
@@ -64,8 +68,12 @@ class LocalFleet:
     def __init__(self, config: RunConfig) -> None:
         self.rollout = [LocalRollout(config, index) for index in range(config.rollout.num_engines)]
         self.training = LocalTraining(config)
+        self.turns = Turns([], self.training, config.fleet)  # type: ignore[arg-type]
 
     def ensure_rollout_alive(self) -> None:
+        pass
+
+    def route(self) -> None:
         pass
 
     def rollout_versions(self) -> list[int | None]:

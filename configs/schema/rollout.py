@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from configs.schema.base import Section
+from configs.schema.servers import ServerGroup
 
 
 class RolloutConfig(Section):
@@ -17,11 +18,27 @@ class RolloutConfig(Section):
     """Options of `sglang.launch_server` by their own names, such as `attention_backend` or `tp_size`. slime:
     `--sglang-*`."""
 
+    router: dict[str, Any] | None = None
+    """Options of the `sglang_router` process through which every engine's requests go, by their own names, such as
+    `policy` (`cache_aware`, `round_robin`, `power_of_two`, `consistent_hashing`, …); null has none, and each engine
+    asks its own server. slime: `--router-*`."""
+
+    server_groups: tuple[ServerGroup, ...] = ()
+    """Servers of several kinds, `num_engines` in all. slime: `--sglang-config`."""
+
+    external_urls: tuple[str, ...] = ()
+    """Servers that run elsewhere, `http://host:port`, one for each of `num_engines`: they are used and never started or
+    ended. slime: `--rollout-external-engine-addrs`."""
+
     num_engines: int = Field(1, ge=1)
-    """Rollout engines, one Ray actor each. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
+    """Rollout engines. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
 
     num_gpus_per_engine: float = Field(0, ge=0)
     """GPUs reserved for each engine; 0 runs it on the CPU. slime: `--rollout-num-gpus-per-engine`."""
+
+    num_gpus_per_node: int = Field(8, ge=1)
+    """GPUs of a machine: an engine with more of them is a tensor-parallel one over several machines, with an actor on
+    each. slime: `--num-gpus-per-node`."""
 
     num_threads: int = Field(1, ge=1)
     """CPU threads of an engine. With one thread its results do not depend on what else is in the batch."""
@@ -92,6 +109,14 @@ class RolloutConfig(Section):
     timeout: float = Field(1800, gt=0)
     """Seconds that one shard may take before it counts as hung."""
 
+    rollout_health_check_interval: float = Field(5, gt=0)
+    """Seconds between two questions to an SGLang server whether it still works. slime:
+    `--rollout-health-check-interval`."""
+
+    rollout_health_check_timeout: float = Field(30, gt=0)
+    """Seconds, or three times the 99th percentile of its answers if that is more, after which a server that does not
+    answer is ended and replaced. slime: `--rollout-health-check-timeout`."""
+
     @model_validator(mode="after")
     def _parts_are_made_and_continued(self) -> "RolloutConfig":
         if self.partial_rollout and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
@@ -101,4 +126,19 @@ class RolloutConfig(Section):
             )
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
             raise ValueError("mask_offpolicy_in_partial_rollout has no effect without partial_rollout=true")
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_counted_once(self) -> "RolloutConfig":
+        if self.server_groups and self.external_urls:
+            raise ValueError("server_groups and external_urls exclude each other: leave one of them out")
+        found = {
+            "server_groups": sum(group.count(self.num_gpus_per_engine) for group in self.server_groups),
+            "external_urls": len(self.external_urls),
+        }
+        for option, count in found.items():
+            if count and count != self.num_engines:
+                raise ValueError(
+                    f"num_engines is {self.num_engines}, but {option} makes {count}: set num_engines={count}"
+                )
         return self

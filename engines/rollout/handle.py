@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -12,21 +11,38 @@ from configs.schema.operations import FleetConfig
 from configs.schema.rollout import RolloutConfig
 from engines.calls import Deadline
 from engines.errors import EngineTimeout
-from engines.handles import CONTROL, Actor, EngineHandle
+from engines.handles import CONTROL, Actor, EngineHandle, log_of
+from engines.rollout.router import RouterHandle
+from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
+from engines.rollout.sglang.route import Route
 from engines.types import Completion, GenerateRequest
-
-LOGS = Path(".cairn/engines")
-"""Logs of engines that are servers, below the driver's working directory, on the machine of the engine."""
+from engines.weights.layout import MemoryTag
 
 
 class RolloutHandle(EngineHandle):
     """A rollout engine. See engines.rollout.base for what its calls do; all may raise EngineDied and EngineTimeout."""
 
-    def __init__(self, name: str, actor: Actor, model_path: str, config: RolloutConfig, fleet: FleetConfig) -> None:
-        super().__init__(name, [actor], fleet)
-        self._actor = actor
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Actor],
+        plan: EnginePlan,
+        model_path: str,
+        config: RolloutConfig,
+        fleet: FleetConfig,
+        router: RouterHandle | None = None,
+    ) -> None:
+        """`actors`: one on each machine of the engine; the first speaks for it."""
+        super().__init__(name, actors, fleet)
+        self._actor = actors[0]
+        self.gpu_ids: tuple[str, ...] = ()
+        """GPUs that it shares with training."""
+        self._plan = plan
         self._model_path = model_path
         self._config = config
+        self._router = router
+        self._worker: Worker | None = None
+        self._route: Route | None = None
         self._busy = threading.Lock()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
@@ -49,6 +65,12 @@ class RolloutHandle(EngineHandle):
                 self._abort(stream)
                 raise
 
+    def abort(self) -> None:
+        """End the running `generate`: its stream, which is to be read on, then gives every unfinished sample as far as it
+        came. Returns when the engine knows, so that no later `generate` is meant."""
+        ref = self._actor.call("abort", concurrency_group=CONTROL)
+        self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "abort")
+
     def weight_version(self) -> int | None:
         """The version it serves; None within an update."""
         ref = self._actor.call("get_weight_version", concurrency_group=CONTROL)
@@ -64,6 +86,31 @@ class RolloutHandle(EngineHandle):
         ref = self._actor.call("batch_invariant", concurrency_group=CONTROL)
         return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "batch_invariant")
 
+    @property
+    def worker(self) -> Worker:
+        """Its server, for the router."""
+        assert self._worker is not None, f"{self.name} is no server"
+        return self._worker
+
+    def follow(self, route: Route | None) -> None:
+        """Send requests this way from the next `generate` on; None: to its own server."""
+        if route != self._route:
+            ref = self._actor.call("follow", route, concurrency_group=CONTROL)
+            self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "follow")
+            self._route = route
+
+    def leave_router(self) -> None:
+        """Neither give requests to the router nor get any from it, until the fleet routes again."""
+        if self._router is not None and self._worker is not None:
+            self._router.remove(self._worker.url)
+            self.follow(None)
+
+    def health(self) -> dict[str, Any]:
+        found = super().health()
+        if "worker" in found:
+            self._worker = Worker(**found["worker"])
+        return found
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Have the engine to oneself: to generate, or to update its weights."""
@@ -74,13 +121,22 @@ class RolloutHandle(EngineHandle):
         finally:
             self._busy.release()
 
+    def release_memory(self) -> None:
+        """Give its memory away; see engines.rollout.base."""
+        with self.alone():
+            self.finish(self.submit("release_memory"), "release_memory")
+
+    def resume_memory(self, tag: MemoryTag) -> None:
+        """Take a part of it back."""
+        self.finish(self.submit("resume_memory", tag), "resume_memory")
+
     def submit(self, method: str, *args: Any) -> "ray.ObjectRef[Any]":
         """Begin a call that waits its turn behind those before it."""
         return self._actor.call(method, *args)
 
-    def finish(self, ref: "ray.ObjectRef[Any]", method: str) -> Any:
-        """Wait for a call that was begun, for `fleet.call_timeout` seconds."""
-        return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, method)
+    def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
+        """Wait for a call that was begun, for `fleet.call_timeout` seconds by default."""
+        return self._result(ref, deadline or Deadline(self._fleet.call_timeout), self._actor, method)
 
     def _adopted(self) -> bool:
         if not super()._adopted():
@@ -89,9 +145,29 @@ class RolloutHandle(EngineHandle):
         return True
 
     def _make_engine(self, deadline: Deadline) -> None:
-        log = Path(LOGS, f"{self._actor.name.replace(':', '-')}.log").absolute()
-        ref = self._actor.call("start", self._model_path, self._config, log, deadline.remaining)
-        self._result(ref, deadline, self._actor, "start")
+        if self._router is not None and self._worker is not None:
+            self._router.remove(self._worker.url)  # another server may come to have its address
+        self._worker = self._route = None
+        hosts = [self._host(actor, deadline) for actor in self._actors]
+        meeting_point = None
+        if len(hosts) > 1:
+            ref = self._actor.call("free_port", hosts[0])
+            meeting_point = f"{hosts[0]}:{self._result(ref, deadline, self._actor, 'free_port')}"
+        refs = [
+            actor.call(
+                "start",
+                self._model_path,
+                self._config,
+                self._plan,
+                Place(host, rank, meeting_point, self.gpu_ids),
+                log_of(actor),
+                deadline.remaining,
+            )
+            for rank, (actor, host) in enumerate(zip(self._actors, hosts, strict=True))
+        ]
+        for ref, actor in zip(refs, self._actors, strict=True):
+            self._result(ref, deadline, actor, "start")
+        self.health()
 
     def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
         """Wait until the stream goes on or ends."""

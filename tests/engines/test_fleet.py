@@ -15,6 +15,7 @@ from engines.cluster import Cluster, ClusterError
 from engines.errors import BadModel, EngineDied, EngineError, EngineTimeout, RequestRefused, WrongVersion
 from engines.fleet import Fleet
 from engines.rollout.handle import RolloutHandle
+from engines.rollout.sglang.launch_plan import EnginePlan
 from engines.rollout.transformers import TransformersEngine
 from engines.training.torch import TorchEngine
 from engines.types import Completion, GenerateRequest, SamplingParams
@@ -81,7 +82,8 @@ def pid_of(fleet: Fleet, index: int) -> int:
 def hasty(fleet: Fleet, model: Path, index: int, *, timeout: float, call_timeout: float) -> RolloutHandle:
     """Another handle of the same engine, with other deadlines."""
     config = fleet_config(model, rollout={"timeout": timeout}, fleet={"call_timeout": call_timeout})
-    return RolloutHandle(f"rollout:{index}", fleet.rollout[index]._actor, str(model), config.rollout, config.fleet)
+    actors = [fleet.rollout[index]._actor]
+    return RolloutHandle(f"rollout:{index}", actors, EnginePlan(), str(model), config.rollout, config.fleet)
 
 
 def test_samples_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Path, initial: str) -> None:
@@ -92,7 +94,7 @@ def test_samples_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Pat
         for found, expected in zip(generate(engine, requests()), bare, strict=True):
             np.testing.assert_array_equal(found.response_ids, expected.response_ids)
             np.testing.assert_array_equal(found.log_probs, expected.log_probs)
-            assert (found.finish_reason, found.weight_version) == (expected.finish_reason, 0)
+            assert (found.finish_reason, set(found.weight_versions)) == (expected.finish_reason, {0})
 
 
 def test_training_and_scores_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Path, initial: str) -> None:

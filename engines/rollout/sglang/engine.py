@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,74 +15,84 @@ from engines.models import check_model_folder, context_length, parameter_names
 from engines.rollout.requests import validate_requests
 from engines.rollout.sglang.client import Control
 from engines.rollout.sglang.generation import Generation
-from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
+from engines.rollout.sglang.launch import launch
+from engines.rollout.sglang.launch_plan import EnginePlan, Place
 from engines.rollout.sglang.route import Route
-from engines.rollout.sglang.server import Server, free_port
+from engines.rollout.sglang.watch import Watch
 from engines.rollout.sglang.weights import ServerWeights
 from engines.types import Completion, GenerateRequest
+from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 
 _CONTROL_TIMEOUT = 60.0
 
 
 class SGLangEngine:
-    """A `RolloutEngine` that owns one SGLang server.
+    """A `RolloutEngine` that owns one SGLang server, or uses one that runs elsewhere.
 
     Args:
         model_path: folder in Hugging Face format.
-        config: of it, `sglang`, `dtype`, `num_threads`, `max_running_requests` and `timeout` are read.
+        config: of it, `dtype`, `num_threads`, `max_running_requests`, `timeout` and the health checks are read, and
+            `sglang` where there is no plan.
         device: "cpu" or "cuda".
         log: file that the server's output is appended to.
         start_timeout: seconds until the server must serve.
+        plan: which server; a single one with the options of `config` by default.
+        place: where its first process runs.
 
     Raises:
         BadModel, SGLangMissing, EngineDied, EngineTimeout.
     """
 
     def __init__(
-        self, model_path: str, config: RolloutConfig, device: str, log: Path, start_timeout: float = 600.0
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        device: str,
+        log: Path,
+        start_timeout: float = 600.0,
+        plan: EnginePlan | None = None,
+        place: Place | None = None,
     ) -> None:
         model = check_model_folder(model_path)
         self._context, self._vocab = context_length(model), model.vocab_size
-        installation = Installation.find()
-        port = free_port()
-        options: dict[str, Any] = {
-            "model_path": model_path,
-            "dtype": config.dtype,
-            "max_running_requests": config.max_running_requests,
-            "host": "127.0.0.1",
-            "port": port,
-            "skip_tokenizer_init": True,
-            "skip_server_warmup": True,
-            "weight_version": "0",
-            **(CPU_OPTIONS if device == "cpu" else {}),
-            **config.sglang,
-        }
-        environment = installation.environment(on_cpu=device == "cpu", num_threads=config.num_threads)
         self._model_path = model_path
-        self._deterministic = bool(options.get("enable_deterministic_inference"))
         self._timeout, self._concurrency = config.timeout, config.sglang_server_concurrency
-        self.server = Server(installation.command(options), environment, port, log)
-        self.server.wait_ready(start_timeout)
-        self.route = Route.to(self.server.url)
-        """Where its requests go: to its own server, unless a fleet has a router."""
+        plan = plan or EnginePlan(options=config.sglang)
+        launched = launch(model_path, config, device, plan, place or Place(), log, start_timeout)
+        self.server = launched.server
+        self.worker = launched.worker
+        """Its server, for a router."""
+        self._route = Route.to(self.server.url)
+        self._deterministic = launched.deterministic
         self._control = Control(self.server.url, _CONTROL_TIMEOUT)
-        self._weights = ServerWeights(self._control, parameter_names(model_path))
+        self._weights = ServerWeights(self._control, parameter_names(model_path), config.timeout)
         self._in_use = threading.Lock()
         self._aborted = threading.Event()
+        self._hung: str | None = None
+        self._watch = Watch(
+            self.server.url,
+            config.rollout_health_check_interval,
+            config.rollout_health_check_timeout,
+            self._end_hung_server,
+        )
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         validate_requests(requests, self._context, self._vocab)
-        self._weights.require_whole()
+        self._weights.require_ready()
         self._aborted.clear()
         return self._generate(list(requests))
 
     def _generate(self, requests: list[GenerateRequest]) -> Iterator[list[Completion]]:
-        generation = Generation(self.route, self._context, self._timeout, self._concurrency, self._aborted)
+        generation = Generation(self._route, self._context, self._timeout, self._concurrency, self._aborted)
         with self._alone():
             try:
                 yield from generation.run(requests)
             except EngineDied as error:
-                raise EngineDied(f"{error}; {self.server.last_words()}") from error
+                raise EngineDied(f"{self._hung or error}; {self.server.last_words()}") from error
+
+    def follow(self, route: Route | None) -> None:
+        """Send the requests of later calls of `generate` this way; None: to its own server."""
+        self._route = route or Route.to(self.server.url)
 
     def abort(self) -> None:
         self._aborted.set()
@@ -91,13 +102,37 @@ class SGLangEngine:
 
     def begin_weight_update(self, version: int) -> None:
         with self._alone():
+            self._watch.pause()
             self._weights.begin(version)
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         self._weights.load(named_tensors)
 
+    def update_weights_from_disk(self, folder: Path) -> None:
+        self._weights.load_folder(folder)
+
     def end_weight_update(self) -> None:
         self._weights.end()
+        self._watch.resume()
+
+    def receiver(self) -> Receiver:
+        return self._weights.receiver()
+
+    def join_group(self, meeting: Meeting) -> None:
+        self._weights.join_group(meeting)
+
+    def receive_weights(self, layout: Layout) -> None:
+        self._weights.receive(layout)
+
+    def leave_group(self) -> None:
+        self._weights.leave_group()
+
+    def release_memory(self) -> None:
+        with self._alone():
+            self._weights.release_memory()
+
+    def resume_memory(self, tag: MemoryTag) -> None:
+        self._weights.resume_memory(tag)
 
     def weights_checksum(self) -> str:
         raise EngineError("SGLang's servers give no checksum of their weights; compare log-probs instead.")
@@ -107,22 +142,33 @@ class SGLangEngine:
         return self._deterministic
 
     def health(self) -> dict[str, Any]:
-        """Keys: model, url, log, server_pid, weight_version, and loads: what the server runs and queues."""
-        if not self.server.alive():
-            raise EngineDied(f"the SGLang server is gone; {self.server.last_words()}")
+        """Keys: model, worker, url, log, server_pid, weight_version, released (memory given away), and loads: what the
+        server runs and queues.
+
+        Raises EngineDied where the server is gone or was found to hang.
+        """
+        if self._hung is not None or not self.server.alive():
+            raise EngineDied(f"{self._hung or 'the SGLang server is gone'}; {self.server.last_words()}")
         loads = self._control.call("/v1/loads")
         return {
             "model": self._model_path,
+            "worker": asdict(self.worker),
             "url": self.server.url,
             "log": str(self.server.log),
             "server_pid": self.server.pid,
             "weight_version": self.get_weight_version(),
+            "released": self._weights.released(),
             "loads": loads,
         }
 
     def close(self) -> None:
-        """End the server."""
+        """End the server, unless it runs elsewhere."""
+        self._watch.end()
         self._control.close()
+        self.server.stop()
+
+    def _end_hung_server(self, seen: str) -> None:
+        self._hung = f"{seen} and was given up"
         self.server.stop()
 
     @contextmanager

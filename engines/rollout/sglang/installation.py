@@ -26,9 +26,50 @@ INTERPRETER = "CAIRN_SGLANG_PYTHON"
 STAND_INS = Path(__file__).with_name("cpu")
 
 SET_HERE = frozenset(
-    {"model_path", "host", "port", "dtype", "max_running_requests", "skip_tokenizer_init", "weight_version"}
+    {
+        "model_path",
+        "host",
+        "port",
+        "dtype",
+        "max_running_requests",
+        "skip_tokenizer_init",
+        "weight_version",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+    }
 )
 """Options that follow from others of a run's, or that the engine depends on."""
+
+ROUTER_SET_HERE = frozenset(
+    {
+        "host",
+        "port",
+        "prometheus_host",
+        "prometheus_port",
+        "worker_urls",
+        "prefill_urls",
+        "decode_urls",
+        "pd_disaggregation",
+        "service_discovery",
+        "mini_lb",
+    }
+)
+"""Options of a router that follow from the servers that there are, or that replace it by something else."""
+
+POLICIES = (
+    "cache_aware",
+    "round_robin",
+    "power_of_two",
+    "random",
+    "consistent_hashing",
+    "prefix_hash",
+    "manual",
+    "bucket",
+)
+"""How a router chooses a server."""
 
 CODE_OPTIONS = frozenset(
     (
@@ -55,9 +96,7 @@ CPU_OPTIONS: dict[str, Any] = {
 }
 """Options of a server without a GPU; the configuration's own come after them."""
 
-_FIND_FOLDER = (
-    "import importlib.util as u; s = u.find_spec('sglang'); print(s.submodule_search_locations[0] if s else '')"
-)
+_FIND_FOLDER = "import importlib.util as u; s = u.find_spec({!r}); print(s.submodule_search_locations[0] if s else '')"
 _FIND_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 
 
@@ -79,7 +118,7 @@ class Installation:
         named = os.environ.get(INTERPRETER)
         candidates = [Path(named)] if named else [Path(sys.executable), beside]
         for candidate in candidates:
-            if candidate.exists() and _ask(candidate, _FIND_FOLDER):
+            if candidate.exists() and _ask(candidate, _FIND_FOLDER.format("sglang")):
                 return cls(candidate)
         raise SGLangMissing(
             f"SGLang is not installed for {' or '.join(map(str, candidates))}: run `make sglang-env`, or set "
@@ -94,13 +133,18 @@ class Installation:
     @cached_property
     def options(self) -> frozenset[str]:
         """Names of all options of a server: the fields of SGLang's ServerArgs, read without importing it."""
-        folder = Path(_ask(self.python, _FIND_FOLDER)) / "srt"
-        sources = [folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py")]
-        classes = [
-            node for file in sources for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)
-        ]
-        fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
-        return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+        folder = Path(_ask(self.python, _FIND_FOLDER.format("sglang"))) / "srt"
+        return _fields(folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py"))
+
+    @cached_property
+    def router_options(self) -> frozenset[str]:
+        """Names of all options of a router: the fields of its RouterArgs. Raises SGLangMissing where there is none."""
+        folder = _ask(self.python, _FIND_FOLDER.format("sglang_router"))
+        if not folder:
+            raise SGLangMissing(
+                f"{self.python} has no router: install sglang-router there, or leave rollout.router out"
+            )
+        return _fields(Path(folder) / "router_args.py")
 
     def command(self, options: Mapping[str, Any]) -> list[str]:
         """The command line of a server. Options by SGLang's own names; true is a flag, a list several values."""
@@ -125,18 +169,45 @@ class Installation:
                     "`make sglang-env`"
                 )
             environment |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1"}
+        # A router asks for /health at any time; a request that it made would be in the way of new weights.
+        environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
         return environment
 
 
-def option_problems(installation: Installation, options: Mapping[str, Any]) -> Iterator[str]:
-    """Sentences on options that a server does not have, or that are not the configuration's to set."""
+def option_problems(installation: Installation, section: str, options: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on options of a section that a server does not have, or that are not the configuration's to set."""
+    known = f"SGLang {installation.version}"
+    yield from _name_problems(section, options, installation.options, SET_HERE, known)
+
+
+def router_problems(installation: Installation, options: Mapping[str, Any]) -> Iterator[str]:
+    """The same of a router, and of policies that it does not have. Raises SGLangMissing where there is no router."""
+    if not options:
+        return
+    known = installation.router_options
+    yield from _name_problems("rollout.router", options, known, ROUTER_SET_HERE, "the router")
+    for name in ("policy", "prefill_policy", "decode_policy"):
+        if options.get(name) is not None and options[name] not in POLICIES:
+            yield f"rollout.router.{name} is {options[name]!r}; it must be one of {', '.join(POLICIES)}"
+
+
+def _name_problems(
+    section: str, options: Mapping[str, Any], known: frozenset[str], set_here: frozenset[str], whose: str
+) -> Iterator[str]:
     for name in options:
-        if name in SET_HERE:
-            yield f"rollout.sglang.{name} is set by Cairn itself; leave it out"
-        elif name not in installation.options:
-            close = difflib.get_close_matches(name, installation.options, n=1)
+        if name in set_here:
+            yield f"{section}.{name} is set by Cairn itself; leave it out"
+        elif name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            yield f"rollout.sglang.{name} is not an option of SGLang {installation.version}{hint}"
+            yield f"{section}.{name} is not an option of {whose}{hint}"
+
+
+def _fields(*sources: Path) -> frozenset[str]:
+    """Names of the fields of all classes in source files, which are not imported."""
+    classes = [node for file in sources for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
+    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
 
 
 def _ask(python: Path, program: str) -> str:

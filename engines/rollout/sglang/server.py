@@ -1,4 +1,4 @@
-"""One SGLang server: started with a deadline, keeps a log, and leaves nothing behind however its owner ends."""
+"""One process that serves HTTP: started with a deadline, logged, and gone with its owner, however that ends."""
 
 import os
 import signal
@@ -17,6 +17,9 @@ from engines.errors import EngineDied, EngineTimeout
 
 GUARD = Path(__file__).with_name("guard.py")
 
+READY = "/health_generate"
+"""Has an SGLang server generate a token."""
+
 _POLL = 0.2
 _END = 30.0
 """Seconds that a killed process may take to be gone."""
@@ -25,12 +28,31 @@ _TAIL = 25
 
 
 class Server:
-    """A server's process and those that it starts, all in one process group."""
+    """A server's process and those that it starts, all in one process group.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> None:
+    Args:
+        host, port: where it answers, as the command tells it.
+        log: file that its output is appended to.
+        name: what it is, for messages.
+        ready: path that answers 200 when it serves.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        port: int,
+        log: Path,
+        *,
+        host: str = "127.0.0.1",
+        name: str = "SGLang server",
+        ready: str = READY,
+    ) -> None:
         """Start it and return at once."""
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.log = log
+        self._name = name
+        self._ready = ready
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -56,13 +78,12 @@ class Server:
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if not self.alive():
-                raise EngineDied(f"the SGLang server ended while it started; {self.last_words()}")
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
-                    return
+                raise EngineDied(f"the {self._name} ended while it started; {self.last_words()}")
+            if serves(self.url, self._ready):
+                return
             time.sleep(_POLL)
         self.stop()
-        raise EngineTimeout(f"the SGLang server did not serve within {timeout:g} s; {self.last_words()}")
+        raise EngineTimeout(f"the {self._name} did not serve within {timeout:g} s; {self.last_words()}")
 
     def stop(self) -> None:
         """Kill it and everything it started."""
@@ -76,8 +97,47 @@ class Server:
         return f"its log is {self.log}:\n" + "\n".join(lines)
 
 
-def free_port() -> int:
-    """A port that nobody listens on at the moment."""
+class ExternalServer:
+    """A server that runs elsewhere: used, and neither started nor ended. It has the face of a `Server`."""
+
+    pid: int | None = None
+    log: Path | None = None
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+
+    def alive(self) -> bool:
+        """Always: only its answers tell."""
+        return True
+
+    def wait_ready(self, timeout: float) -> None:
+        """Return when it serves. Raises EngineTimeout."""
+        end = time.monotonic() + timeout
+        while not serves(self.url):
+            if time.monotonic() > end:
+                raise EngineTimeout(
+                    f"the SGLang server at {self.url} did not serve within {timeout:g} s: start it, or take it out of "
+                    "rollout.external_urls"
+                )
+            time.sleep(_POLL)
+
+    def stop(self) -> None:
+        """Leave it as it is."""
+
+    def last_words(self) -> str:
+        """Where to look."""
+        return f"it runs elsewhere, at {self.url}, and so does its log"
+
+
+def serves(url: str, path: str = READY) -> bool:
+    """Whether a server there says that it can take requests."""
+    with suppress(httpx.HTTPError):
+        return httpx.get(f"{url}{path}", timeout=5, trust_env=False).status_code == 200
+    return False
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine's address that nobody listens on at the moment."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((host, 0))
         return listener.getsockname()[1]

@@ -42,7 +42,9 @@ def test_a_server_that_ends_while_it_starts_shows_the_end_of_its_log(tmp_path: P
 
 
 def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
-    problems = list(option_problems(Installation.find(), {"attention_backnd": "triton", "port": 1, "tp_size": 2}))
+    problems = list(
+        option_problems(Installation.find(), "rollout.sglang", {"attention_backnd": "triton", "port": 1, "tp_size": 2})
+    )
     assert problems == [
         "rollout.sglang.attention_backnd is not an option of SGLang 0.5.21; did you mean attention_backend?",
         "rollout.sglang.port is set by Cairn itself; leave it out",

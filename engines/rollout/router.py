@@ -1,0 +1,43 @@
+"""The router before the rollout servers, as the driver sees it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from configs.schema.operations import FleetConfig
+from engines.calls import Deadline
+from engines.errors import EngineError
+from engines.handles import Actor, EngineHandle, log_of
+from engines.rollout.sglang.launch_plan import Worker
+
+
+class RouterHandle(EngineHandle):
+    """See engines.rollout.sglang.router for what its calls do; all may raise EngineDied and EngineTimeout."""
+
+    def __init__(self, name: str, actor: Actor, options: Mapping[str, Any], fleet: FleetConfig) -> None:
+        super().__init__(name, [actor], fleet)
+        self._actor = actor
+        self._options = dict(options)
+
+    @property
+    def url(self) -> str:
+        """Where it takes requests; another one after a restart."""
+        return self.health()["url"]
+
+    def serve(self, workers: Sequence[Worker]) -> None:
+        """Send requests to exactly these servers."""
+        self._call("serve", workers)
+
+    def remove(self, url: str) -> None:
+        """Send a server nothing more. A router that does not obey is ended: its requests must not reach that server."""
+        try:
+            self._call("remove", url)
+        except EngineError:
+            self.kill()
+
+    def _call(self, method: str, *args: Any) -> None:
+        self._result(self._actor.call(method, *args), Deadline(self._fleet.call_timeout), self._actor, method)
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        host = self._host(self._actor, deadline)
+        ref = self._actor.call("start", self._options, host, log_of(self._actor), deadline.remaining)
+        self._result(ref, deadline, self._actor, "start")

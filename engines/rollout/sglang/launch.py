@@ -1,0 +1,81 @@
+"""Launches what an `EnginePlan` says: one server, or one machine's part of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.schema.rollout import RolloutConfig
+from engines.errors import EngineDied
+from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
+from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
+from engines.rollout.sglang.server import ExternalServer, Server, free_port
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A server that serves."""
+
+    server: Server | ExternalServer
+    worker: Worker
+    """The same for a router."""
+    deterministic: bool
+    """Whether its samples do not depend on their company."""
+
+
+def launch(
+    model_path: str,
+    config: RolloutConfig,
+    device: str,
+    plan: EnginePlan,
+    place: Place,
+    log: Path,
+    start_timeout: float,
+) -> Launched:
+    """Start a process of an engine, or find a server that runs elsewhere, and wait until it serves.
+
+    Raises SGLangMissing, EngineDied, EngineTimeout.
+    """
+    deterministic = bool(plan.options.get("enable_deterministic_inference"))
+    if plan.external_url is not None:
+        external = ExternalServer(plan.external_url)
+        external.wait_ready(start_timeout)
+        return Launched(external, Worker(external.url), deterministic)
+    installation = Installation.find()
+    port = free_port(place.host)
+    bootstrap_port = free_port(place.host) if plan.worker_type == "prefill" else None
+    options: dict[str, Any] = {
+        "model_path": model_path,
+        "dtype": config.dtype,
+        "max_running_requests": config.max_running_requests,
+        "host": place.host,
+        "port": port,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "weight_version": "0",
+        "disaggregation_bootstrap_port": bootstrap_port,
+        **(CPU_OPTIONS if device == "cpu" else {}),
+        **plan.options,
+    }
+    if plan.nnodes > 1:
+        options |= {"nnodes": plan.nnodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
+    environment = installation.environment(on_cpu=device == "cpu", num_threads=config.num_threads)
+    server = Server(installation.command(options), environment, port, log, host=place.host)
+    server.wait_ready(start_timeout)
+    return Launched(server, Worker(server.url, plan.worker_type, bootstrap_port), deterministic)
+
+
+class FurtherRank:
+    """A further machine's part of an engine: a process that answers nothing but that it is there."""
+
+    def __init__(self, server: Server | ExternalServer) -> None:
+        self._server = server
+
+    def health(self) -> dict[str, Any]:
+        """Keys: log, server_pid. Raises EngineDied."""
+        if not self._server.alive():
+            raise EngineDied(f"a process of an SGLang server is gone; {self._server.last_words()}")
+        return {"log": str(self._server.log), "server_pid": self._server.pid}
+
+    def close(self) -> None:
+        """End it."""
+        self._server.stop()

@@ -1,0 +1,132 @@
+"""From the configuration to what is launched: which servers, on how many machines each, with which options.
+
+A pure function: it asks neither the machine nor SGLang. Addresses and ports are found where the servers start.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from configs.schema.rollout import RolloutConfig
+from configs.schema.servers import ServerGroup
+
+WorkerType = Literal["regular", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine: a server, of several processes where it spans machines, or one that runs elsewhere."""
+
+    worker_type: WorkerType = "regular"
+    nnodes: int = 1
+    """Machines, with one actor on each; the first one's process answers HTTP."""
+    num_gpus: float = 0
+    """GPUs on each machine."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the server, addresses and ranks left out."""
+    external_url: str | None = None
+    """Of a server that runs elsewhere."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """All engines of a run, and the router before them."""
+
+    engines: tuple[EnginePlan, ...]
+    router: Mapping[str, Any] | None
+    """Its options, addresses left out; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process of an engine runs."""
+
+    host: str = "127.0.0.1"
+    """Its machine's address, on which it listens."""
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    """`host:port` on the first machine at which the processes of an engine meet; None where there is one."""
+    gpu_ids: tuple[str, ...] = ()
+    """The machine's GPUs that it shares with training; none where Ray reserved GPUs for its actor."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A server as the router is told of it."""
+
+    url: str
+    worker_type: WorkerType = "regular"
+    bootstrap_port: int | None = None
+    """Of a prefill server: where decode servers fetch keys and values."""
+
+
+def launch_plan(config: RolloutConfig) -> LaunchPlan:
+    """What a configuration without `plan_problems` launches."""
+    engines = [EnginePlan(options=dict(config.sglang), external_url=url) for url in config.external_urls]
+    if not engines:
+        for group in _groups(config):
+            engines += [_engine(config, group)] * group.count(config.num_gpus_per_engine)
+    router = config.router
+    if router is not None and any(engine.worker_type != "regular" for engine in engines):
+        router = {**router, "pd_disaggregation": True}
+    return LaunchPlan(tuple(engines), router)
+
+
+def plan_problems(config: RolloutConfig) -> Iterator[str]:
+    """Sentences on what cannot be launched."""
+    for group in _groups(config):
+        yield from _size_problems(config, group)
+    kinds = {group.worker_type for group in config.server_groups}
+    for kind, other in (("prefill", "decode"), ("decode", "prefill")):
+        if kind in kinds and other not in kinds:
+            yield f"rollout.server_groups has {kind} servers but no {other} servers: add a group of them"
+    if len(kinds) > 1 and "regular" in kinds:
+        yield (
+            "rollout.server_groups mixes regular servers with prefill and decode servers, which a router cannot serve "
+            "at once: leave one kind out"
+        )
+    if kinds - {"regular"} and config.router is None:
+        yield "rollout.server_groups has prefill and decode servers, which need a router: set rollout.router"
+
+
+def _groups(config: RolloutConfig) -> tuple[ServerGroup, ...]:
+    if config.external_urls:
+        return ()
+    return config.server_groups or (ServerGroup(num_engines=config.num_engines),)
+
+
+def _num_gpus(config: RolloutConfig, group: ServerGroup) -> float:
+    return config.num_gpus_per_engine if group.num_gpus_per_engine is None else group.num_gpus_per_engine
+
+
+def _engine(config: RolloutConfig, group: ServerGroup) -> EnginePlan:
+    options = {**config.sglang, **group.overrides}
+    num_gpus = _num_gpus(config, group)
+    nnodes = 1
+    if config.engine == "sglang" and num_gpus > 1:
+        nnodes = max(1, int(num_gpus // config.num_gpus_per_node))
+        options.setdefault("tp_size", int(num_gpus) // options.get("pp_size", 1))
+    if group.worker_type != "regular":
+        options["disaggregation_mode"] = group.worker_type
+    return EnginePlan(group.worker_type, nnodes, num_gpus / nnodes, options)
+
+
+def _size_problems(config: RolloutConfig, group: ServerGroup) -> Iterator[str]:
+    num_gpus, per_node = _num_gpus(config, group), config.num_gpus_per_node
+    options = {**config.sglang, **group.overrides}
+    if num_gpus > 1 and num_gpus % 1:
+        yield f"an engine of {num_gpus:g} GPUs cannot be placed: num_gpus_per_engine is at most 1 or a whole number"
+        return
+    if num_gpus > per_node and num_gpus % per_node:
+        yield (
+            f"an engine of {num_gpus:g} GPUs does not fill whole machines of {per_node}: make num_gpus_per_engine a "
+            "multiple of rollout.num_gpus_per_node"
+        )
+    used = options.get("tp_size", 1) * options.get("pp_size", 1)
+    if num_gpus >= 1 and "tp_size" in options and used != num_gpus:
+        yield (
+            f"rollout.sglang.tp_size × pp_size is {used}, but an engine has {num_gpus:g} GPUs: leave tp_size out, or "
+            "make num_gpus_per_engine the same"
+        )
+    elif num_gpus >= 1 and num_gpus % options.get("pp_size", 1):
+        yield f"{num_gpus:g} GPUs of an engine cannot be cut into pp_size = {options['pp_size']} stages: change either"

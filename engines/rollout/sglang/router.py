@@ -1,0 +1,119 @@
+"""The router before the servers: one process, and which servers it knows.
+
+A server is registered over the router's HTTP API, by POST to /workers. The router does that in the background, so that
+a server counts as registered only once GET /workers lists it as healthy. Requests that fail on a server it sends to
+another one itself.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.rollout.sglang.installation import Installation
+from engines.rollout.sglang.launch_plan import Worker
+from engines.rollout.sglang.server import Server, free_port
+
+PROGRAM = Path(__file__).with_name("start_router.py")
+
+_CONTROL_TIMEOUT = 30.0
+_POLL = 0.02
+
+DEFAULTS: dict[str, Any] = {
+    "health_check_interval_secs": 5,
+    "log_level": "warn",  # else it writes four lines a request
+}
+"""Options of a router; the configuration's own come after them."""
+
+
+class Router:
+    """A router's process, without any server at first.
+
+    Args:
+        options: of `sglang_router`, by its own names.
+        host: address that it listens on.
+        log: file that its output is appended to.
+        start_timeout: seconds until it must serve.
+
+    Raises:
+        SGLangMissing, EngineDied, EngineTimeout.
+    """
+
+    def __init__(self, options: Mapping[str, Any], host: str, log: Path, start_timeout: float) -> None:
+        installation = Installation.find()
+        port, metrics_port = free_port(host), free_port(host)
+        addresses = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": metrics_port}
+        command = [str(installation.python), str(PROGRAM), json.dumps({**DEFAULTS, **options, **addresses})]
+        environment = installation.environment(on_cpu=False, num_threads=1)
+        self.process = Server(command, environment, port, log, host=host, name="router", ready="/health")
+        self.process.wait_ready(start_timeout)
+        self._http = httpx.Client(base_url=self.url, timeout=_CONTROL_TIMEOUT, trust_env=False)
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    def serve(self, workers: Sequence[Worker]) -> None:
+        """Have exactly these servers. Returns once the router lists them; raises EngineError where it does not."""
+        wanted = {worker.url: worker for worker in workers}
+        known = self.workers()
+        for url in known.keys() - wanted.keys():
+            self.remove(url)
+        for url in wanted.keys() - known.keys():
+            fields = {"url": url, "worker_type": wanted[url].worker_type, "bootstrap_port": wanted[url].bootstrap_port}
+            self._call("POST", "/workers", {name: value for name, value in fields.items() if value is not None})
+        self._wait(
+            lambda: wanted.keys() == self.workers(healthy=True).keys(), f"take the servers {', '.join(sorted(wanted))}"
+        )
+
+    def remove(self, url: str) -> None:
+        """Send a server nothing more; one that is not known is left alone."""
+        worker = self.workers().get(url)
+        if worker is not None:
+            self._call("DELETE", f"/workers/{worker}")
+            self._wait(lambda: url not in self.workers(), f"let go of the server {url}")
+
+    def workers(self, *, healthy: bool = False) -> dict[str, str]:
+        """The id of every server that it has, or of those that it can use, by the server's URL."""
+        found = self._call("GET", "/workers")["workers"]
+        return {worker["url"]: worker["id"] for worker in found if worker["is_healthy"] or not healthy}
+
+    def health(self) -> dict[str, Any]:
+        """Keys: url, log, server_pid, workers. Raises EngineDied and EngineTimeout."""
+        if not self.process.alive():
+            raise EngineDied(f"the router is gone; {self.process.last_words()}")
+        return {
+            "url": self.url,
+            "log": str(self.process.log),
+            "server_pid": self.process.pid,
+            "workers": sorted(self.workers()),
+        }
+
+    def close(self) -> None:
+        """End it."""
+        self._http.close()
+        self.process.stop()
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            reply = self._http.request(method, path, json=body)
+        except httpx.TimeoutException:
+            raise EngineTimeout(f"{path} of the router at {self.url} did not answer in time") from None
+        except httpx.TransportError as error:
+            raise EngineDied(f"{path} of the router at {self.url}: {error}") from error
+        if not reply.is_success:
+            raise EngineError(f"{path} was refused by the router ({reply.status_code}): {reply.text[:500]}")
+        return reply.json()
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + _CONTROL_TIMEOUT
+        while not done():
+            if time.monotonic() > end:
+                raise EngineTimeout(
+                    f"the router did not {what} within {_CONTROL_TIMEOUT:g} s; its log: {self.process.log}"
+                )
+            time.sleep(_POLL)
