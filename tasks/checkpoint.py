@@ -1,7 +1,7 @@
 """`checkpoint`: a restore point. Data cursor and buffer are its inputs by digest, so one commit holds them all."""
 
 from storage.commits import Commit, Step
-from tasks.recovery import restore_trainer
+from tasks.recovery import prepare_trainer
 from tasks.step import Outcome, StepCall, durable
 
 
@@ -10,7 +10,7 @@ def checkpoint(step: StepCall, trained: Commit, selection: Commit) -> Outcome:
     """Save the training state that `trained` committed. `selection` fixes cursor and buffer."""
     run = step.run
     with run.weights_lock:
-        restore_trainer(run, trained)
+        prepare_trainer(run, trained)
         files = run.fleet.training.save(step.attempt.store.url, step.attempt.folder)
     return Outcome(
         files=[step.attempt.adopt(file) for file in files],

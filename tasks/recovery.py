@@ -59,8 +59,15 @@ def current_position(run: RunContext) -> Position | None:
         return None
 
 
+def prepare_trainer(run: RunContext, weights: Commit | None) -> None:
+    """Make the training engine ready to work from the state that `weights` committed; see `restore_trainer`."""
+    restore_trainer(run, weights)
+    run.fleet.turns.for_training()
+
+
 def restore_trainer(run: RunContext, weights: Commit | None) -> None:
-    """Make the training engine hold exactly the state that `weights` committed; None means the initial weights.
+    """Make the training engine hold exactly the state that `weights` committed; None means the initial weights. An
+    engine that does so already is left where it is, its memory given away or not.
 
     Callers hold `run.weights_lock`. Raises ReplayDiverged, Damaged, and EngineError where a new try may help.
     """
@@ -73,6 +80,7 @@ def restore_trainer(run: RunContext, weights: Commit | None) -> None:
     training = run.fleet.training
     if position is None or position.weight_version != 0 or position.last_input_digest is not None:
         training.restart()
+    run.fleet.turns.for_training()
     if weights is None:
         return
     replay_from = 0

@@ -7,7 +7,7 @@ from configs.schema.run import RunConfig
 from storage.commits import Commit, Step
 from storage.schemas import SCORE
 from tasks.batch import rows_of_groups, train_batch
-from tasks.recovery import restore_trainer
+from tasks.recovery import prepare_trainer
 from tasks.step import Outcome, StepCall, durable
 
 
@@ -41,7 +41,7 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     run = step.run
     batch = train_batch(run, selection, rollouts)
     with run.weights_lock:
-        restore_trainer(run, weights)
+        prepare_trainer(run, weights)
         old = run.fleet.training.score(batch, "actor") if needs_old_log_probs(run.config) else None
         ref = run.fleet.training.score(batch, "ref") if run.config.algorithm.use_kl_loss else None
     keys = pa.concat_tables(rows_of_groups(run, selection, rollouts, []))

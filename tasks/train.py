@@ -10,7 +10,7 @@ from engines.types import TrainResult
 from storage.commits import Commit, Step
 from tasks.batch import train_batch
 from tasks.events import Message
-from tasks.recovery import current_position, restore_trainer, version_of
+from tasks.recovery import current_position, prepare_trainer, version_of
 from tasks.step import Outcome, StepCall, durable
 
 READS = (
@@ -35,7 +35,7 @@ def train(
     with run.weights_lock:
         result = _uncommitted_result(step, version + num_steps)
         if result is None:
-            restore_trainer(run, weights)
+            prepare_trainer(run, weights)
             result = run.fleet.training.train(
                 train_batch(run, selection, rollouts, advantages, scores),
                 num_steps=num_steps,

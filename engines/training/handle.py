@@ -85,6 +85,10 @@ class TrainingHandle(EngineHandle):
         """Write a model folder, within `training.timeout` seconds. Raises WrongVersion."""
         self._on_all("export_hf", version, folder)
 
+    def gpus(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Machine and GPUs of each rank."""
+        return self._on_all("gpus")
+
     def offload(self) -> None:
         """Give the GPUs' memory away, which takes up to `training.timeout` seconds; nothing if that is done already."""
         self._on_all("offload")

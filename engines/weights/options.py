@@ -1,0 +1,41 @@
+"""Which ways of sending weights, and of sharing GPUs, the engines of a configuration can take."""
+
+from collections.abc import Iterator
+
+from configs.schema.run import RunConfig
+
+
+def weight_problems(config: RunConfig) -> Iterator[str]:
+    """Sentences on what the engines cannot do."""
+    yield from _colocation_problems(config)
+    transport, rollout = config.fleet.update_weight_transport, config.rollout
+    if transport == "distributed" and rollout.engine != "sglang":
+        yield (
+            f"fleet.update_weight_transport is distributed, which rollout.engine={rollout.engine} cannot receive: set "
+            "it to tensor or disk"
+        )
+    if transport == "tensor" and rollout.external_urls:
+        yield (
+            "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines, and "
+            "rollout.external_urls run elsewhere: set it to distributed or disk"
+        )
+
+
+def _colocation_problems(config: RunConfig) -> Iterator[str]:
+    fleet, rollout, training = config.fleet, config.rollout, config.training
+    if fleet.offloads_train and training.engine != "torch":
+        yield f"fleet.offload_train needs training.engine=torch: {training.engine} cannot give its memory away yet"
+    if (fleet.offloads_rollout or fleet.colocate) and rollout.external_urls:
+        yield "rollout.external_urls are servers whose memory is not ours: leave fleet.colocate and offload_rollout out"
+    if not fleet.colocate:
+        return
+    wanted = int(rollout.num_engines * rollout.num_gpus_per_engine)
+    if rollout.num_gpus_per_engine and training.num_gpus_per_rank != 1:
+        yield f"fleet.colocate needs training.num_gpus_per_rank=1, found {training.num_gpus_per_rank:g}"
+    if wanted > training.world_size:
+        yield (
+            f"fleet.colocate puts the rollout engines on the GPUs of training, and {rollout.num_engines} × "
+            f"{rollout.num_gpus_per_engine:g} are more than training.world_size = {training.world_size}"
+        )
+    if rollout.num_gpus_per_engine > rollout.num_gpus_per_node or rollout.server_groups:
+        yield "fleet.colocate takes engines of one machine each and of one kind: leave server_groups out"
