@@ -10,6 +10,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from engines.training.batching import MicroBatch
 from engines.training.collate import collate_responses, collate_trained
 from engines.training.log_probs import response_logits, token_log_probs
+from engines.training.losses.metrics import merge, numbers
 from engines.training.losses.objective import objective
 from engines.types import TrainBatch
 
@@ -21,22 +22,21 @@ def accumulate_gradients(
     weights: dict[int, float],
     algorithm: AlgorithmConfig,
     temperature: float,
-) -> dict[str, torch.Tensor]:
-    """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric (float64).
+) -> dict[str, float]:
+    """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric.
 
     Args:
         weights: of each sample's trained tokens in the loss of the optimizer step.
     """
-    totals: dict[str, torch.Tensor] = {}
+    kept = []
     for micro_batch in micro_batches:
         token_weights = [weights[i] if micro_batch.counted else 0.0 for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
         logits = response_logits(model, tokens.input_ids, tokens.positions)
         loss, metrics = objective(logits, tokens, algorithm, temperature)
         loss.backward()
-        for name, value in metrics.items():
-            totals[name] = totals.get(name, 0.0) + value.double()
-    return totals
+        kept.append(metrics)
+    return merge(map(numbers, kept))
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from engines.training.digest import sharded_weights_checksum, state_digest
 from engines.training.errors import NotFinite
 from engines.training.export import save_model_folder
 from engines.training.losses.aggregate import token_weights
+from engines.training.losses.metrics import merge_over_ranks, over_steps
 from engines.training.offload import offload, onload
 from engines.training.optimizer import MOMENTS, build_optimizer, learning_rate, set_learning_rate, set_position
 from engines.training.passes import accumulate_gradients, score_responses
@@ -113,7 +114,7 @@ class TorchEngine:
         result = TrainResult(
             weight_version=self._version,
             state_digest=self.state_digest(),
-            metrics={name: sum(step[name] for step in metrics) / num_steps for name in metrics[0]},
+            metrics=over_steps(metrics),
             seconds=time.perf_counter() - started,
             tokens=sum(map(len, batch.input_ids)),
         )
@@ -225,7 +226,7 @@ class TorchEngine:
         shares = accumulate_gradients(
             self._model, batch, self._plan(lengths), weights, self._algorithm, self._temperature
         )
-        metrics = self._sum_over_ranks(shares)
+        metrics = merge_over_ranks(shares, self._world_size)
         parameters = list(self._model.parameters())
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         metrics["grad_norm"] = whole(norm).item()
@@ -267,13 +268,6 @@ class TorchEngine:
             full = whole(part.to(self._device) if self._world_size > 1 else part)
             if self._rank == 0:
                 yield name, full.to("cpu", self._dtype, copy=True)
-
-    def _sum_over_ranks(self, shares: dict[str, torch.Tensor]) -> dict[str, float]:
-        names = sorted(shares)
-        sums = torch.stack([shares[name] for name in names])
-        if self._world_size > 1:
-            dist.all_reduce(sums)
-        return dict(zip(names, sums.tolist(), strict=True))
 
     def _require_finite(self, metrics: dict[str, float]) -> None:
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):

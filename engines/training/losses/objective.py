@@ -1,11 +1,13 @@
 """The loss of a micro-batch and its metrics, under slime's names."""
 
 import torch
+from torch.nn import functional
 
 from configs.schema.algorithm import AlgorithmConfig
 from engines.training.collate import Tokens
 from engines.training.log_probs import entropy, token_log_probs
 from engines.training.losses.kl import kl_divergence
+from engines.training.losses.metrics import LARGEST
 from engines.training.losses.policy import policy_loss
 from engines.training.losses.sft import sft_loss
 from engines.training.losses.tis import importance_weights
@@ -54,6 +56,7 @@ def loss_and_metrics(
         eps_clip_high=algorithm.eps_clip_high,
         eps_clip_c=algorithm.eps_clip_c,
     )
+    metrics: Metrics = {}
     per_token = {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}
     if algorithm.use_tis:
         weights, ratio = importance_weights(
@@ -63,10 +66,12 @@ def loss_and_metrics(
         per_token |= {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "ois": torch.exp(-ppo_kl)}
     if tokens.rollout_log_probs is not None:
         trainer = current if algorithm.use_rollout_logprobs else old
-        per_token["train_rollout_logprob_abs_diff"] = (trainer - tokens.rollout_log_probs).abs()
+        difference = (trainer - tokens.rollout_log_probs).abs()
+        per_token["train_rollout_logprob_abs_diff"] = difference
+        metrics["train_rollout_logprob_abs_diff" + LARGEST] = functional.pad(difference, (0, 1)).amax()
 
     loss = tokens.weighted_sum(pg_loss)
-    metrics = {"pg_loss": loss.detach()}
+    metrics["pg_loss"] = loss.detach()
     entropy_loss = tokens.weighted_sum(entropies)
     metrics["entropy_loss"] = entropy_loss.detach()
     if algorithm.entropy_coef > 0:

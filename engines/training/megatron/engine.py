@@ -18,6 +18,7 @@ from engines.training.batching import MicroBatch, plan_micro_batches, split_step
 from engines.training.checkpoint import in_buckets
 from engines.training.errors import NotFinite
 from engines.training.losses.aggregate import token_weights
+from engines.training.losses.metrics import over_steps
 from engines.training.megatron import checkpoint
 from engines.training.megatron.backend import backend_for
 from engines.training.megatron.folder import write_model_folder
@@ -109,7 +110,7 @@ class MegatronEngine:
         result = TrainResult(
             weight_version=self._version,
             state_digest=self.state_digest(),
-            metrics={name: sum(step[name] for step in metrics) / num_steps for name in metrics[0]},
+            metrics=over_steps(metrics),
             seconds=time.perf_counter() - started,
             tokens=sum(map(len, batch.input_ids)),
         )

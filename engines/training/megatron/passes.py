@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from configs.schema.algorithm import AlgorithmConfig
 from engines.training.batching import MicroBatch
 from engines.training.collate import collate_responses, collate_trained
+from engines.training.losses.metrics import merge, merge_over_ranks, numbers
 from engines.training.losses.objective import loss_and_metrics
 from engines.training.megatron.packing import Packed, pack
 from engines.training.megatron.vocabulary import entropy_of, hide_filling, log_probs_of
@@ -67,12 +68,8 @@ class Passes:
             return loss_and_metrics(log_probs, entropies, packed.tokens, algorithm)
 
         kept = self._run(micro_batches, make, on_logits, forward_only=False)
-        totals: dict[str, float] = {}
-        if parallel_state.get_tensor_model_parallel_rank() == 0:
-            for metrics in kept:
-                for name, value in metrics.items():
-                    totals[name] = totals.get(name, 0.0) + value.double().item()
-        return _sum_over_ranks(totals)
+        counts = parallel_state.get_tensor_model_parallel_rank() == 0
+        return merge_over_ranks(merge(map(numbers, kept)) if counts else {}, dist.get_world_size())
 
     @torch.no_grad()
     def score_responses(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -150,10 +147,3 @@ class Passes:
             forward_only=forward_only,
         )
         return kept
-
-
-def _sum_over_ranks(shares: dict[str, float]) -> dict[str, float]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, shares)
-    names = sorted({name for rank in every for name in rank})
-    return {name: sum(rank.get(name, 0.0) for rank in every) for name in names}
