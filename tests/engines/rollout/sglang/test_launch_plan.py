@@ -1,0 +1,124 @@
+"""What is launched for a configuration, as a table, and what cannot be launched, in a sentence each."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from configs.schema.rollout import RolloutConfig
+from engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan, launch_plan, plan_problems
+
+PREFILL = {"disaggregation_mode": "prefill"}
+DECODE = {"disaggregation_mode": "decode"}
+
+
+def config(**options: Any) -> RolloutConfig:
+    base = {"engine": "sglang", "num_rollout": 1, "rollout_batch_size": 1, "rollout_max_response_len": 1}
+    return RolloutConfig.model_validate(base | options)
+
+
+def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
+    return {"server_groups": list(kinds), "num_engines": sum(kind.get("num_engines", 1) for kind in kinds)}
+
+
+@pytest.mark.parametrize(
+    ("options", "engines", "router"),
+    [
+        ({"num_engines": 2}, [EnginePlan(), EnginePlan()], None),
+        ({"num_gpus_per_engine": 0.5}, [EnginePlan(num_gpus=0.5)], None),
+        ({"num_gpus_per_engine": 1}, [EnginePlan(num_gpus=1)], None),
+        ({"sglang": {"tp_size": 2}}, [EnginePlan(options={"tp_size": 2})], None),
+        ({"num_gpus_per_engine": 4}, [EnginePlan(num_gpus=4, options={"tp_size": 4})], None),
+        (
+            {"num_gpus_per_engine": 4, "sglang": {"pp_size": 2}},
+            [EnginePlan(num_gpus=4, options={"pp_size": 2, "tp_size": 2})],
+            None,
+        ),
+        ({"num_gpus_per_engine": 16}, [EnginePlan(nnodes=2, num_gpus=8, options={"tp_size": 16})], None),
+        (
+            {"num_gpus_per_engine": 8, "num_gpus_per_node": 4, "num_engines": 2},
+            [EnginePlan(nnodes=2, num_gpus=4, options={"tp_size": 8})] * 2,
+            None,
+        ),
+        (
+            {"external_urls": ["http://a:1", "http://b:2"], "num_engines": 2, "router": {"policy": "round_robin"}},
+            [EnginePlan(external_url="http://a:1"), EnginePlan(external_url="http://b:2")],
+            {"policy": "round_robin"},
+        ),
+        (
+            {
+                "server_groups": [
+                    {"num_gpus": 4, "num_gpus_per_engine": 2, "overrides": {"mem_fraction_static": 0.7}},
+                    {"num_engines": 1},
+                ],
+                "num_engines": 3,
+                "num_gpus_per_engine": 1,
+                "sglang": {"mem_fraction_static": 0.9},
+            },
+            [EnginePlan(num_gpus=2, options={"mem_fraction_static": 0.7, "tp_size": 2})] * 2
+            + [EnginePlan(num_gpus=1, options={"mem_fraction_static": 0.9})],
+            None,
+        ),
+        (
+            {
+                "server_groups": [
+                    {"worker_type": "prefill", "num_gpus": 2},
+                    {"worker_type": "decode", "num_gpus": 16, "num_gpus_per_engine": 16},
+                ],
+                "num_engines": 3,
+                "num_gpus_per_engine": 1,
+                "router": {"policy": "cache_aware"},
+            },
+            [EnginePlan("prefill", num_gpus=1, options=PREFILL)] * 2
+            + [EnginePlan("decode", nnodes=2, num_gpus=8, options={"tp_size": 16, **DECODE})],
+            {"policy": "cache_aware", "pd_disaggregation": True},
+        ),
+    ],
+)
+def test_a_configuration_launches(
+    options: dict[str, Any], engines: list[EnginePlan], router: dict[str, Any] | None
+) -> None:
+    asked = config(**options)
+    assert list(plan_problems(asked)) == []
+    assert launch_plan(asked) == LaunchPlan(tuple(engines), router)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_gpus_per_engine": 1.5}, "num_gpus_per_engine is at most 1 or a whole number"),
+        ({"num_gpus_per_engine": 12}, "an engine of 12 GPUs does not fill whole machines of 8"),
+        ({"num_gpus_per_engine": 4, "sglang": {"tp_size": 2}}, "tp_size × pp_size is 2, but an engine has 4 GPUs"),
+        ({"num_gpus_per_engine": 4, "sglang": {"pp_size": 3}}, "cannot be cut into pp_size = 3 stages"),
+        (groups({"worker_type": "prefill", "num_engines": 1}) | {"router": {}}, "has prefill servers but no decode"),
+        (groups({"worker_type": "decode", "num_engines": 1}) | {"router": {}}, "has decode servers but no prefill"),
+        (
+            groups(*({"worker_type": kind, "num_engines": 1} for kind in ("regular", "prefill", "decode")))
+            | {"router": {}},
+            "mixes regular servers with prefill and decode servers",
+        ),
+        (
+            groups(*({"worker_type": kind, "num_engines": 1} for kind in ("prefill", "decode"))),
+            "need a router: set rollout.router",
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_one_sentence(options: dict[str, Any], sentence: str) -> None:
+    (problem,) = plan_problems(config(**options))
+    assert sentence in problem
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"server_groups": [{"num_engines": 2}]}, "num_engines is 1, but server_groups makes 2: set num_engines=2"),
+        ({"external_urls": ["http://a:1", "http://b:2"]}, "external_urls makes 2: set num_engines=2"),
+        ({"server_groups": [{"num_engines": 1}], "external_urls": ["http://a:1"]}, "exclude each other"),
+        ({"server_groups": [{}]}, "either num_engines or num_gpus"),
+        ({"server_groups": [{"num_gpus": 3, "num_gpus_per_engine": 2}]}, "3 GPUs cannot be cut into engines of 2 each"),
+        ({"server_groups": [{"num_gpus": 3}]}, "3 GPUs cannot be cut into engines of 0 each"),
+    ],
+)
+def test_engines_are_counted_once(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        config(**options)
