@@ -32,8 +32,9 @@ from engines.training.torch import TorchEngine
 from engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
 from tasks.advantages import get_estimator
 from tasks.data import PromptData, draw
+from tasks.groups import sample_seed
 from tasks.rewards.pool import GraderPool
-from tasks.rollout import sample_seed, shard_rows
+from tasks.rollout import shard_rows
 
 
 @dataclass(frozen=True)

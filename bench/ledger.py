@@ -115,7 +115,7 @@ def commits_of(run: str, iterations: int) -> Iterator[Commit]:
         metrics = {"response_tokens": 8, "generated_groups": 1, "recovered_groups": 0}
         rollouts = [commit(Step.ROLLOUT, shard, before, metrics=metrics) for shard in SHARDS]
         rewards = [commit(Step.REWARD, at, [made]) for at, made in zip(SHARDS, rollouts, strict=True)]
-        values = {"full": True, "missing": 0, "cursor": 2 * (index + 1), "round": 0, "buffered": 0}
+        values = {"full": True, "missing": 0, "cursor": 2 * (index + 1), "round": 0, "buffered": 0, "unfinished": 0}
         selection = commit(Step.FILTER, "00", [*rollouts, *rewards], values=values)
         advantages = commit(Step.ADVANTAGE, None, [selection, *rollouts, *rewards], metrics={"raw_reward": 0.5})
         trained = commit(

@@ -42,11 +42,11 @@ class GenerateRequest:
     seeds: tuple[int, ...]
     """One 64-bit seed a sample: the sample's tokens depend on it, the prompt, the weights and nothing else."""
     sampling_params: SamplingParams
-    prefixes: tuple[Sequence[int], ...] = ()
+    prefixes: tuple[Sequence[int] | np.ndarray, ...] = ()
     """Where samples are continued: the response tokens that each has, in the order of the seeds; they count towards
     `max_new_tokens` and are not returned. Empty: all samples begin at the prompt."""
 
-    def prefix(self, index: int) -> Sequence[int]:
+    def prefix(self, index: int) -> Sequence[int] | np.ndarray:
         """The response tokens that the sample at a position of its seed already has."""
         return self.prefixes[index] if self.prefixes else ()
 

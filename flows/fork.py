@@ -68,13 +68,14 @@ def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunC
 
 def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
     size = RunConfig.model_validate(parent.owner(iteration).manifest.config).rollout.n_samples_per_prompt
-    buffered = number(_last_filter(parent, iteration), "buffered")
-    if buffered and config.rollout.n_samples_per_prompt != size:
+    selection = _last_filter(parent, iteration)
+    waiting = number(selection, "buffered") + number(selection, "unfinished")
+    if waiting and config.rollout.n_samples_per_prompt != size:
         raise ConfigError(
             [
-                f"rollout.n_samples_per_prompt is {config.rollout.n_samples_per_prompt}, but the buffer of "
-                f"{parent.run}@{iteration} holds {buffered} groups of {size}: keep {size}, or fork at an iteration "
-                "whose buffer is empty"
+                f"rollout.n_samples_per_prompt is {config.rollout.n_samples_per_prompt}, but "
+                f"{waiting} groups of {size} wait after {parent.run}@{iteration}: keep {size}, or fork at an iteration "
+                "that leaves none"
             ]
         )
 

@@ -14,7 +14,7 @@ from tasks.evaluate import eval_due, eval_shard, evaluate
 from tasks.filter import filter_groups, number
 from tasks.recovery import checkpoint_due
 from tasks.reward import reward
-from tasks.rollout import rollout
+from tasks.rollout import resumed_groups, rollout
 from tasks.score import needs_scores, score
 from tasks.step import DurableStep
 from tasks.sync import sync
@@ -74,7 +74,10 @@ def sample(
     for round in itertools.count():
         before = [commit for commit in (selection or previous,) if commit]
         shards = plan_round(run, selection, previous, round)
-        pending = [steps.submit(rollout, index, shard, weights, before, **part) for shard, part in shards]
+        pending = [
+            steps.submit(rollout, index, shard, weights, before, continued_shards(run, before, part), **part)
+            for shard, part in shards
+        ]
         rewarded = [
             steps.submit(reward, index, shard, samples) for (shard, _), samples in zip(shards, pending, strict=True)
         ]
@@ -98,25 +101,42 @@ def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit
 
 def plan_round(
     run: RunContext, selection: Commit | None, previous: Commit | None, round: int
-) -> Sequence[tuple[str, dict[str, int]]]:
-    """The shards of a round: their names, and which prompts after the cursor each generates.
+) -> Sequence[tuple[str, dict[str, Any]]]:
+    """The shards of a round: their names, and which groups each generates.
 
-    The first round draws `over_sampling_batch_size` prompts less what the buffer holds; a later one draws in the same
-    proportion to what is missing.
+    The first round generates `over_sampling_batch_size` groups less what the buffer holds; a later one in the same
+    proportion to what is missing. Groups that were left unfinished are continued before prompts are drawn. With
+    `partial_rollout` the round is over when as many as are missing have been generated.
     """
     config = run.config.rollout
     first = config.over_sampling_batch_size or config.rollout_batch_size
     if selection is not None:
-        count = math.ceil(number(selection, "missing") * first / config.rollout_batch_size)
+        missing = number(selection, "missing")
+        count = math.ceil(missing * first / config.rollout_batch_size)
     else:
-        count = max(0, first - (number(previous, "buffered") if previous else 0))
+        buffered = number(previous, "buffered") if previous else 0
+        missing = max(0, config.rollout_batch_size - buffered)
+        count = max(0, first - buffered)
+    if config.partial_rollout and not missing:
+        count = 0
     before = selection or previous
-    cursor = number(before, "cursor") if before else 0
+    resumed = min(count, number(before, "unfinished")) if before else 0
     parts = min(count, config.shards_per_round or config.num_engines)
-    return [
-        (f"{round:02d}-{part:03d}", {"cursor": cursor, "count": count, "part": part, "parts": parts})
-        for part in range(parts)
-    ]
+    whole = {
+        "cursor": number(before, "cursor") if before else 0,
+        "count": count - resumed,
+        "resumed": resumed,
+        "needed": missing if config.partial_rollout else None,
+        "parts": parts,
+    }
+    return [(f"{round:02d}-{part:03d}", {**whole, "part": part}) for part in range(parts)]
+
+
+def continued_shards(run: RunContext, earlier: Sequence[Commit], part: dict[str, Any]) -> list[Commit]:
+    """The rollout commits, each once, that hold the unfinished groups which a shard of `plan_round` continues."""
+    places = resumed_groups(run, earlier, resumed=part["resumed"], part=part["part"], parts=part["parts"])
+    shards = dict.fromkeys((iteration, shard) for iteration, shard, _ in places)
+    return [run.committed(iteration, Step.ROLLOUT, shard) for iteration, shard in shards]
 
 
 def last_selection(run: RunContext, index: int) -> Commit:

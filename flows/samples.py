@@ -64,7 +64,8 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
         rewards = {} if graded is None else _by_sample(_read(ledger, graded, _REWARD))
         for key, row in _by_sample(_read(ledger, generated, _ROLLOUT)).items():
             group = groups.get(row["group_id"], {})
-            if origin == iteration or group:
+            was_continued = group and (group["iteration"], group["shard"]) != (origin, shard)
+            if (origin == iteration or group) and not was_continued:
                 found.append((origin, key, row, rewards.get(key, {}), group, advantages.get(key)))
     return [
         SampleView(

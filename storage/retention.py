@@ -11,7 +11,7 @@ crash leaves in between is garbage, which `storage.collector` finds.
 |---|---|
 | the newest checkpoint | recovery begins there |
 | snapshots after it, and earlier ones that their steps were made from | recovery replays these steps |
-| snapshots of the last two iterations, and of groups that the newest selection kept | the next steps read them |
+| snapshots of the last two iterations, and of groups that the newest selection kept or left open | steps read them |
 | everything up to where another run was forked | the fork reads it here |
 
 So nothing is retired before there is a checkpoint: recovery then replays the run from its initial weights.
@@ -32,6 +32,7 @@ from storage.snapshots import read_table
 from storage.store import Store
 
 _REQUESTS = 8
+_WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})
 
 
 class Retirement(Record):
@@ -135,13 +136,13 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
             needed |= _made_from(commits)
         selection = next((commit for commit in reversed(commits) if commit.step is Step.FILTER), selection)
     if selection is not None:
-        needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, Disposition.BUFFER})
+        needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, *_WAITING})
     return needed
 
 
 def require_restorable(ledger: Ledger, iteration: int) -> None:
     """Raise Retired, naming what is gone, unless a fork can go on after the iteration: from a checkpoint, and from the
-    snapshots since then and of the groups in the buffer."""
+    snapshots since then and of the groups that wait, in the buffer or unfinished."""
     if not retired(ledger.owner(iteration)):
         return
     places = range(iteration, -1, -1)
@@ -154,8 +155,8 @@ def require_restorable(ledger: Ledger, iteration: int) -> None:
     for since in range(checkpoint + 1, iteration + 1):
         needed |= _made_from(ledger.commits(since))
     selections = [commit for commit in ledger.commits(iteration) if commit.step is Step.FILTER]
-    if selections and selections[-1].values["buffered"]:
-        needed |= {iteration, *_places_of_groups(ledger, selections[-1], {Disposition.BUFFER})}
+    if selections and (selections[-1].values["buffered"] or selections[-1].values["unfinished"]):
+        needed |= {iteration, *_places_of_groups(ledger, selections[-1], _WAITING)}
     for i in sorted(needed):
         if ledger.store.exists(layout.retired(ledger.owner(i).run, i, Kind.SNAPSHOTS)):
             raise Retired(

@@ -25,11 +25,13 @@ class Disposition(StrEnum):
     """Trained on in this iteration."""
     BUFFER = "buffer"
     """Kept, but more than this iteration needs: the next one may take it."""
+    CONTINUE = "continue"
+    """Not finished when its shard was: a later round goes on with it."""
     DROP = "drop"
     """Filtered out; `reason` says why."""
 
 
-MEASURED = frozenset({"engine", "seconds"})
+MEASURED = frozenset({"engine", "seconds", "cached_tokens"})
 """Columns that say how a row came about: they differ between runs that make the same."""
 
 _IDS = pa.list_(pa.int32())
@@ -57,8 +59,9 @@ ROLLOUT = _schema(
     ("status", pa.string()),  # Status
     ("error", pa.string()),
     ("seed", pa.uint64()),
-    ("engine", pa.string()),  # the rollout engine's name
+    ("engine", pa.string()),  # name of the rollout engine that generated last
     ("seconds", pa.float32()),  # from the sample's admission to its end
+    ("cached_tokens", pa.int64()),  # of those that the engine was given, the ones in its prefix cache
     ("label", pa.string()),  # expected answer
     ("metadata", pa.string()),  # JSON object of the data row
     nullable=frozenset({"error", "label", "metadata"}),
@@ -68,7 +71,7 @@ ROLLOUT = _schema(
 REWARD = _schema(
     ("group_id", pa.int64()),
     ("sample_index", pa.int32()),
-    ("reward", pa.float32()),  # null: failed
+    ("reward", pa.float32()),  # null: failed, or of a group that is not finished
     ("components", pa.string()),  # JSON object of partial rewards
     ("grader", pa.string()),
     ("grader_version", pa.string()),

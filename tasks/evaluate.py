@@ -12,9 +12,9 @@ from engines.types import Completion, FinishReason, GenerateRequest, SamplingPar
 from storage.commits import Commit, Step
 from storage.schemas import EVAL, Status
 from tasks.generation import generate_groups
+from tasks.groups import completion_status, sample_seed
 from tasks.recovery import version_of
 from tasks.reward import grade_generated
-from tasks.rollout import completion_status, sample_seed
 from tasks.step import Outcome, StepCall, durable
 from tasks.sync import bring_up_to_date
 

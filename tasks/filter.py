@@ -2,7 +2,8 @@
 
 A round sees all groups of the iteration so far, those left over from the iteration before first. A group with a failed
 sample is dropped; the dynamic-sampling filter judges the rest; the first `rollout_batch_size` kept ones make the batch
-and the surplus waits in the buffer for the next iteration.
+and the surplus waits in the buffer for the next iteration. A group that was aborted unfinished is judged by nobody: it
+waits for a later round of rollout, of this iteration or the next, that continues it.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from storage.commits import Commit, Step
-from storage.schemas import FILTER, Disposition
+from storage.schemas import FILTER, Disposition, Status
 from tasks.context import RunContext
 from tasks.filters import FilterDecision, get_filter
 from tasks.step import Outcome, StepCall, durable
@@ -37,7 +38,13 @@ class Group:
     kept: bool
     spare: bool = False
     """Not kept, but better than an unfilled batch."""
+    unfinished: bool = False
+    """Aborted, to be continued."""
     disposition: Disposition = Disposition.DROP
+
+
+GroupPlace = tuple[int, str, int]
+"""(iteration, shard, group_id): where the samples of a group lie."""
 
 
 @durable(
@@ -54,12 +61,14 @@ def filter_groups(
     `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`.
     """
     config = step.run.config.rollout
-    groups = [*buffered_groups(step.run, previous)]
+    newest = {group.group_id: group for group in _left_over(step.run, previous)}
     for generated, graded in zip(rollouts, rewards, strict=True):
         assert generated.shard is not None
-        groups += _judged_groups(step.run, step.iteration, generated.shard, graded)
+        for group in _judged_groups(step.run, step.iteration, generated.shard, graded):
+            newest.pop(group.group_id, None)  # one that was continued comes where it was finished
+            newest[group.group_id] = group
     last_round = round + 1 >= config.max_refill_rounds
-    groups = fill_batch(groups, config.rollout_batch_size, use_spare=last_round)
+    groups = fill_batch(list(newest.values()), config.rollout_batch_size, use_spare=last_round)
     dispositions = Counter(group.disposition for group in groups)
     missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
     reasons = Counter(group.reason for group in groups if group.reason)
@@ -77,18 +86,21 @@ def filter_groups(
             "cursor": _cursor(rollouts, previous),
             "round": round,
             "buffered": dispositions[Disposition.BUFFER],
+            "unfinished": dispositions[Disposition.CONTINUE],
         },
         metrics={
             "groups": len(groups),
             "rounds": round + 1,
             "buffered": dispositions[Disposition.BUFFER],
+            "unfinished": dispositions[Disposition.CONTINUE],
             **{f"dynamic_filter/drop_{reason}": count for reason, count in sorted(reasons.items())},
         },
     )
 
 
 def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool) -> list[Group]:
-    """Give every group its disposition: the first kept ones train, the surplus is buffered, the rest dropped.
+    """Give every group its disposition: the first kept ones train, the surplus is buffered, unfinished ones are to be
+    continued, the rest dropped.
 
     With `use_spare`, groups that the filter would rather not keep fill what is still missing.
     """
@@ -100,44 +112,68 @@ def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool) -> 
     def disposition(index: int, group: Group) -> Disposition:
         if index in train:
             return Disposition.TRAIN
+        if group.unfinished:
+            return Disposition.CONTINUE
         return Disposition.BUFFER if group.kept else Disposition.DROP
 
     return [replace(group, disposition=disposition(i, group)) for i, group in enumerate(groups)]
 
 
-def buffered_groups(run: RunContext, previous: Commit | None) -> list[Group]:
-    """The surplus that the iteration before left, oldest first."""
-    if previous is None or not number(previous, "buffered"):
+def _left_over(run: RunContext, previous: Commit | None) -> list[Group]:
+    """The surplus that the iteration before left, and what is unfinished, oldest first."""
+    if previous is None or not number(previous, "buffered") + number(previous, "unfinished"):
         return []
     return [
-        Group(row["group_id"], row["iteration"], row["shard"], row["mean_reward"], row["std_reward"], None, kept=True)
+        Group(
+            row["group_id"],
+            row["iteration"],
+            row["shard"],
+            row["mean_reward"],
+            row["std_reward"],
+            None,
+            kept=row["disposition"] == Disposition.BUFFER,
+            unfinished=row["disposition"] == Disposition.CONTINUE,
+        )
         for row in run.read(previous).to_pylist()
-        if row["disposition"] == Disposition.BUFFER
+        if row["disposition"] in (Disposition.BUFFER, Disposition.CONTINUE)
     ]
 
 
 def number(selection: Commit, name: str) -> int:
-    """One of the whole numbers among a filter step's values: `missing`, `cursor`, `round`, `buffered`."""
+    """One of the whole numbers among a filter step's values: `missing`, `cursor`, `round`, `buffered`, `unfinished`."""
     value = selection.values[name]
     assert isinstance(value, int)
     return value
 
 
-def trained_groups(run: RunContext, selection: Commit) -> list[tuple[int, str, int]]:
-    """(iteration, shard, group_id) of the groups to train on, in the order of the batch."""
+def trained_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
+    """The groups to train on, in the order of the batch."""
+    return _places(run, selection, Disposition.TRAIN)
+
+
+def unfinished_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
+    """The groups that wait to be continued, in the order in which they are."""
+    return _places(run, selection, Disposition.CONTINUE) if number(selection, "unfinished") else []
+
+
+def _places(run: RunContext, selection: Commit, disposition: Disposition) -> list[GroupPlace]:
     rows = run.read(selection).to_pylist()
-    return [
-        (row["iteration"], row["shard"], row["group_id"]) for row in rows if row["disposition"] == Disposition.TRAIN
-    ]
+    return [(row["iteration"], row["shard"], row["group_id"]) for row in rows if row["disposition"] == disposition]
 
 
 def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) -> list[Group]:
     decide = get_filter(run.config.rollout.dynamic_sampling_filter)
     rewards: dict[int, list[float | None]] = {}
-    for row in run.read(graded, ["group_id", "reward"]).to_pylist():
+    unfinished = set()
+    for row in run.read(graded, ["group_id", "reward", "status"]).to_pylist():
         rewards.setdefault(row["group_id"], []).append(row["reward"])
+        if row["status"] == Status.ABORTED:
+            unfinished.add(row["group_id"])
     groups = []
     for group_id, values in rewards.items():
+        if group_id in unfinished:
+            groups.append(Group(group_id, iteration, shard, None, None, None, kept=False, unfinished=True))
+            continue
         if any(value is None for value in values):
             groups.append(Group(group_id, iteration, shard, None, None, "failed_sample", kept=False))
             continue
@@ -171,7 +207,7 @@ def _table(groups: Sequence[Group]) -> pa.Table:
             "group_id": [g.group_id for g in groups],
             "iteration": [g.iteration for g in groups],
             "shard": [g.shard for g in groups],
-            "kept": [g.disposition != Disposition.DROP for g in groups],
+            "kept": [g.disposition in (Disposition.TRAIN, Disposition.BUFFER) for g in groups],
             "disposition": [str(g.disposition) for g in groups],
             "reason": [g.reason for g in groups],
             "mean_reward": [g.mean_reward for g in groups],

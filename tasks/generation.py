@@ -8,6 +8,9 @@
 
 All samples of a failed group carry the error and no token: they are graded by nobody, and the filter drops the group
 and asks for another. A suspect whose engine did not fail is a group like any other.
+
+Where only some of the groups are needed, the others are aborted as soon as these have been generated, and come as far
+as they are. Every token must be of the weights that the step wants: an engine that serves others is an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +20,7 @@ from engines.errors import EngineError, RequestRefused
 from engines.types import Completion, FinishReason, GenerateRequest
 from storage.commits import Commit
 from storage.layout import commit_name
+from tasks.recovery import version_of
 from tasks.step import StepCall
 from tasks.sync import bring_up_to_date
 
@@ -29,6 +33,9 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         """See `engines.rollout.base.RolloutEngine`."""
 
+    def abort(self) -> None:
+        """See `engines.rollout.base.RolloutEngine`; from the thread that reads the stream."""
+
 
 TOGETHER = 2
 """Failures in company after which a group is a suspect."""
@@ -36,58 +43,105 @@ ALONE = 2
 """Failures alone after which it fails. With `retry.retries` of 3 that is one driver's last try of the step."""
 
 
+class _Quota:
+    """Counts down the groups that are still needed."""
+
+    def __init__(self, groups: int | None) -> None:
+        """None: all of them."""
+        self._left = groups
+
+    @property
+    def is_met(self) -> bool:
+        return self._left is not None and self._left <= 0
+
+    def count(self, group: Sequence[Completion]) -> None:
+        """Take a group off, unless it failed or is unfinished."""
+        usable = all(c.error is None and c.finish_reason != FinishReason.ABORT for c in group)
+        if self._left is not None and usable:
+            self._left -= 1
+
+
 def generate_groups(
-    step: StepCall, engine: Engine, weights: Commit | None, requests: Sequence[GenerateRequest]
+    step: StepCall,
+    engine: Engine,
+    weights: Commit | None,
+    requests: Sequence[GenerateRequest],
+    *,
+    enough: int | None = None,
 ) -> Iterator[list[Completion]]:
     """Generate every sample of every request with the weights that `weights` left; yield each request's completions, by
-    sample, when the last of them has ended. Raises EngineError where a new try of the step may help."""
+    sample, when the last of them has ended. Raises EngineError where a new try of the step may help.
+
+    After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came.
+    """
+    quota = _Quota(enough)
     failures = step.run.failed_generations
     suspects = [request for request in requests if failures[_key(step, request)] >= TOGETHER]
-    yield from _together(step, engine, weights, [request for request in requests if request not in suspects])
+    yield from _together(step, engine, weights, [request for request in requests if request not in suspects], quota)
     for request in suspects:
-        yield from _alone(step, engine, weights, request)
+        yield from _alone(step, engine, weights, request, quota)
 
 
 def _together(
-    step: StepCall, engine: Engine, weights: Commit | None, requests: Sequence[GenerateRequest]
+    step: StepCall, engine: Engine, weights: Commit | None, requests: Sequence[GenerateRequest], quota: _Quota
 ) -> Iterator[list[Completion]]:
-    if not requests:
+    if not requests or quota.is_met:
+        yield from map(_unbegun, requests)
         return
     unfinished = {request.request_id: request for request in requests}
     finished: dict[int, list[Completion]] = {request.request_id: [] for request in requests}
+    aborted = False
     try:
         for completions in engine.generate(requests):
             for completion in completions:
+                _check(engine, completion, version_of(weights), may_abort=aborted)
                 group = finished[completion.request_id]
                 group.append(completion)
                 if len(group) == len(unfinished[completion.request_id].seeds):
                     del unfinished[completion.request_id]
+                    quota.count(group)
                     yield sorted(group, key=lambda sample: sample.sample_index)
+            if quota.is_met and unfinished and not aborted:
+                aborted = True
+                engine.abort()
         if unfinished:
             lost = ", ".join(f"{len(finished[id])} of {len(one.seeds)} for {id}" for id, one in unfinished.items())
             raise EngineError(f"{engine.name} gave fewer samples than asked: {lost}")
     except RequestRefused as refusal:
         for id, why in refusal.refused.items():
             yield _failed(unfinished.pop(id), why)
-        yield from _together(step, engine, weights, list(unfinished.values()))
+        yield from _together(step, engine, weights, list(unfinished.values()), quota)
     except EngineError:
         step.run.failed_generations.update(_key(step, request) for request in unfinished.values())
         raise
 
 
 def _alone(
-    step: StepCall, engine: Engine, weights: Commit | None, request: GenerateRequest
+    step: StepCall, engine: Engine, weights: Commit | None, request: GenerateRequest, quota: _Quota
 ) -> Iterator[list[Completion]]:
     with step.run.weights_lock:  # one suspect at a time, so that each answers for its own failures
         bring_up_to_date(step.run, weights)
         try:
-            groups = list(_together(step, engine, weights, [request]))
+            groups = list(_together(step, engine, weights, [request], quota))
         except EngineError as error:
             if step.run.failed_generations[_key(step, request)] < TOGETHER + ALONE:
                 raise
             groups = [_failed(request, f"{type(error).__name__}: {error}")]
             bring_up_to_date(step.run, weights)
     yield from groups
+
+
+def _check(engine: Engine, completion: Completion, version: int, *, may_abort: bool) -> None:
+    """Raise EngineError for a sample of other weights, or one that was aborted by somebody else."""
+    others = sorted(set(completion.weight_versions.tolist()) - {version})
+    if others:
+        raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {version}")
+    if completion.finish_reason == FinishReason.ABORT and not may_abort:
+        raise EngineError(f"{engine.name} gave up request {completion.request_id}, which nobody had aborted")
+
+
+def _unbegun(request: GenerateRequest) -> list[Completion]:
+    return [Completion.empty(request.request_id, index, FinishReason.ABORT) for index in range(len(request.seeds))]
 
 
 def _failed(request: GenerateRequest, why: str) -> list[Completion]:

@@ -18,22 +18,28 @@ from tasks.step import Outcome, StepCall, durable
 )
 def reward(step: StepCall, rollout: Commit) -> Outcome:
     """Grade every sample of the shard. A grader that fails or takes too long marks the sample failed, never zero; what
-    failed while it was generated is not graded, and stays failed."""
+    failed while it was generated is not graded, and stays failed. A group that is not finished is graded when it is."""
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
     samples = step.run.read(rollout, columns).to_pydict()
     grader = step.run.grader
-    graded = grade_generated(
-        grader,
-        [
-            (response, label, json.loads(metadata) if metadata else {})
-            for response, label, metadata in zip(
-                samples["response_text"], samples["label"], samples["metadata"], strict=True
-            )
-        ],
-        samples["error"],
+    pairs = list(zip(samples["group_id"], samples["status"], strict=True))
+    unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
+    waits = [group_id in unfinished for group_id in samples["group_id"]]
+    generated = zip(samples["response_text"], samples["label"], samples["metadata"], strict=True)
+    ready = iter(
+        grade_generated(
+            grader,
+            [
+                (response, label, json.loads(metadata) if metadata else {})
+                for (response, label, metadata), later in zip(generated, waits, strict=True)
+                if not later
+            ],
+            [error for error, later in zip(samples["error"], waits, strict=True) if not later],
+        )
     )
+    graded = [Graded(None) if later else next(ready) for later in waits]
     n = len(graded)
-    failed = [g.reward is None for g in graded]
+    failed = [g.reward is None and not later for g, later in zip(graded, waits, strict=True)]
     table = pa.table(
         {
             "group_id": samples["group_id"],

@@ -36,7 +36,9 @@ class RolloutHandle(EngineHandle):
         super().__init__(name, actors, fleet)
         self._actor = actors[0]
         self.gpu_ids: tuple[str, ...] = ()
-        """GPUs that it shares with training."""
+        """GPUs that it shares with training, and"""
+        self.ranks = range(0)
+        """the training ranks that they belong to."""
         self._plan = plan
         self._model_path = model_path
         self._config = config
@@ -66,7 +68,7 @@ class RolloutHandle(EngineHandle):
                 raise
 
     def abort(self) -> None:
-        """End the running `generate`: its stream, which is to be read on, then gives every unfinished sample as far as it
+        """End the running `generate`: its stream, which is to be read on, gives every unfinished sample as far as it
         came. Returns when the engine knows, so that no later `generate` is meant."""
         ref = self._actor.call("abort", concurrency_group=CONTROL)
         self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "abort")
@@ -120,6 +122,11 @@ class RolloutHandle(EngineHandle):
             yield
         finally:
             self._busy.release()
+
+    @property
+    def maps_gpu_memory(self) -> bool:
+        """Whether it takes weights from the memory of GPUs that it shares with training."""
+        return bool(self.gpu_ids) and self._config.engine == "sglang"
 
     def release_memory(self) -> None:
         """Give its memory away; see engines.rollout.base."""

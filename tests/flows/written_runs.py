@@ -128,7 +128,7 @@ def write_iteration(
         return written
     selection = write(
         Step.FILTER, "00", [*rollouts, *rewards], filter_table(iteration, buffered),
-        values={"full": True, "missing": 0, "cursor": 3 * (iteration + 1), "round": 0, "buffered": 0},
+        values={"full": True, "missing": 0, "cursor": 3 * (iteration + 1), "round": 0, "buffered": 0, "unfinished": 0},
         metrics={"groups": 3, "rounds": 1, "buffered": 0, "dynamic_filter/drop_zero_std_1": 1},
     )  # fmt: skip
     if stop(Step.ADVANTAGE):
@@ -203,6 +203,7 @@ def rollout_table(iteration: int, groups: tuple[int, ...], version: int) -> pa.T
                     "seed": group_id,
                     "engine": "rollout-0",
                     "seconds": 0.5,
+                    "cached_tokens": 0,
                     "label": "4",
                     "metadata": None,
                 }

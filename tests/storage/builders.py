@@ -66,6 +66,7 @@ def rollout_table(groups: list[int], *, samples: int = 2, tokens: int = 5, seed:
         "seed": rng.integers(0, 2**64, n, dtype=np.uint64),
         "engine": ["transformers"] * n,
         "seconds": [0.5] * n,
+        "cached_tokens": [0] * n,
         "label": ["4"] * n,
         "metadata": [None] * n,
     }

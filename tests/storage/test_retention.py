@@ -21,7 +21,7 @@ from storage.verification import verify
 from tests.flows.written_runs import filter_table
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
-FULL = {"full": True, "buffered": 0}
+FULL = {"full": True, "buffered": 0, "unfinished": 0}
 EVERY_FOURTH = CheckpointConfig(save_interval=2, save_retain_interval=4, retain_snapshots=2)
 
 
@@ -120,13 +120,14 @@ def test_snapshots_that_replay_begins_with_stay_however_old_they_are(store: Stor
     assert _kept(ledger, Step.ROLLOUT) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_snapshots_of_groups_in_the_buffer_stay(store: Store) -> None:
+@pytest.mark.parametrize("waits", ["buffer", "continue"])
+def test_snapshots_of_groups_that_wait_stay(store: Store, waits: str) -> None:
     """The newest selection, at the checkpoint, holds groups of iteration 2."""
     ledger = Ledger.create(store, "run-1", CONFIG)
     ledger.acquire()
     for index in range(7):
         _iteration(ledger, index)
-    rows = filter_table(3, buffered=(0,)).set_column(4, "disposition", [["buffer"] * 4])
+    rows = filter_table(3, buffered=(0,)).set_column(4, "disposition", [[waits] * 4])
     commit_step(ledger, 7, Step.FILTER, "00", table=rows, values=FULL)
     commit_step(ledger, 7, Step.CHECKPOINT, table=rollout_table([0]))
     retire(ledger, CheckpointConfig(save_interval=1, retain_snapshots=2), everything=True)

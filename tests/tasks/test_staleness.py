@@ -47,6 +47,7 @@ FROM_TRAIN = {"train", "checkpoint", "sync"}
         ("rollout", {"dynamic_sampling_filter": "check_reward_nonzero_std"}, FIRST - {"rollout", "reward"}),
         ("reward", {"rm_timeout": 5.0}, FIRST - {"rollout"}),
         ("rollout", {"rollout_top_k": 5}, FIRST),
+        ("rollout", {"mask_offpolicy_in_partial_rollout": True}, FIRST),
         ("rollout", {"sglang": {"attention_backend": "triton"}}, FIRST),
         ("rollout", {"num_engines": 1}, {"sync"}),
     ],

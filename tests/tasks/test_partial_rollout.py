@@ -1,0 +1,325 @@
+"""Partial rollout: what over-sampling left unfinished is durable, and is continued with the tokens that it has."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.schema.run import RunConfig
+from engines.errors import EngineError
+from engines.types import Completion, GenerateRequest
+from flows.iteration import iteration, last_selection
+from flows.samples import iteration_samples
+from storage.commits import Commit, Step
+from storage.schemas import Disposition
+from storage.verification import verify
+from tasks.context import RunContext
+from tasks.filter import number, trained_groups, unfinished_groups
+from tasks.groups import sample_seed
+from tasks.recovery import restore_trainer
+from tests.local_fleet import LocalFleet, LocalRollout
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
+
+BATCH, DRAWN, SAMPLES, LENGTH = 4, 9, 4, 60
+PARTIAL = {
+    "num_rollout": 4,
+    "rollout_batch_size": BATCH,
+    "over_sampling_batch_size": DRAWN,
+    "n_samples_per_prompt": SAMPLES,
+    "rollout_max_response_len": LENGTH,
+    "rollout_stop_token_ids": tuple(range(3, 12)),  # so that responses end at different times
+    "max_running_requests": 10,
+    "partial_rollout": True,
+}
+
+
+def partial_config(assets: Path, **options: object) -> RunConfig:
+    return tiny_config(assets, rollout=PARTIAL | options)
+
+
+@dataclass
+class Row:
+    """A sample in the order in which shards were committed."""
+
+    commit: Commit
+    columns: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.columns[name]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self["group_id"], self["sample_index"]
+
+
+def sampled(run: RunContext, iterations: int) -> list[Row]:
+    commits = [commit for index in range(iterations) for commit in run.ledger.commits(index)]
+    rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
+    return [Row(commit, row) for commit in rollouts for row in run.read(commit).to_pylist()]
+
+
+def run_iterations(run: RunContext, count: int) -> None:
+    for index in range(count):
+        iteration(run, DirectSteps(run), index)
+
+
+def hf_log_probs(model: torch.nn.Module, row: Row) -> np.ndarray:
+    """[T] of the whole response, from one forward pass of the library without a cache."""
+    prompt, response = row["prompt_ids"], row["response_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+def test_unfinished_groups_are_continued_first_with_their_tokens_under_the_next_weights(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    config = partial_config(tiny_assets)
+    fleet = LocalFleet(config)
+    models = {}
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        for index in range(3):
+            model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+            model.load_state_dict(fleet.rollout[0].engine._model.state_dict())
+            models[index] = model
+            iteration(run, DirectSteps(run), index)
+        earlier: dict[tuple[int, int], Row] = {}
+        ways: Counter[str] = Counter()
+        for row in sampled(run, 3):
+            part = earlier.get(row.key)
+            versions = np.asarray(row["weight_versions"])
+            assert len(row["response_ids"]) == len(row["log_probs"]) == len(versions) == len(row["loss_mask"])
+            assert all(row["loss_mask"])
+            if part is None:
+                assert row["seed"] == sample_seed(config.seed, row.commit.iteration, *row.key)
+                assert (versions == row.commit.weight_version_in).all()
+                ways["fresh"] += 1
+            else:
+                kept = len(part["response_ids"])
+                for name in ("response_ids", "log_probs", "weight_versions"):
+                    assert row[name][:kept] == part[name]
+                assert all(row[name] == part[name] for name in ("seed", "rollout_id", "prompt_ids", "label", "epoch"))
+                if part["status"] != "aborted":
+                    assert len(row["response_ids"]) == kept
+                    assert row["status"] == part["status"]
+                    ways["had finished"] += 1
+                else:
+                    assert (versions[kept:] == row.commit.weight_version_in).all()
+                    ways["continued" if kept else "begun"] += 1
+            assert len(row["response_ids"]) <= LENGTH
+            for version in set(versions.tolist()):
+                expected = hf_log_probs(models[version], row)
+                found = np.asarray(row["log_probs"])
+                assert np.abs(found - expected)[versions == version].max() < 1e-4
+            earlier[row.key] = row
+        assert min(ways[way] for way in ("fresh", "had finished", "continued", "begun")) > 0, ways
+        assert any(len(set(row["weight_versions"])) > 1 for row in earlier.values() if row["status"] != "aborted")
+
+        for index in (1, 2):
+            waiting = [group for _, _, group in unfinished_groups(run, last_selection(run, index - 1))]
+            first = run.committed(index, Step.ROLLOUT, "00-000")
+            assert waiting
+            assert first.metrics["continued_groups"] == len(waiting)
+            groups = {row["group_id"] for row in run.read(first).to_pylist()}
+            assert groups > set(waiting), "and then fresh ones"
+            assert min(groups - set(waiting)) == number(last_selection(run, index - 1), "cursor")
+            assert first.values["batch_invariant"] is False
+
+
+def test_every_group_that_was_drawn_has_one_end(tiny_assets: Path, tmp_path: Path) -> None:
+    """Trained on, dropped, in the buffer or waiting to be continued: once each, and none is lost."""
+    config = partial_config(tiny_assets, dynamic_sampling_filter="check_reward_nonzero_std", num_engines=2)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        run_iterations(run, 4)
+        ends: Counter[int] = Counter()
+        for index in range(4):
+            rows = run.read(last_selection(run, index)).to_pylist()
+            assert len({row["group_id"] for row in rows}) == len(rows)
+            assert sum(row["disposition"] == Disposition.TRAIN for row in rows) == BATCH
+            final = (Disposition.TRAIN, Disposition.DROP) if index < 3 else tuple(Disposition)
+            ends.update(row["group_id"] for row in rows if row["disposition"] in final)
+        assert sorted(ends) == list(range(number(last_selection(run, 3), "cursor")))
+        assert set(ends.values()) == {1}
+        assert [finding for one in verify(run.ledger) for finding in one.findings] == []
+        for _, shard, group in trained_groups(run, last_selection(run, 1)):
+            graded = run.read(run.committed(1, Step.REWARD, shard)).to_pylist()
+            assert all(row["reward"] is not None for row in graded if row["group_id"] == group)
+        views = iteration_samples(run.ledger, 1)
+        assert len({(view.group_id, view.sample_index) for view in views}) == len(views)
+
+
+def test_a_later_round_continues_what_an_earlier_one_of_its_iteration_left(tiny_assets: Path, tmp_path: Path) -> None:
+    grader = tiny_assets / "rarely.py"
+    grader.write_text(
+        "def grade(response, label, metadata):\n    return len(response) % 7 if int(label) % 3 == 0 else 1.0\n"
+    )
+    config = tiny_config(
+        tiny_assets,
+        rollout=PARTIAL | {"dynamic_sampling_filter": "check_reward_nonzero_std"},
+        reward={"custom_rm_path": f"{grader}:grade"},
+    )
+    with tiny_context(str(tmp_path), config) as (run, _):
+        run_iterations(run, 1)
+        left = unfinished_groups(run, run.committed(0, Step.FILTER, "00"))
+        second = run.committed(0, Step.ROLLOUT, "01-000")
+        assert left
+        assert second.metrics["continued_groups"] > 0
+        rows = run.read(second).to_pylist()
+        assert {row["group_id"] for row in rows} >= {
+            group for _, _, group in left[: int(second.metrics["continued_groups"])]
+        }
+        selected = run.read(last_selection(run, 0)).to_pylist()
+        assert len({row["group_id"] for row in selected}) == len(selected)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_tokens_of_older_weights_are_left_out_of_the_loss_if_wanted(
+    tiny_assets: Path, tmp_path: Path, masks: bool
+) -> None:
+    config = partial_config(tiny_assets, mask_offpolicy_in_partial_rollout=masks)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        run_iterations(run, 2)
+        older = 0
+        for row in sampled(run, 2):
+            current = np.asarray(row["weight_versions"]) == row.commit.weight_version_in
+            older += (~current).sum()
+            assert row["loss_mask"] == (current | (not masks)).astype(int).tolist()
+        assert older > 0
+
+
+class Dies(KeyboardInterrupt):
+    """The driver's end."""
+
+
+def dying_fleet(config: RunConfig, groups: int) -> LocalFleet:
+    """Its driver is gone as soon as so many groups have finished."""
+    fleet = LocalFleet(config)
+    engine: Any = fleet.rollout[0]
+    generate = engine.generate
+
+    def generate_until_the_end(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        left = Counter({request.request_id: len(request.seeds) for request in requests})
+        for completions in generate(requests):
+            yield completions
+            left -= Counter(completion.request_id for completion in completions)
+            if len(left) <= len(requests) - groups:
+                raise Dies
+
+    engine.generate = generate_until_the_end
+    return fleet
+
+
+def test_a_killed_driver_is_succeeded_and_what_is_committed_replays_bit_for_bit(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    config = partial_config(tiny_assets)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        run_iterations(run, 1)
+        waiting = {group for _, _, group in unfinished_groups(run, last_selection(run, 0))}
+    with tiny_context(str(tmp_path), config, fleet=dying_fleet(config, 1)) as (run, _), pytest.raises(Dies):
+        run_iterations(run, 2)
+    fleet = LocalFleet(config)
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        run_iterations(run, 2)
+        resumed = run.committed(1, Step.ROLLOUT, "00-000")
+        kept = int(resumed.metrics["recovered_groups"])
+        assert kept > 0
+        groups = {row["group_id"] for row in run.read(resumed).to_pylist()}
+        assert groups > waiting
+        assert 0 < fleet.rollout[0].generated_groups == len(groups) - kept
+        usable = {row["group_id"] for row in run.read(last_selection(run, 1)).to_pylist() if row["kept"]}
+        assert len(usable) >= BATCH
+        run_iterations(run, 4)
+        digests = train_digests(run, range(4))
+    with tiny_context(str(tmp_path), config, fleet=LocalFleet(config)) as (run, events):
+        run_iterations(run, 4)
+        restore_trainer(run, run.committed(3, Step.TRAIN))  # raises where a digest differs
+        assert train_digests(run, range(4)) == digests
+        assert events.executed() == []
+        assert [finding for one in verify(run.ledger) for finding in one.findings] == []
+
+
+def test_a_shard_whose_share_was_done_before_the_kill_generates_nothing(tiny_assets: Path, tmp_path: Path) -> None:
+    config = partial_config(tiny_assets)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        run.commit = _dies  # type: ignore[method-assign]
+        with pytest.raises(Dies):
+            run_iterations(run, 1)
+    fleet = LocalFleet(config)
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        run_iterations(run, 1)
+        assert fleet.rollout[0].generated_groups == 0
+        assert run.committed(0, Step.ROLLOUT, "00-000").metrics["recovered_groups"] >= BATCH
+        assert number(last_selection(run, 0), "unfinished") > 0
+        run_iterations(run, 2)
+
+
+def _dies(**fields: object) -> Commit:
+    raise Dies
+
+
+def test_groups_that_failed_are_no_part_of_the_share(tiny_assets: Path, tmp_path: Path) -> None:
+    config = partial_config(tiny_assets)
+    fleet = LocalFleet(config)
+    engine: Any = fleet.rollout[0]
+    generate = engine.generate
+
+    def refuses_two(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        return generate([r if r.request_id > 1 else _without_prompt(r) for r in requests])
+
+    engine.generate = refuses_two
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        run_iterations(run, 1)
+        selection = last_selection(run, 0)
+        assert selection.shard == "00"
+        reasons = {row["group_id"]: row["reason"] for row in run.read(selection).to_pylist()}
+        assert {group for group, reason in reasons.items() if reason == "failed_sample"} == {0, 1}
+
+
+def _without_prompt(request: GenerateRequest) -> GenerateRequest:
+    return GenerateRequest(request.request_id, [], request.seeds, request.sampling_params)
+
+
+class OtherWeights(LocalRollout):
+    """An engine that was restarted with other weights behind the driver's back."""
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        self.engine._weight_version = 7
+        return super().generate(requests)
+
+
+def test_samples_of_other_weights_never_reach_a_commit(tiny_assets: Path, tmp_path: Path) -> None:
+    config = tiny_config(tiny_assets)
+    fleet = LocalFleet(config)
+    fleet.rollout = [OtherWeights(config, 0)]
+    with (
+        tiny_context(str(tmp_path), config, fleet=fleet) as (run, _),
+        pytest.raises(EngineError, match="rollout:0 sampled with the weights of version 7, not 0"),
+    ):
+        run_iterations(run, 1)
+    assert run.ledger.commits(0) == []
+
+
+def test_a_sample_that_nobody_aborted_is_not_taken_for_a_part(tiny_assets: Path, tmp_path: Path) -> None:
+    config = tiny_config(tiny_assets)
+    fleet = LocalFleet(config)
+    engine: Any = fleet.rollout[0]
+    generate = engine.generate
+
+    def aborts_itself(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        stream = generate(requests)
+        fleet.rollout[0].engine.abort()
+        return stream
+
+    engine.generate = aborts_itself
+    with (
+        tiny_context(str(tmp_path), config, fleet=fleet) as (run, _),
+        pytest.raises(EngineError, match="gave up request 0, which nobody had aborted"),
+    ):
+        run_iterations(run, 1)
