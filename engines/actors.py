@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engines.rollout.base import RolloutEngine
     from engines.rollout.sglang.launch import FurtherRank
     from engines.rollout.sglang.router import Router
-    from engines.training.base import Offloading, TrainingEngine
+    from engines.training.base import TrainingEngine
 
 
 def device_of(num_gpus: float) -> str:
@@ -230,19 +230,10 @@ class TrainingActor(WeightSource):
         return ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids()))
 
     def offload(self) -> None:
-        self._offloading.offload()
+        self._sharing.offload()
 
     def onload(self) -> None:
-        self._offloading.onload()
-
-    @property
-    def _offloading(self) -> "Offloading":
-        from engines.training.base import Offloading
-
-        engine = self._started
-        if not isinstance(engine, Offloading):
-            raise EngineError("the training engine cannot give its memory away: set fleet.offload_train to false")
-        return engine
+        self._sharing.onload()
 
     def _meet(self, store_address: tuple[str, int], training: TrainingConfig, device: str) -> None:
         from torch import distributed

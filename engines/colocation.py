@@ -66,7 +66,8 @@ class Turns:
             return
         stride, ranks = int(num_gpus_per_engine), self._training.gpus()
         for index, engine in enumerate(self._rollout):
-            hosts = ranks[index * stride : (index + 1) * stride]
+            engine.ranks = range(index * stride, (index + 1) * stride)
+            hosts = [ranks[rank] for rank in engine.ranks]
             if len({machine for machine, _ in hosts}) > 1:
                 raise ClusterError(
                     f"{engine.name} would share GPUs of several machines: make rollout.num_gpus_per_engine a divisor "

@@ -1,6 +1,6 @@
 """What the rest of Cairn asks of a rollout engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -80,8 +80,9 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class BroadcastReceiver(Protocol):
-    """A rollout engine whose processes can be members of the group in which the trainer broadcasts its weights."""
+class DirectReceiver(Protocol):
+    """A rollout engine whose processes take weights from the trainer themselves: as members of the group in which it
+    broadcasts them, or from the memory of GPUs that they share."""
 
     def receiver(self) -> Receiver:
         """What it is in such a group."""
@@ -98,6 +99,16 @@ class BroadcastReceiver(Protocol):
 
         Raises:
             EngineError: no update has begun, a name is unknown, or the broadcast broke off.
+        """
+
+    def map_weights(self, names: Collection[str], handles: Sequence[bytes]) -> None:
+        """Replace some weights, within an update, by those that the trainer holds on the same GPUs.
+
+        Args:
+            handles: see `engines.weights.shared`; one for each tensor-parallel rank.
+
+        Raises:
+            EngineError: no update has begun, or a name is unknown.
         """
 
     def leave_group(self) -> None:

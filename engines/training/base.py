@@ -79,8 +79,8 @@ class TrainingEngine(Protocol):
 
 
 @runtime_checkable
-class Offloading(Protocol):
-    """A training engine that can give its GPU memory to others for a while."""
+class Sharing(Protocol):
+    """A training engine that can share its GPUs with rollout engines, in turn."""
 
     def offload(self) -> None:
         """Move the state to the host's memory; without effect where it is there already. Position, digest and the
@@ -88,3 +88,6 @@ class Offloading(Protocol):
 
     def onload(self) -> None:
         """Move the state back, the same bit for bit; without effect where it is there already."""
+
+    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        """What `export_weights` gives out, on every rank and left on its device, offloaded or not."""

@@ -1,11 +1,22 @@
-"""A model folder in Hugging Face format."""
+"""A model's weights for others: whole parameters, or a model folder in Hugging Face format."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
+
+from engines.training.sharding import whole
+
+
+def whole_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, gathered from all ranks on all of them: on their `device`, which offloaded shards return to."""
+    for name, parameter in model.named_parameters():
+        part = parameter.detach()
+        yield name, whole(part.to(device)) if isinstance(part, DTensor) else part
 
 
 def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:

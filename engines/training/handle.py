@@ -81,6 +81,16 @@ class TrainingHandle(EngineHandle):
             while layout := self.finish(first.call("stage_bucket", backend), "stage_bucket"):
                 yield layout, first.call("broadcast_bucket")
 
+    def share_weights(self, version: int, bucket_bytes: int) -> Generator[list[tuple[list[str], bytes]]]:
+        """Buckets in the memory of the ranks' GPUs, each until the next: for every rank their names and a handle
+        (engines.weights.shared) on its copy. Raises WrongVersion."""
+        self._on_all("begin_export_on_device", version, bucket_bytes)
+        try:
+            while all(shared := self._on_all("share_bucket")):
+                yield shared
+        finally:
+            self._on_all("end_export")
+
     def export_hf(self, version: int, folder: Path) -> None:
         """Write a model folder, within `training.timeout` seconds. Raises WrongVersion."""
         self._on_all("export_hf", version, folder)

@@ -27,7 +27,7 @@ from engines.training.checkpoint import (
 )
 from engines.training.digest import sharded_weights_checksum, state_digest
 from engines.training.errors import NotFinite
-from engines.training.export import save_model_folder
+from engines.training.export import save_model_folder, whole_parameters
 from engines.training.losses.aggregate import token_weights
 from engines.training.losses.metrics import merge_over_ranks, over_steps
 from engines.training.offload import offload, onload
@@ -136,6 +136,11 @@ class TorchEngine:
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         self._require_intact()
         yield from in_buckets(self._exported(), bucket_bytes)
+
+    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        self._require_intact()
+        parameters = whole_parameters(self._model, self._device)
+        yield from in_buckets(((name, full.to(self._device, self._dtype)) for name, full in parameters), bucket_bytes)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         self._require_ready()
@@ -262,10 +267,7 @@ class TorchEngine:
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in the training's number format, copied to the CPU; on rank 0 alone, gathered from all."""
-        for name, parameter in self._model.named_parameters():
-            # What is gathered must be where the ranks communicate, offloaded or not.
-            part = parameter.detach()
-            full = whole(part.to(self._device) if self._world_size > 1 else part)
+        for name, full in whole_parameters(self._model, self._device):
             if self._rank == 0:
                 yield name, full.to("cpu", self._dtype, copy=True)
 

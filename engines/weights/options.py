@@ -23,8 +23,8 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
 
 def _colocation_problems(config: RunConfig) -> Iterator[str]:
     fleet, rollout, training = config.fleet, config.rollout, config.training
-    if fleet.offloads_train and training.engine != "torch":
-        yield f"fleet.offload_train needs training.engine=torch: {training.engine} cannot give its memory away yet"
+    if (fleet.offloads_train or fleet.colocate) and training.engine != "torch":
+        yield f"fleet.colocate and offload_train need training.engine=torch: {training.engine} does not share its GPUs"
     if (fleet.offloads_rollout or fleet.colocate) and rollout.external_urls:
         yield "rollout.external_urls are servers whose memory is not ours: leave fleet.colocate and offload_rollout out"
     if not fleet.colocate:

@@ -30,6 +30,8 @@ def send_weights(
             held.enter_context(target.alone())
         _on_each(targets, "begin_weight_update", version)
         match fleet.update_weight_transport:
+            case "tensor" if all(target.maps_gpu_memory for target in targets):
+                _send_handles(source, targets, version, fleet.update_weight_buffer_size)
             case "tensor":
                 _send_buckets(source, targets, version, fleet.update_weight_buffer_size)
             case "distributed":
@@ -45,6 +47,20 @@ def _send_buckets(source: TrainingHandle, targets: Sequence[RolloutHandle], vers
     with closing(source.export_weights(version, bucket_bytes)) as buckets:
         for bucket in buckets:
             _on_each(targets, "update_weights", bucket)
+
+
+def _send_handles(source: TrainingHandle, targets: Sequence[RolloutHandle], version: int, bucket_bytes: int) -> None:
+    """In the memory of GPUs that training and rollout share: a server's tensor-parallel rank maps the copy of the
+    training rank on its GPU."""
+    with closing(source.share_weights(version, bucket_bytes)) as buckets:
+        for shared in buckets:
+            names = shared[0][0]
+            calls = [
+                (target, target.submit("map_weights", names, [shared[rank][1] for rank in target.ranks]))
+                for target in targets
+            ]
+            for target, call in calls:
+                target.finish(call, "map_weights")
 
 
 def _send_folder(

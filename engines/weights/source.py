@@ -13,7 +13,7 @@ from engines.weights.layout import Layout
 if TYPE_CHECKING:
     import torch
 
-    from engines.training.base import TrainingEngine
+    from engines.training.base import Sharing, TrainingEngine
     from engines.weights.buckets import Bucket
     from engines.weights.group import SendingGroup
 
@@ -28,6 +28,7 @@ class WeightSource:
     _export: "Iterator[dict[str, torch.Tensor]]" = iter(())
     _staged: "torch.Tensor | None" = None
     _group: "SendingGroup | None" = None
+    _shared: "dict[str, torch.Tensor] | None" = None
 
     def begin_export(self, version: int, bucket_bytes: int) -> None:
         """Begin to give out the weights of `version`; an export that did not end is dropped.
@@ -47,7 +48,7 @@ class WeightSource:
 
     def end_export(self) -> None:
         """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on."""
-        self._staged = None
+        self._staged = self._shared = None
         for _ in self._export:
             pass
 
@@ -105,6 +106,25 @@ class WeightSource:
         self._require_version(version)
         self._started.export_hf(folder)
 
+    def begin_export_on_device(self, version: int, bucket_bytes: int) -> None:
+        """On all ranks: begin to give out the weights of `version` from GPU memory. Raises WrongVersion."""
+        self._require_version(version)
+        self._export = self._sharing.export_on_device(bucket_bytes)
+
+    def share_bucket(self) -> tuple[list[str], bytes] | None:
+        """On all ranks: names of the next bucket's weights and a handle on this rank's copy, which lives until the next
+        call; None if there is none."""
+        from engines.weights.buckets import in_one_storage
+        from engines.weights.shared import share
+
+        self._shared = None
+        named_tensors = next(self._export, None)
+        if named_tensors is None:
+            return None
+        device = next(iter(named_tensors.values())).device
+        self._shared = in_one_storage(named_tensors, device)
+        return list(self._shared), share(self._shared)
+
     def remove_folder(self, folder: Path) -> None:
         """On rank 0: remove a model folder that it wrote, or began to write."""
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,6 +139,15 @@ class WeightSource:
         if self._group is None:
             raise EngineError("the trainer is in no group in which it could broadcast weights")
         return self._group
+
+    @property
+    def _sharing(self) -> "Sharing":
+        from engines.training.base import Sharing
+
+        engine = self._started
+        if not isinstance(engine, Sharing):
+            raise EngineError("the training engine cannot share its GPUs: leave fleet.colocate and offload_train out")
+        return engine
 
     @property
     def _started(self) -> "TrainingEngine":

@@ -1,5 +1,6 @@
 """What an actor of a rollout engine does to take weights."""
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,7 +8,7 @@ from engines.errors import EngineError
 from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 
 if TYPE_CHECKING:
-    from engines.rollout.base import BroadcastReceiver, RolloutEngine
+    from engines.rollout.base import DirectReceiver, RolloutEngine
     from engines.weights.buckets import Bucket
 
 
@@ -37,6 +38,9 @@ class WeightTarget:
     def receive_weights(self, layout: Layout) -> None:
         self._receiving.receive_weights(layout)
 
+    def map_weights(self, names: Collection[str], handles: Sequence[bytes]) -> None:
+        self._receiving.map_weights(names, handles)
+
     def leave_group(self) -> None:
         self._receiving.leave_group()
 
@@ -53,11 +57,11 @@ class WeightTarget:
         self._started.resume_memory(tag)
 
     @property
-    def _receiving(self) -> "BroadcastReceiver":
-        from engines.rollout.base import BroadcastReceiver
+    def _receiving(self) -> "DirectReceiver":
+        from engines.rollout.base import DirectReceiver
 
         engine = self._started
-        if not isinstance(engine, BroadcastReceiver):
+        if not isinstance(engine, DirectReceiver):
             raise EngineError("the rollout engine takes no broadcasts: set fleet.update_weight_transport to tensor")
         return engine
 

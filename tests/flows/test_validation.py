@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from configs.loader import parse
+from configs.loader import ConfigError, parse
 from configs.schema.run import RunConfig
 from examples.quickstart.model import build_model, build_tokenizer
 from flows.validation import data_problems, setup_problems
@@ -121,3 +121,49 @@ def test_every_data_file_is_looked_at(model: Path, data: Path, tmp_path: Path) -
 
 def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> None:
     assert data_problems(config(model, data, data={"path": "s3://no-such-bucket/train.jsonl"})) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        (
+            {"fleet": {"update_weight_transport": "distributed"}},
+            "fleet.update_weight_transport is distributed, which rollout.engine=transformers cannot receive",
+        ),
+        (
+            {"rollout": {"engine": "sglang", "external_urls": ["http://a:1"]}},
+            "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines",
+        ),
+        (
+            {
+                "rollout": {"engine": "sglang", "external_urls": ["http://a:1"]},
+                "fleet": {"colocate": True, "update_weight_transport": "distributed"},
+            },
+            "rollout.external_urls are servers whose memory is not ours",
+        ),
+        (
+            {
+                "rollout": {"num_engines": 2, "num_gpus_per_engine": 2, "rollout_batch_size": 2},
+                "training": {"world_size": 2, "num_gpus_per_rank": 1},
+                "fleet": {"colocate": True},
+            },
+            "2 × 2 are more than training.world_size = 2",
+        ),
+    ],
+)
+def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_named(
+    model: Path, data: Path, sections: dict[str, dict[str, Any]], problem: str
+) -> None:
+    base = {"num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16}
+    sections = sections | {"rollout": base | sections.get("rollout", {})}
+    problems = setup_problems(config(model, data, **sections))
+    assert any(problem in found for found in problems), problems
+
+
+def test_the_disk_needs_a_folder_and_a_comparison_needs_the_trainer_awake(model: Path, data: Path) -> None:
+    with pytest.raises(ConfigError, match="the transport disk needs a folder"):
+        config(model, data, fleet={"update_weight_transport": "disk"})
+    with pytest.raises(ConfigError, match="no other transport reads it"):
+        config(model, data, fleet={"update_weight_disk_dir": "/somewhere"})
+    with pytest.raises(ConfigError, match="when offload_train has taken its memory"):
+        config(model, data, fleet={"check_weight_update_equal": True, "colocate": True})

@@ -1,13 +1,10 @@
 """The HTTP interface of an SGLang server, as far as Cairn speaks it."""
 
 import base64
-import io
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import torch
-import torch.multiprocessing
 
 from engines.errors import EngineDied, EngineError, EngineTimeout
 
@@ -44,18 +41,8 @@ class Control:
             raise EngineError(f"{path} was refused ({reply.status_code}): {reply.text[:500]}")
         return content if isinstance(content, dict) else {}
 
-    def update_from_tensor(self, named_tensors: dict[str, torch.Tensor], ranks: int) -> None:
-        """Replace weights by tensors in shared memory, which each of the server's tensor-parallel ranks maps; a weight
-        update must have begun."""
-        # A handle on shared memory counts its users: each rank needs one of its own.
-        handles = [_serialise(named_tensors) for _ in range(ranks)]
-        self.call("/update_weights_from_tensor", {"serialized_named_tensors": handles, "flush_cache": False})
-
-
-def _serialise(named_tensors: dict[str, torch.Tensor]) -> str:
-    """What SGLang's MultiprocessingSerializer reads: tensors as handles on shared memory."""
-    # Descriptors cannot travel over HTTP, names of files can.
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(list(named_tensors.items()))
-    return base64.b64encode(buffer.getvalue()).decode()
+    def update_from_tensor(self, handles: Sequence[bytes]) -> None:
+        """Replace weights by tensors that each of the server's tensor-parallel ranks maps (`engines.weights.shared`); a
+        weight update must have begun."""
+        encoded = [base64.b64encode(handle).decode() for handle in handles]
+        self.call("/update_weights_from_tensor", {"serialized_named_tensors": encoded, "flush_cache": False})

@@ -1,7 +1,7 @@
 """SGLang behind the interface of a rollout engine."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -123,6 +123,9 @@ class SGLangEngine:
 
     def receive_weights(self, layout: Layout) -> None:
         self._weights.receive(layout)
+
+    def map_weights(self, names: Collection[str], handles: Sequence[bytes]) -> None:
+        self._weights.map(names, handles)
 
     def leave_group(self) -> None:
         self._weights.leave_group()

@@ -1,7 +1,7 @@
 """The weights of an SGLang server: from one version to the next, and none in between."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.rollout.sglang.client import Control
 from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from engines.weights.shared import share
 
 IDLE_TIMEOUT = 60.0
 """Seconds in which a server must have ended the requests that an update aborts."""
@@ -44,7 +45,8 @@ class ServerWeights:
         """Of what it serves; None within an update, and from the release of its memory to the next one."""
         if not self._whole:
             return None
-        return int(self._control.call("/get_model_info")["weight_version"])
+        found = self._control.call("/get_model_info")["weight_version"]
+        return int(found) if found.isdecimal() else None  # a server that others started may call its weights anything
 
     def require_ready(self) -> None:
         """Raises EngineError within an update and without memory."""
@@ -67,10 +69,15 @@ class ServerWeights:
 
     def load(self, named_tensors: dict[str, torch.Tensor]) -> None:
         """Replace some weights. Raises EngineError where a name is unknown; nothing of the call is taken then."""
-        self._require_known(named_tensors)
+        self.map(named_tensors, [share(named_tensors) for _ in range(self._tp_size)])
+
+    def map(self, names: Collection[str], handles: Sequence[bytes]) -> None:
+        """Replace some weights by memory that the server maps, with a handle for each of its tensor-parallel ranks.
+        Raises EngineError where a name is unknown; nothing of the call is taken then."""
+        self._require_known(names)
         self._open_session()
-        self._control.update_from_tensor(named_tensors, self._tp_size)
-        self._missing -= set(named_tensors)
+        self._control.update_from_tensor(handles)
+        self._missing -= set(names)
 
     def load_folder(self, folder: Path) -> None:
         """Replace all weights by those of a model folder. The server does by itself what opening and closing an update

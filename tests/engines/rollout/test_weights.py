@@ -140,3 +140,41 @@ def test_diverged_weights_are_an_error_and_good_ones_afterwards_serve_as_before(
     update(qwen3, 2, weights)
     after, expected = collect(qwen3, requests), collect(source, requests)
     assert all(same(after[key], sample) for key, sample in expected.items())
+
+
+def test_the_weights_of_a_folder_are_those_of_an_engine_loaded_with_it(
+    qwen3: TransformersEngine, other: tuple, tmp_path: Path
+) -> None:
+    source, _ = other
+    qwen3.begin_weight_update(1)
+    qwen3.update_weights_from_disk(tmp_path)
+    qwen3.end_weight_update()
+    assert qwen3.weights_checksum() == source.weights_checksum()
+
+
+def test_a_folder_of_another_model_is_refused_and_the_engine_keeps_refusing(
+    qwen3: TransformersEngine, tmp_path: Path
+) -> None:
+    qwen3.begin_weight_update(1)
+    with pytest.raises(EngineError, match="different models"):
+        qwen3.update_weights_from_disk(Path(save_model(configs()["gpt-neox"], tmp_path)))
+    with pytest.raises(EngineError, match=r"cannot be loaded: .*does not exist"):
+        qwen3.update_weights_from_disk(tmp_path / "none")
+    assert qwen3.get_weight_version() is None
+
+
+def test_an_engine_whose_memory_was_released_serves_nothing_until_it_has_weights_and_cache(
+    qwen3: TransformersEngine, other: tuple
+) -> None:
+    _, weights = other
+    qwen3.release_memory()
+    qwen3.release_memory()
+    assert qwen3.get_weight_version() is None
+    with pytest.raises(EngineError, match="resume it before an update"):
+        qwen3.begin_weight_update(1)
+    qwen3.resume_memory("weights")
+    update(qwen3, 1, weights)
+    with pytest.raises(EngineError, match="memory was released"):
+        qwen3.generate([request(0, [1])])
+    qwen3.resume_memory("kv_cache")
+    assert collect(qwen3, [request(0, [1])])
