@@ -1,0 +1,72 @@
+"""A server that runs elsewhere is used like one's own, and never ended."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engines.errors import EngineDied, EngineTimeout
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.rollout.sglang.launch_plan import EnginePlan
+from engines.rollout.sglang.server import free_port
+from engines.types import GenerateRequest, SamplingParams
+from tests.sglang_server import sglang_config
+from tests.waiting import wait_for
+
+
+def connect(url: str, model: Path, log: Path, **options: float) -> SGLangEngine:
+    config = sglang_config().model_copy(update=options)
+    return SGLangEngine(str(model), config, "cpu", log, 5.0, EnginePlan(external_url=url))
+
+
+def test_it_generates_tells_its_version_and_outlives_its_user(
+    engine: SGLangEngine, sglang_model: Path, tmp_path: Path
+) -> None:
+    outside = connect(engine.server.url, sglang_model, tmp_path / "log")
+    version = engine.get_weight_version()
+    assert outside.get_weight_version() == version
+    done = [c for part in outside.generate([GenerateRequest(0, [5, 6, 7], (1, 2), SamplingParams(4))]) for c in part]
+    assert [set(c.weight_versions) for c in done] == [{version}] * 2
+    assert outside.health()["server_pid"] is None
+    outside.close()
+    assert engine.health()["url"] == engine.server.url
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_version_that_is_no_number_is_none_of_ours(engine: SGLangEngine, sglang_model: Path, tmp_path: Path) -> None:
+    outside = connect(engine.server.url, sglang_model, tmp_path / "log")
+
+    def call_it(name: str) -> None:
+        body = {"new_version": name, "abort_all_requests": False}
+        httpx.post(f"{engine.server.url}/update_weight_version", json=body, timeout=30, trust_env=False)
+
+    version = engine.get_weight_version()
+    call_it("default")
+    assert outside.get_weight_version() is None
+    call_it(str(version))
+    assert outside.get_weight_version() == version
+    outside.close()
+
+
+def test_one_that_hangs_is_given_up_and_left_alive(engine: SGLangEngine, sglang_model: Path, tmp_path: Path) -> None:
+    checks = {"rollout_health_check_interval": 0.2, "rollout_health_check_timeout": 2.0}
+    outside = connect(engine.server.url, sglang_model, tmp_path / "log", **checks)
+    pid = engine.server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: outside._hung is not None, 20)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    with pytest.raises(EngineDied, match=r"did not answer for .* it runs elsewhere"):
+        outside.health()
+    assert engine.health()["server_pid"] == pid
+    outside.close()
+
+
+def test_nobody_there_is_said_with_the_way_out(sglang_model: Path, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineTimeout, match=f"{url} did not serve within 5 s: start it, or take it out of"):
+        connect(url, sglang_model, tmp_path / "log")
