@@ -13,7 +13,7 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.schema.run import RunConfig
-from engines.rollout.sglang.installation import CODE_OPTIONS
+from engines.rollout.sglang.installation import CODE_OPTIONS, ROUTER_CODE_OPTIONS
 from storage import layout
 from storage.ledger import Ledger
 from storage.store import Store
@@ -66,11 +66,17 @@ def _problems(config: RunConfig, store: Store) -> Iterator[str]:
                 f"{option} is {path!r} in the ledger, and a store may name no code outside the folder one stands in: "
                 f"go there, put the code's folder on PYTHONPATH, {again}"
             )
-    for option in sorted(CODE_OPTIONS & config.rollout.sglang.keys()):
-        yield (
-            f"rollout.sglang.{option} is set in the ledger, and a store may not name what a server executes: give the "
-            "recipe again with `cairn train RECIPE --run NAME`"
-        )
+    rollout = config.rollout
+    executed = {"rollout.sglang": CODE_OPTIONS & rollout.sglang.keys()}
+    executed["rollout.router"] = ROUTER_CODE_OPTIONS & (rollout.router or {}).keys()
+    for index, group in enumerate(rollout.server_groups):
+        executed[f"rollout.server_groups.{index}.overrides"] = CODE_OPTIONS & group.overrides.keys()
+    for section, options in executed.items():
+        for option in sorted(options):
+            yield (
+                f"{section}.{option} is set in the ledger, and a store may not name what a server executes: give the "
+                "recipe again with `cairn train RECIPE --run NAME`"
+            )
     address = config.fleet.ray_address
     if address is not None and not {address, address.rpartition(":")[0]} & _THIS_MACHINE:
         yield (

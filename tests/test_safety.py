@@ -15,7 +15,7 @@ from configs.loader import parse
 from engines.training.checkpoint import STATE
 from flows.iteration import iteration
 from flows.session import open_run
-from flows.trust import recorded_config
+from flows.trust import recorded_config, require_trusted
 from storage import canonical, layout
 from storage.commits import Commit, Step
 from storage.errors import Damaged, StoreRefused
@@ -304,6 +304,19 @@ def test_a_store_names_no_cluster_elsewhere(address: str, trusted: bool, forged_
     else:
         with pytest.raises(ConfigError, match="a store may name no cluster of another machine"):
             recorded_config(ledger)
+
+
+def test_a_store_names_nothing_that_servers_or_their_router_execute(tiny_assets: Path, store: LocalStore) -> None:
+    rollout = {
+        "engine": "sglang",
+        "sglang": {"trust_remote_code": True},
+        "router": {"policy": "random", "mcp_config_path": "mcp.yaml"},
+        "server_groups": [{"num_engines": 1, "overrides": {"load_format": "remote"}}],
+    }
+    with pytest.raises(ConfigError) as caught:
+        require_trusted(tiny_config(tiny_assets, rollout=rollout), store)
+    options = ("sglang.trust_remote_code", "router.mcp_config_path", "server_groups.0.overrides.load_format")
+    assert [problem.partition(" is set")[0] for problem in caught.value.problems] == [f"rollout.{o}" for o in options]
 
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"

@@ -59,6 +59,9 @@ ROUTER_SET_HERE = frozenset(
 )
 """Options of a router that follow from the servers that there are, or that replace it by something else."""
 
+ROUTER_CODE_OPTIONS = frozenset(("mcp_config_path",))
+"""Options by which a router starts other programs."""
+
 POLICIES = (
     "cache_aware",
     "round_robin",
