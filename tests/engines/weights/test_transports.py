@@ -1,6 +1,8 @@
 """Each way by which weights travel to a real SGLang server, and what is left where it breaks off."""
 
+import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +14,10 @@ import pytest
 
 from configs.schema.operations import FleetConfig
 from engines.cluster import Cluster
+from engines.colocation import Turns
 from engines.errors import EngineDied, EngineError
 from engines.fleet import Fleet
+from engines.rollout.sglang.engine import SGLangEngine
 from engines.types import GenerateRequest, SamplingParams
 from engines.weights.send import send_weights
 from tests.engines.training.builders import make_batch
@@ -76,6 +80,19 @@ def test_log_probs_are_the_trainers_after_an_update_and_not_before(
     assert not list(tmp_path.glob("**/*.safetensors"))
 
 
+def test_a_server_maps_what_the_trainer_shares_with_it(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of a colocated fleet, but for the memory, which is the machine's here and a GPU's there."""
+    (engine,) = fleet.rollout
+    monkeypatch.setattr(engine, "gpu_ids", ("0",))
+    monkeypatch.setattr(engine, "ranks", range(1))
+    version = train_once(fleet)
+    send(fleet, version, by("tensor", tmp_path, update_weight_buffer_size=100_000))
+    assert fleet.rollout_versions() == [version]
+    fleet.verify_weights()
+
+
 def test_model_folders_are_kept_where_asked(fleet: Fleet, tmp_path: Path) -> None:
     version = train_once(fleet)
     send(fleet, version, by("disk", tmp_path, update_weight_disk_keep_files=True))
@@ -134,6 +151,57 @@ def test_a_refused_bucket_releases_the_trainer_that_broadcasts_it(
     send(fleet, version, by("distributed", tmp_path))
     fleet.verify_weights()
     assert fleet.training.health()["pid"] == pid
+
+
+def test_a_server_gives_and_takes_its_memory_in_slimes_order(fleet: Fleet, tmp_path: Path) -> None:
+    """Without a GPU a server answers the calls and keeps its memory: what is seen here is their order."""
+    (engine,) = fleet.rollout
+    log = Path(engine.health()["log"])
+    seen = len(log.read_text())
+    options = by("tensor", tmp_path, colocate=True)
+    turns = Turns(fleet.rollout, fleet.training, options)
+    turns.for_training()
+    assert engine.health()["released"] == ["kv_cache", "weights"]
+    with pytest.raises(EngineError, match="memory was released"):
+        list(engine.generate(ASKED))
+    assert fleet.rollout_versions() == [None]
+    version = train_once(fleet)
+    turns.for_update()
+    assert fleet.training.health()["offloaded"]
+    send(fleet, version, options)
+    with pytest.raises(EngineError, match="memory was released"):
+        list(engine.generate(ASKED))
+    turns.for_rollout()
+    turns.for_rollout()
+    assert fleet.rollout_versions() == [version]
+    assert len(list(engine.generate(ASKED))) == 2
+    fleet.training.onload()
+    fleet.verify_weights()
+    calls = re.findall(r"POST /(\w+_memory_occupation|begin_weight_update|generate)", log.read_text()[seen:])
+    assert [call for call, _ in itertools.groupby(calls)] == [
+        "release_memory_occupation",
+        "resume_memory_occupation",
+        "begin_weight_update",
+        "resume_memory_occupation",
+        "generate",
+    ]
+    for handle in (engine, fleet.training):
+        handle.make_room = lambda: None
+
+
+def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
+    engine: SGLangEngine, sglang_model: Path, ray_cluster: Cluster, tmp_path: Path
+) -> None:
+    rollout = sglang_config().model_dump(include={"engine", "timeout"}) | {"external_urls": [engine.server.url]}
+    options = {"update_weight_transport": "distributed", "start_timeout": 240, "call_timeout": 30}
+    config = fleet_config(sglang_model, rollout=rollout, fleet=options)
+    with Fleet.start(config, name="elsewhere", total_steps=2) as outside:
+        version = train_once(outside)
+        assert outside.sync_weights(verify=True) == [version]
+        version = train_once(outside)
+        send(outside, version, by("disk", tmp_path))
+        outside.verify_weights()
+    assert engine.get_weight_version() == version
 
 
 def test_a_server_that_dies_in_an_update_is_replaced_and_joins_the_next_group(
