@@ -149,6 +149,8 @@ class RolloutHandle(EngineHandle):
         if not super()._adopted():
             return False
         self._actor.call("abort", concurrency_group=CONTROL)  # nobody listens to what its last driver asked for
+        if self._router is not None:
+            self._actor.call("follow", None, concurrency_group=CONTROL)  # that driver's router may be gone
         return True
 
     def _make_engine(self, deadline: Deadline) -> None:
@@ -188,6 +190,6 @@ class RolloutHandle(EngineHandle):
 
     def _abort(self, stream: "ray.ObjectRefGenerator") -> None:
         """End a generation that nobody listens to, so that the engine is free for the next."""
-        self._actor.call("abort", concurrency_group=CONTROL)
-        ended, _ = ray.wait([stream.completed()], timeout=self._fleet.call_timeout)
-        self._suspect = self._suspect or not ended
+        told = self._actor.call("abort", concurrency_group=CONTROL)
+        ended, _ = ray.wait([told, stream.completed()], num_returns=2, timeout=self._fleet.call_timeout)
+        self._suspect = self._suspect or len(ended) < 2

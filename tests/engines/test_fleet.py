@@ -18,7 +18,7 @@ from engines.rollout.handle import RolloutHandle
 from engines.rollout.sglang.launch_plan import EnginePlan
 from engines.rollout.transformers import TransformersEngine
 from engines.training.torch import TorchEngine
-from engines.types import Completion, GenerateRequest, SamplingParams
+from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
 from tests.ray_fixtures import fleet_config
 
@@ -188,6 +188,21 @@ def test_an_engine_is_free_after_a_generation_that_was_given_up(fleet: Fleet) ->
     assert len(generate(engine, requests())) == 15
     engine.ensure_alive()
     assert engine.health()["pid"] == pid
+
+
+def test_an_abort_ends_the_stream_with_every_sample_as_far_as_it_came(fleet: Fleet) -> None:
+    engine = fleet.rollout[0]
+    asked = requests(64, max_new_tokens=200)
+    done: list[Completion] = []
+    for completions in engine.generate(asked):
+        done += completions
+        if not any(c.finish_reason == FinishReason.ABORT for c in done):
+            engine.abort()
+    assert {(c.request_id, c.sample_index) for c in done} == {
+        (request.request_id, index) for request in asked for index in range(len(request.seeds))
+    }
+    assert FinishReason.ABORT in {c.finish_reason for c in done}
+    assert len(generate(engine, requests())) == 15, "an abort ends that generation alone"
 
 
 def test_a_killed_trainer_is_an_error_and_restarts_at_the_initial_weights(fleet: Fleet, initial: str) -> None:

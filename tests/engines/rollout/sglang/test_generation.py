@@ -19,6 +19,7 @@ from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefuse
 from engines.rollout.sglang.engine import SGLangEngine
 from engines.rollout.sglang.generation import ATTEMPTS, Generation
 from engines.rollout.sglang.route import Route
+from engines.rollout.sglang.router import Router
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 
 CONTEXT = 1024
@@ -138,6 +139,24 @@ def test_an_abort_does_not_touch_what_others_asked_of_the_server(engine: SGLangE
     assert FinishReason.ABORT in {sample.finish_reason for sample in mine.values()}
     assert len(others) == 16
     assert {sample.finish_reason for sample in others.values()} <= {FinishReason.STOP, FinishReason.LENGTH}
+
+
+def test_an_abort_reaches_the_servers_behind_a_router(engine: SGLangEngine, route: Route, tmp_path: Path) -> None:
+    router = Router({}, "127.0.0.1", tmp_path / "router.log", 60)
+    try:
+        router.serve([engine.worker])
+        aborted = threading.Event()
+        threading.Timer(1.0, aborted.set).start()
+        began = time.monotonic()
+        asked = requests(4, max_new_tokens=900)
+        done = collect(generation(Route(router.url, route.servers), aborted).run(asked))
+        assert time.monotonic() - began < 20
+    finally:
+        router.close()
+    assert done.keys() == {(r, i) for r in range(4) for i in range(4)}
+    parts = [sample for sample in done.values() if sample.finish_reason == FinishReason.ABORT]
+    assert max(len(sample.response_ids) for sample in parts) > 0
+    assert running(engine) == 0
 
 
 def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, route: Route) -> None:

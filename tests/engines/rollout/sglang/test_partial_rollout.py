@@ -1,0 +1,144 @@
+"""Partial rollout through a real SGLang server: long responses are aborted, committed, and continued by later steps."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from configs.schema.run import RunConfig
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.types import Completion, GenerateRequest
+from flows.iteration import iteration, last_selection
+from storage.commits import Step
+from storage.verification import verify
+from tasks.filter import unfinished_groups
+from tasks.recovery import restore_trainer
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
+
+BATCH, SAMPLES, LENGTH = 2, 3, 400
+
+
+class Served:
+    """The session's server as an engine of a fleet."""
+
+    name = "rollout:0"
+    batch_invariant = False
+
+    def __init__(self, engine: SGLangEngine, dies_after: int | None = None) -> None:
+        self.engine = engine
+        self._dies_after = dies_after
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        left = {request.request_id: len(request.seeds) for request in requests}
+        done = 0
+        for completions in self.engine.generate(requests):
+            yield completions
+            for completion in completions:
+                left[completion.request_id] -= 1
+                done += left[completion.request_id] == 0
+            if self._dies_after is not None and done >= self._dies_after:
+                raise Dies
+
+    def abort(self) -> None:
+        self.engine.abort()
+
+
+class Dies(KeyboardInterrupt):
+    """The driver's end."""
+
+
+class ServedFleet(LocalFleet):
+    """Trains in this process and rolls out through the server, which must first be told the initial weights."""
+
+    def __init__(self, config: RunConfig, engine: SGLangEngine, dies_after: int | None = None) -> None:
+        super().__init__(config)
+        self.rollout = [Served(engine, dies_after)]  # type: ignore[list-item]
+        engine.begin_weight_update(0)
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+        engine.update_weights({name: value.detach() for name, value in model.named_parameters()})
+        engine.end_weight_update()
+
+    def model(self, config: RunConfig) -> PreTrainedModel:
+        """As it is trained so far."""
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+        for bucket in self.training.engine.export_weights(1 << 20):
+            model.load_state_dict(bucket, strict=False)
+        model.tie_weights()
+        return model
+
+
+@pytest.mark.timeout(900)
+def test_long_responses_are_continued_over_iterations_and_a_kill(
+    tiny_assets: Path, tmp_path: Path, engine: SGLangEngine
+) -> None:
+    config = tiny_config(
+        tiny_assets,
+        rollout={
+            "num_rollout": 3,
+            "rollout_batch_size": BATCH,
+            "over_sampling_batch_size": 2 * BATCH + 2,
+            "n_samples_per_prompt": SAMPLES,
+            "rollout_max_response_len": LENGTH,
+            "rollout_stop_token_ids": (3, 4),  # so that responses end at different times
+            "partial_rollout": True,
+            "mask_offpolicy_in_partial_rollout": True,
+        },
+    )
+    models = {}
+    fleet = ServedFleet(config, engine)
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        models[0] = fleet.model(config)
+        iteration(run, DirectSteps(run), 0)
+        models[1] = fleet.model(config)
+        waiting = [group for _, _, group in unfinished_groups(run, last_selection(run, 0))]
+        assert waiting
+    killed = ServedFleet(config, engine, dies_after=1)
+    with tiny_context(str(tmp_path), config, fleet=killed) as (run, _), pytest.raises(Dies):
+        iteration(run, DirectSteps(run), 1)
+    fleet = ServedFleet(config, engine)
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        iteration(run, DirectSteps(run), 1)
+        models[2] = fleet.model(config)
+        iteration(run, DirectSteps(run), 2)
+        commits = [commit for index in range(3) for commit in run.ledger.commits(index)]
+        rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
+        second = next(commit for commit in rollouts if commit.iteration == 1)
+        assert second.metrics["continued_groups"] == len(waiting)
+        assert second.metrics["recovered_groups"] >= 1
+        earlier: dict[tuple[int, int], dict[str, Any]] = {}
+        continued, worst = 0, 0.0
+        for commit in rollouts:
+            for row in run.read(commit).to_pylist():
+                part = earlier.get((row["group_id"], row["sample_index"]))
+                if part is not None:
+                    kept = len(part["response_ids"])
+                    assert row["response_ids"][:kept] == part["response_ids"]
+                    assert row["log_probs"][:kept] == part["log_probs"]
+                    continued += 0 < kept < len(row["response_ids"])
+                versions = np.asarray(row["weight_versions"])
+                assert row["loss_mask"] == (versions == commit.weight_version_in).astype(int).tolist()
+                for version in set(versions.tolist()):
+                    expected = hf_log_probs(models[version], row)
+                    difference = np.abs(np.asarray(row["log_probs"]) - expected)[versions == version]
+                    worst = max(worst, float(difference.max()))
+                earlier[row["group_id"], row["sample_index"]] = row
+        assert continued > 0
+        assert worst < 1e-4
+        digests = train_digests(run, range(3))
+    with tiny_context(str(tmp_path), config, fleet=ServedFleet(config, engine)) as (run, _):
+        restore_trainer(run, run.committed(2, Step.TRAIN))  # raises where a digest differs
+        assert train_digests(run, range(3)) == digests
+        assert [finding for one in verify(run.ledger) for finding in one.findings] == []
+
+
+def hf_log_probs(model: PreTrainedModel, row: dict[str, Any]) -> np.ndarray:
+    """[T] of the whole response by Hugging Face."""
+    prompt, response = row["prompt_ids"], row["response_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
