@@ -20,7 +20,7 @@ GUARD = Path(__file__).with_name("guard.py")
 READY = "/health_generate"
 """Has an SGLang server generate a token."""
 
-_POLL = 0.2
+_POLL = 0.25
 _END = 30.0
 """Seconds that a killed process may take to be gone."""
 _TAIL = 25
@@ -65,9 +65,11 @@ class Server:
             )
 
     @property
-    def pid(self) -> int:
-        """Of the process that answers HTTP."""
-        return psutil.Process(self._process.pid).children()[0].pid
+    def pid(self) -> int | None:
+        """Of the process that answers HTTP; None once it is gone."""
+        with suppress(psutil.NoSuchProcess):
+            return next((child.pid for child in psutil.Process(self._process.pid).children()), None)
+        return None
 
     def alive(self) -> bool:
         """Whether the process runs."""
@@ -76,12 +78,13 @@ class Server:
     def wait_ready(self, timeout: float) -> None:
         """Return when it serves. Raises EngineDied and EngineTimeout, the server ended, with the end of its log."""
         end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            if not self.alive():
-                raise EngineDied(f"the {self._name} ended while it started; {self.last_words()}")
-            if serves(self.url, self._ready):
-                return
-            time.sleep(_POLL)
+        with _client() as http:
+            while time.monotonic() < end:
+                if not self.alive():
+                    raise EngineDied(f"the {self._name} ended while it started; {self.last_words()}")
+                if _serves(http, f"{self.url}{self._ready}"):
+                    return
+                time.sleep(_POLL)
         self.stop()
         raise EngineTimeout(f"the {self._name} did not serve within {timeout:g} s; {self.last_words()}")
 
@@ -113,13 +116,14 @@ class ExternalServer:
     def wait_ready(self, timeout: float) -> None:
         """Return when it serves. Raises EngineTimeout."""
         end = time.monotonic() + timeout
-        while not serves(self.url):
-            if time.monotonic() > end:
-                raise EngineTimeout(
-                    f"the SGLang server at {self.url} did not serve within {timeout:g} s: start it, or take it out of "
-                    "rollout.external_urls"
-                )
-            time.sleep(_POLL)
+        with _client() as http:
+            while not _serves(http, f"{self.url}{READY}"):
+                if time.monotonic() > end:
+                    raise EngineTimeout(
+                        f"the SGLang server at {self.url} did not serve within {timeout:g} s: start it, or take it out "
+                        "of rollout.external_urls"
+                    )
+                time.sleep(_POLL)
 
     def stop(self) -> None:
         """Leave it as it is."""
@@ -129,10 +133,13 @@ class ExternalServer:
         return f"it runs elsewhere, at {self.url}, and so does its log"
 
 
-def serves(url: str, path: str = READY) -> bool:
-    """Whether a server there says that it can take requests."""
+def _client() -> httpx.Client:
+    return httpx.Client(timeout=10, trust_env=False)
+
+
+def _serves(http: httpx.Client, url: str) -> bool:
     with suppress(httpx.HTTPError):
-        return httpx.get(f"{url}{path}", timeout=5, trust_env=False).status_code == 200
+        return http.get(url).status_code == 200
     return False
 
 

@@ -68,5 +68,5 @@ def test_one_that_hangs_is_given_up_and_left_alive(engine: SGLangEngine, sglang_
 
 def test_nobody_there_is_said_with_the_way_out(sglang_model: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineTimeout, match=f"{url} did not serve within 5 s: start it, or take it out of"):
+    with pytest.raises(EngineTimeout, match=f"{url} did not serve within 5 s: start it, or take it out"):
         connect(url, sglang_model, tmp_path / "log")
