@@ -107,6 +107,9 @@ class RolloutActor(_OnItsMachine, WeightTarget):
         """Whether samples do not depend on what else is in their batch, as tried when the engine started."""
         return self._batch_invariant
 
+    def usage(self) -> dict[str, int]:
+        return self._started.usage()
+
     def abort(self) -> None:
         """End the `generate` that is running, and its stream."""
         self._started.abort()

@@ -113,6 +113,7 @@ def rollout(
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
+            **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
         timings={"generate": seconds},
         weight_version_in=version,

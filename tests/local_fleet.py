@@ -28,6 +28,9 @@ class LocalRollout:
     def abort(self) -> None:
         self.engine.abort()
 
+    def usage(self) -> dict[str, int]:
+        return {**self.engine.usage(), "restarts": 0}
+
 
 class LocalTraining:
     def __init__(self, config: RunConfig) -> None:

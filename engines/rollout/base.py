@@ -67,6 +67,10 @@ class RolloutEngine(Protocol):
     def health(self) -> dict[str, Any]:
         """What the engine serves and how much it has done; values are JSON."""
 
+    def usage(self) -> dict[str, int]:
+        """Of the last `generate`: `running_requests_max` and `queued_requests_max`, the most samples that the engine
+        decoded, and had waiting, at a time. Where a server is asked for them now and then, the most that were seen."""
+
     def release_memory(self) -> None:
         """Give the memory of weights and cache to others; without effect on what is released already. From then on the
         weight version is None: weights have to be resumed and sent again, and the cache resumed, before it generates.

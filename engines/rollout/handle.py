@@ -88,6 +88,12 @@ class RolloutHandle(EngineHandle):
         ref = self._actor.call("batch_invariant", concurrency_group=CONTROL)
         return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "batch_invariant")
 
+    def usage(self) -> dict[str, int]:
+        """How busy it was in the last `generate`, see engines.rollout.base; and its `restarts` under this driver."""
+        ref = self._actor.call("usage", concurrency_group=CONTROL)
+        found = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "usage")
+        return {**found, "restarts": self.restarts}
+
     @property
     def worker(self) -> Worker:
         """Its server, for the router."""

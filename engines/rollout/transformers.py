@@ -41,12 +41,14 @@ class TransformersEngine:
         self._model_path = model_path
         self._model = load_causal_lm(model_path, getattr(torch, config.dtype), device).requires_grad_(False)
         self._end_ids = eos_token_ids(self._model)
-        self._decoder = Decoder(self._model, config.max_running_requests)
+        self._max_running = config.max_running_requests
+        self._decoder = Decoder(self._model, self._max_running)
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
         self._released: set[MemoryTag] = set()
         self._in_use = threading.Lock()
         self._aborted = threading.Event()
+        self._asked = 0
         self._tokens = 0
         self._seconds = 0.0
         self._batch_invariant: bool | None = None
@@ -66,6 +68,7 @@ class TransformersEngine:
         with self._alone("generate"):
             if self._weight_version != weight_version:
                 raise EngineError("The weights changed since generate was called: call it again.")
+            self._asked = sum(len(request.seeds) for request in requests)
             start = time.perf_counter()
             for completions in self._decoder.run(requests, self._end_ids, weight_version, self._aborted.is_set):
                 self._tokens += sum(len(completion.response_ids) for completion in completions)
@@ -120,6 +123,10 @@ class TransformersEngine:
         with self._alone("check batch invariance"):
             self._batch_invariant = checks.is_batch_invariant(self._decoder)
             return self._batch_invariant
+
+    def usage(self) -> dict[str, int]:
+        running = min(self._asked, self._max_running)
+        return {"running_requests_max": running, "queued_requests_max": self._asked - running}
 
     def health(self) -> dict[str, Any]:
         """Keys: model, model_type, dtype, device, num_threads, context_length, weight_version, released

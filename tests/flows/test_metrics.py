@@ -128,4 +128,16 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     assert [name for name in names if find_metric(name) is None] == []
     written = {metric.name for name in names if (metric := find_metric(name)) is not None}
     families = {"rollout/zero_std/count_<reward>", "rollout/dynamic_filter/drop_<reason>"}
-    assert {metric.name for metric in METRICS} - written - families == set()
+    servers = {"perf/cache_hit_rate"}
+    assert {metric.name for metric in METRICS} - written - families - servers == set()
+
+
+def test_sglangs_cache_hit_rate_is_that_of_all_shards(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path), rollout={"engine": "sglang"})
+    commits = write_iteration(ledger, 0)
+    tokens = {"prompt_tokens": 400, "cached_tokens": 100}
+    commits = [
+        commit.model_copy(update={"metrics": {**commit.metrics, **tokens}}) if commit.step is Step.ROLLOUT else commit
+        for commit in commits
+    ]
+    assert iteration_metrics(commits, config_of(ledger))["perf/cache_hit_rate"] == 0.25

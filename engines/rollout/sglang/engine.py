@@ -17,6 +17,7 @@ from engines.rollout.sglang.client import Control
 from engines.rollout.sglang.generation import Generation
 from engines.rollout.sglang.launch import launch
 from engines.rollout.sglang.launch_plan import EnginePlan, Place
+from engines.rollout.sglang.loads import Loads
 from engines.rollout.sglang.route import Route
 from engines.rollout.sglang.watch import Watch
 from engines.rollout.sglang.weights import ServerWeights
@@ -68,6 +69,7 @@ class SGLangEngine:
         self._weights = ServerWeights(self._control, parameter_names(model_path), config.timeout)
         self._in_use = threading.Lock()
         self._aborted = threading.Event()
+        self._loads = Loads(self.server.url)
         self._hung: str | None = None
         self._watch = Watch(
             self.server.url,
@@ -83,8 +85,11 @@ class SGLangEngine:
         return self._generate(list(requests))
 
     def _generate(self, requests: list[GenerateRequest]) -> Iterator[list[Completion]]:
-        generation = Generation(self._route, self._context, self._timeout, self._concurrency, self._aborted)
         with self._alone():
+            self._loads = Loads(self.server.url)
+            generation = Generation(
+                self._route, self._context, self._timeout, self._concurrency, self._aborted, self._loads
+            )
             try:
                 yield from generation.run(requests)
             except EngineDied as error:
@@ -143,6 +148,9 @@ class SGLangEngine:
     def check_batch_invariance(self) -> bool:
         """Only SGLang's deterministic inference makes a sample independent of its company."""
         return self._deterministic
+
+    def usage(self) -> dict[str, int]:
+        return {"running_requests_max": self._loads.running, "queued_requests_max": self._loads.queued}
 
     def health(self) -> dict[str, Any]:
         """Keys: model, worker, url, log, server_pid, weight_version, released (memory given away), and loads: what the

@@ -26,6 +26,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefused
 from engines.rollout.sglang.completions import completion
+from engines.rollout.sglang.loads import Loads
 from engines.rollout.sglang.route import Route
 from engines.types import Completion, FinishReason, GenerateRequest
 
@@ -66,13 +67,23 @@ class Generation:
         timeout: seconds that all of it may take.
         concurrency: samples asked for at a time.
         aborted: ends the generation when set: samples then come as far as they are.
+        loads: watches a server meanwhile.
     """
 
-    def __init__(self, route: Route, context: int, timeout: float, concurrency: int, aborted: threading.Event) -> None:
+    def __init__(
+        self,
+        route: Route,
+        context: int,
+        timeout: float,
+        concurrency: int,
+        aborted: threading.Event,
+        loads: Loads,
+    ) -> None:
         self._route = route
         self._context = context
         self._timeout = timeout
         self._aborted = aborted
+        self._loads = loads
         self._slots = asyncio.Semaphore(concurrency)
         self._attempts = ATTEMPTS if route.servers != (route.url,) else 1
         self._name = uuid.uuid4().hex
@@ -113,7 +124,10 @@ class Generation:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
             try:
                 async with asyncio.timeout(self._timeout), asyncio.TaskGroup() as group:  # one failure ends all
-                    watch = group.create_task(self._abort_when_told(http))
+                    watches = [
+                        group.create_task(self._abort_when_told(http)),
+                        group.create_task(self._loads.watch(http)),
+                    ]
                     calls = [
                         group.create_task(self._sample(http, _Sample(number, request, index)))
                         for number, (request, index) in enumerate(wanted)
@@ -122,7 +136,8 @@ class Generation:
                         sample = await call
                         if sample is not None:
                             finished.put(sample)
-                    watch.cancel()
+                    for watch in watches:
+                        watch.cancel()
             except TimeoutError:
                 raise EngineTimeout(f"generation did not end within {self._timeout:g} s") from None
             finally:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefused
 from engines.rollout.sglang.engine import SGLangEngine
 from engines.rollout.sglang.generation import ATTEMPTS, Generation
+from engines.rollout.sglang.loads import Loads
 from engines.rollout.sglang.route import Route
 from engines.rollout.sglang.router import Router
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
@@ -39,7 +40,7 @@ def generation(
     timeout: float = 60,
     concurrency: int = 64,
 ) -> Generation:
-    return Generation(route, context, timeout, concurrency, aborted or threading.Event())
+    return Generation(route, context, timeout, concurrency, aborted or threading.Event(), Loads(route.servers[0]))
 
 
 def collect(streamed: Iterator[list[Completion]]) -> Samples:

@@ -1,0 +1,22 @@
+"""What a server tells of how busy it is."""
+
+import pytest
+
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.types import GenerateRequest, SamplingParams
+from tests.sglang_server import sglang_config
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_the_most_that_ran_and_waited_are_told_after_a_generation(engine: SGLangEngine) -> None:
+    slots = sglang_config().max_running_requests
+    request = GenerateRequest(0, [5, 6, 7, 8], tuple(range(3 * slots)), SamplingParams(64))
+    assert sum(len(samples) for samples in engine.generate([request])) == 3 * slots
+    busy = engine.usage()
+    assert slots / 2 <= busy["running_requests_max"] <= slots
+    assert 1 <= busy["queued_requests_max"] <= 2 * slots
+
+    list(engine.generate([GenerateRequest(0, [5, 6, 7, 8], (1,), SamplingParams(64))]))
+    assert engine.usage()["running_requests_max"] <= 1
+    assert engine.usage()["queued_requests_max"] == 0
