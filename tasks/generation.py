@@ -55,9 +55,8 @@ class _Quota:
         return self._left is not None and self._left <= 0
 
     def count(self, group: Sequence[Completion]) -> None:
-        """Take a group off, unless it failed or is unfinished."""
-        usable = all(c.error is None and c.finish_reason != FinishReason.ABORT for c in group)
-        if self._left is not None and usable:
+        """Take a group off, unless it is unfinished."""
+        if self._left is not None and all(sample.finish_reason != FinishReason.ABORT for sample in group):
             self._left -= 1
 
 

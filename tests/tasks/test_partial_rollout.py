@@ -178,6 +178,26 @@ def test_a_later_round_continues_what_an_earlier_one_of_its_iteration_left(tiny_
         assert len({row["group_id"] for row in selected}) == len(selected)
 
 
+def test_unfinished_groups_wait_while_the_buffer_fills_the_batch(tiny_assets: Path, tmp_path: Path) -> None:
+    config = partial_config(tiny_assets, rollout_batch_size=2, num_engines=2)
+    fleet = LocalFleet(config)
+    slow: Any = fleet.rollout[0]
+    slow.abort = lambda: None  # it has finished everything before it hears of it
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        run_iterations(run, 3)
+        waiting = unfinished_groups(run, last_selection(run, 0))
+        assert waiting
+        assert {commit.step for commit in run.ledger.commits(1)} == {
+            Step.FILTER, Step.ADVANTAGE, Step.TRAIN, Step.SYNC
+        }  # fmt: skip
+        assert unfinished_groups(run, last_selection(run, 2)) == waiting
+        slow.abort = slow.engine.abort
+        run_iterations(run, 4)
+        rollouts = [commit for commit in run.ledger.commits(3) if commit.step is Step.ROLLOUT]
+        assert sum(commit.metrics["continued_groups"] for commit in rollouts) == len(waiting)
+        assert "000000/rollout.00-001" in {name for commit in rollouts for name in commit.inputs}
+
+
 @pytest.mark.parametrize("masks", [False, True])
 def test_tokens_of_older_weights_are_left_out_of_the_loss_if_wanted(
     tiny_assets: Path, tmp_path: Path, masks: bool
