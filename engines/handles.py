@@ -96,6 +96,7 @@ class EngineHandle:
         Raises BadModel, EngineDied, EngineTimeout.
         """
         with self._replacing:
+            self._suspect = True  # until it is up: an actor whose engine did not start answers too
             if not (adopt and self._adopted()):
                 for actor in self._actors:
                     actor.create(deadline)
