@@ -1,6 +1,7 @@
 """`cairn`: the command line. Importing it is quick: what a command needs is imported when it runs."""
 
 from flows.cli.app import app
+from flows.cli.convert import convert
 from flows.cli.history import diff, fork, replay
 from flows.cli.housekeeping import delete, gc
 from flows.cli.reading import runs, show, status, verify
@@ -8,5 +9,5 @@ from flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-for command in (train, resume, validate, fork, runs, status, show, verify, replay, diff, gc, delete, up):
+for command in (train, resume, validate, fork, runs, status, show, verify, replay, diff, convert, gc, delete, up):
     app.command()(command)

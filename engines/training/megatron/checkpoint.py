@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from pydantic import BaseModel, Field, ValidationError
 
+from engines.errors import EngineError
 from engines.training.sharding import raise_together
 from storage.canonical import seal, unseal
 from storage.errors import Damaged
@@ -55,6 +56,8 @@ class MegatronState(BaseModel):
     weight_version: int
     """Also the position of the learning-rate schedule and the optimizer's count of steps."""
     state_digest: str
+    use_distributed_optimizer: bool
+    """Which writes master weights apart, also in float32; a state is read with the same setting."""
     files: list[CheckpointFile]
 
 
@@ -81,7 +84,13 @@ def save(
     try:
         if rank == 0:
             files = [file for held in every for file in held]
-            state = MegatronState(format=FORMAT, weight_version=weight_version, state_digest=state_digest, files=files)
+            state = MegatronState(
+                format=FORMAT,
+                weight_version=weight_version,
+                state_digest=state_digest,
+                use_distributed_optimizer=optimizer.config.use_distributed_optimizer,
+                files=files,
+            )
             store.write(f"{folder}/{STATE}", seal(state.model_dump()))
     except Exception as failure:
         error = failure
@@ -111,7 +120,13 @@ def load(store: Store, folder: str, state: MegatronState, chunks: Sequence[Any],
 
     Raises:
         Damaged: a file is missing or altered.
+        EngineError: it was written with another setting of `use_distributed_optimizer`.
     """
+    if state.use_distributed_optimizer != optimizer.config.use_distributed_optimizer:
+        raise EngineError(
+            f"checkpoint {folder} was written with training.megatron.use_distributed_optimizer = "
+            f"{str(state.use_distributed_optimizer).lower()}: set it so, every other part of the layout may differ"
+        )
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     with _fetched(store, folder, state.files, next(chunks[0].parameters()).device) as local:
         loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(local))

@@ -143,14 +143,19 @@ class MegatronEngine:
 
     def save(self, store: Store, folder: str) -> list[str]:
         self._require_intact()
-        return checkpoint.save(
-            store,
-            folder,
-            self._chunks,
-            self._optimizer,
-            weight_version=self._version,
-            state_digest=self.state_digest(),
-        )
+        # Megatron does not write a count of 0 steps, and torch's Adam does not load without one; `load` sets it anyway.
+        self._state.set_steps(max(1, self._version))
+        try:
+            return checkpoint.save(
+                store,
+                folder,
+                self._chunks,
+                self._optimizer,
+                weight_version=self._version,
+                state_digest=self.state_digest(),
+            )
+        finally:
+            self._state.set_steps(self._version)
 
     def load(self, store: Store, folder: str) -> None:
         error = None

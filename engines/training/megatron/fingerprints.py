@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from engines.training.megatron.weights import Block, Ownership
 from engines.weights.checksum import digest, fingerprint
@@ -38,25 +39,43 @@ def sharded_digest(pieces: Iterable[Piece], kinds: Iterable[str], ownership: Own
     for piece in pieces:
         if sums is None:
             sums = torch.zeros(len(entries), 2, dtype=torch.int64, device=piece.values.device)
-        for block in piece.blocks:
-            for part, offset in _runs(piece, block):
-                sums[index[piece.kind + block.name]] += fingerprint(part, offset)
+        for name, values, offset in _runs(piece):
+            sums[index[piece.kind + name]] += fingerprint(values, offset)
     if sums is None:
         sums = torch.zeros(len(entries), 2, dtype=torch.int64)
     dist.all_reduce(sums)
     return digest(entries, sums, *extra)
 
 
-def _runs(piece: Piece, block: Block) -> Iterator[tuple[torch.Tensor, int]]:
-    """What a piece holds of a block, as runs of consecutive elements of the whole tensor with the first one's place."""
+def _runs(piece: Piece) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """What a piece holds, as runs of consecutive elements of whole tensors: name, elements, place of the first.
+
+    Blocks that follow each other in the whole tensor, as those of a query projection do, are one run."""
+    run: list[torch.Tensor] = []
+    name, first, end = "", 0, 0
+    for block in sorted(piece.blocks, key=lambda block: (block.name, block.row, block.column)):
+        values, offset = _part(piece, block)
+        if run and (name, end) == (block.name, offset):
+            run.append(values)
+        else:
+            if run:
+                yield name, torch.cat(run), first
+            run, name, first = [values], block.name, offset
+        end = offset + len(values)
+    if run:
+        yield name, torch.cat(run), first
+
+
+def _part(piece: Piece, block: Block) -> tuple[torch.Tensor, int]:
+    """What a piece holds of a block, and its place in the whole tensor. Of a block that is narrower than the tensor it
+    is whole rows, zero where other ranks hold them: zeros add nothing to a fingerprint."""
     first = block.local_row * block.width
-    start, end = max(piece.start, first), min(piece.start + len(piece.values), first + block.height * block.width)
-    step = end - start if block.width == block.columns else block.width
-    while start < end:
-        row, column = divmod(start - first, block.width)
-        stop = min(end, start + max(1, step) - (column if step == block.width else 0))
-        yield (
-            piece.values[start - piece.start : stop - piece.start],
-            (block.row + row) * block.columns + block.column + column,
-        )
-        start = stop
+    start = max(piece.start, first)
+    end = max(start, min(piece.start + len(piece.values), first + block.height * block.width))
+    values = piece.values[start - piece.start : end - piece.start]
+    row, column = divmod(start - first, block.width)
+    if block.width == block.columns:
+        return values, (block.row + row) * block.columns + column
+    rows = functional.pad(values, (column, -(column + len(values)) % block.width)).view(-1, block.width)
+    whole = functional.pad(rows, (block.column, block.columns - block.column - block.width))
+    return whole.flatten(), (block.row + row) * block.columns

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -24,6 +25,7 @@ from engines.training.megatron.backend import Backend
 from engines.training.megatron.families import family_of
 from engines.training.megatron.families.base import Family
 from engines.training.megatron.options import options_of
+from engines.training.megatron.post_norm import PostNorm
 from engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
 
 _GROUP_SIZES = (
@@ -96,7 +98,7 @@ def load_model(folder: Path, training: TrainingConfig, backend: Backend, *, trai
         groups=config.num_query_groups,
         tied=family.model(hf)["share_embeddings_and_output_weights"],
     )
-    bare = _build(config, backend, sizes.vocabulary, family.model(hf))
+    bare = _build(config, backend, family, hf)
     parameters = parameters_of(bare, config, family, sizes)
     load_weights(parameters, open_files(map(str, weight_files(folder))))
     for chunk in bare:
@@ -118,30 +120,41 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
     """Megatron's optimizer: AdamW, of which only matrices decay; with `use_distributed_optimizer` each data-parallel
     rank holds a part of its state."""
     config = model.config
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            **{
-                "optimizer": training.optimizer,
-                "lr": training.lr,
-                "min_lr": training.min_lr,
-                "weight_decay": training.weight_decay,
-                "adam_beta1": training.adam_beta1,
-                "adam_beta2": training.adam_beta2,
-                "adam_eps": training.adam_eps,
-                "clip_grad": training.clip_grad,
-                "bf16": config.bf16,
-                "params_dtype": config.params_dtype,
-                **options_of("optimizer", training.megatron),
-            }
-        ),
-        wrapped,
+    options = OptimizerConfig(
+        **{
+            "optimizer": training.optimizer,
+            "lr": training.lr,
+            "min_lr": training.min_lr,
+            "weight_decay": training.weight_decay,
+            "adam_beta1": training.adam_beta1,
+            "adam_beta2": training.adam_beta2,
+            "adam_eps": training.adam_eps,
+            "clip_grad": training.clip_grad,
+            "bf16": config.bf16,
+            "params_dtype": config.params_dtype,
+            **options_of("optimizer", training.megatron),
+        }
     )
+    # Without these everything decays; and only Megatron's own scheduler, which is not used, applies `wd_mult`.
+    optimizer = get_megatron_optimizer(options, wrapped, get_standard_config_overrides(options))
+    for group in optimizer.param_groups:
+        group["weight_decay"] = training.weight_decay * group["wd_mult"]
+    for part in optimizer.chained_optimizers:
+        for buffer in getattr(part, "buffers", ()):
+            _count_padding(buffer)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])
-    if wrapped[0].ddp_config.overlap_param_gather:
-        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in wrapped])
     return optimizer
+
+
+def _count_padding(buffer: Any) -> None:
+    """0.16.1 writes checkpoints of the distributed optimizer from tensors as long as a buffer without the padding
+    between its parameters, but at places that count it: behind a parameter whose size is no multiple of 64, states are
+    cut off and shifted. With the padding counted as content, nothing is."""
+    buffer.numel_unpadded = buffer.numel
+    for bucket in buffer.buckets:
+        bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def clip_gradients(optimizer: Any, norm: float) -> None:
@@ -166,7 +179,7 @@ def replicas(expert: bool) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def _build(config: TransformerConfig, backend: Backend, vocabulary: int, arguments: dict[str, Any]) -> list[GPTModel]:
+def _build(config: TransformerConfig, backend: Backend, family: Family, hf: PretrainedConfig) -> list[GPTModel]:
     virtual = config.virtual_pipeline_model_parallel_size
     ranks = config.tensor_model_parallel_size
     chunks = []
@@ -175,23 +188,28 @@ def _build(config: TransformerConfig, backend: Backend, vocabulary: int, argumen
         where = {"ignore_virtual": virtual is None, "vp_stage": vp_stage}
         chunk = GPTModel(
             config,
-            _block_spec(config, backend, vp_stage),
-            vocab_size=-(-vocabulary // ranks) * ranks,
+            _block_spec(config, backend, family, vp_stage),
+            vocab_size=-(-hf.vocab_size // ranks) * ranks,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             vp_stage=vp_stage,
-            **arguments,
+            **family.model(hf),
         )
         chunks.append(chunk.to(backend.device))
     return chunks
 
 
-def _block_spec(config: TransformerConfig, backend: Backend, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, backend: Backend, family: Family, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    return TransformerBlockSubmodules(
-        [backend.layer_spec(config, experts=_has_experts(config, layer)) for layer in layers], backend.norm
-    )
+    specs = [backend.layer_spec(config, experts=_has_experts(config, layer)) for layer in layers]
+    if family.post_norms:
+        add = ModuleSpec(PostNorm, params={"config": config, "norm": backend.norm})
+        for spec in specs:
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+    return TransformerBlockSubmodules(specs, backend.norm)
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:

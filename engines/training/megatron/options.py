@@ -48,9 +48,12 @@ SET_HERE = {
     "average_in_collective": "gradients are summed: each rank's loss is its share of the whole",
     "calculate_per_token_loss": "algorithm.calculate_per_token_loss sets the weights of tokens",
     "cross_entropy_loss_fusion": "its gradient is rounded to bfloat16",
+    "decoupled_lr": "all parameters have the learning rate of training.lr",
+    "decoupled_min_lr": "all parameters have the learning rate of training.lr",
     "grad_reduce_in_fp32": "gradients are always summed in float32",
     "hidden_dropout": "dropout would make log-probs differ from the rollout's",
     "moe_expert_capacity_factor": "tokens would be dropped in silence",
+    "overlap_param_gather": "weights would still be on their way when an update ends, and are exported and scored then",
     "perform_initialization": "without it Megatron forgets which parameters are cut, and clips by a wrong norm",
     "use_megatron_fsdp": "the distributed optimizer is the sharding that is supported",
     "variable_seq_lengths": "it follows from pipeline_model_parallel_size",
@@ -128,10 +131,10 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
     experts, expert_ranks = derived.get("num_moe_experts"), options.get("expert_model_parallel_size", 1)
     if expert_ranks > 1 and (experts is None or experts % expert_ranks):
         yield f"training.megatron.expert_model_parallel_size is {expert_ranks}; the model has {experts or 'no'} experts"
-    if pipeline > 1 and options.get("moe_token_dispatcher_type") == "allgather":
+    if options.get("moe_token_dispatcher_type") == "allgather":
         yield (
-            "training.megatron.moe_token_dispatcher_type=allgather needs micro-batches of equal length, which a "
-            "pipeline does not have: set alltoall"
+            "training.megatron.moe_token_dispatcher_type=allgather needs as many tokens on every rank, which packed "
+            "micro-batches do not have: set alltoall"
         )
 
 

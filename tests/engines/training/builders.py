@@ -8,13 +8,19 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from configs.schema.algorithm import AlgorithmConfig
@@ -37,12 +43,29 @@ SIZES: dict[str, Any] = {
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 16}
 
 
-def tiny_model(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+
+
+def tiny_model(family: str = "qwen3", seed: int = 0, layers: int = 2) -> PreTrainedModel:
     torch.manual_seed(seed)
+    sizes = {**SIZES, "num_hidden_layers": layers}
+    if family == "glm4":
+        return Glm4ForCausalLM(
+            Glm4Config(**sizes, **GROUPED, tie_word_embeddings=False, pad_token_id=0, partial_rotary_factor=0.5)
+        )
+    if family == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
     if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES, **GROUPED, tie_word_embeddings=True))
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, **GROUPED, tie_word_embeddings=True))
+    if family == "qwen3_moe":
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **GROUPED, **EXPERTS, mlp_only_layers=[1]))
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES, **GROUPED, tie_word_embeddings=False))
+        return LlamaForCausalLM(LlamaConfig(**sizes, **GROUPED, tie_word_embeddings=False))
     if family == "gpt_neox":
         return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, hidden_dropout=0.5, attention_dropout=0.5))
     if family == "gemma2":
@@ -50,8 +73,8 @@ def tiny_model(family: str = "qwen3", seed: int = 0) -> PreTrainedModel:
     raise ValueError(family)
 
 
-def model_folder(path: Path, family: str = "qwen3", seed: int = 0) -> Path:
-    tiny_model(family, seed).save_pretrained(path)
+def model_folder(path: Path, family: str = "qwen3", seed: int = 0, layers: int = 2) -> Path:
+    tiny_model(family, seed, layers).save_pretrained(path)
     return path
 
 

@@ -43,6 +43,8 @@ class Family:
 
     model_type: ClassVar[str]
     """As in config.json."""
+    post_norms: ClassVar[bool] = False
+    """Whether the outputs of attention and feed-forward part are normalised before they are added."""
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig."""

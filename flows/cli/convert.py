@@ -1,0 +1,56 @@
+"""The command that turns checkpoints into model folders and back: convert."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flows.cli.app import BadInput, tell
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A model folder in Hugging Face format, or a checkpoint of Megatron.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    model: Annotated[
+        Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its run began with.")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Convert between model folders in Hugging Face format and checkpoints of the Megatron engine.
+
+    A model folder becomes a training state before its first update; a checkpoint, of any layout of ranks, becomes a
+    model folder. What is read is checked by its digest. One process holds the whole state: 16 bytes a parameter.
+
+    Examples:
+
+    - `cairn convert runs/math/iterations/000009/checkpoint/ATTEMPT out --model models/qwen3`
+    - `cairn convert models/qwen3 out`
+    """
+    from configs.schema.algorithm import AlgorithmConfig
+    from configs.schema.run import ModelConfig
+    from configs.schema.training import TrainingConfig
+    from engines.training.factory import make_engine
+    from storage.store import open_store
+
+    if target.exists():
+        raise BadInput(f"{target} is there already: give the name of a folder to be made")
+    if not source.is_dir():
+        raise BadInput(f"{source} is not a folder")
+    from_model = (source / "config.json").is_file()
+    if not from_model and model is None:
+        raise BadInput(f"{source} is a checkpoint: give --model, the model folder that its run began with")
+    if dtype not in ("float32", "bfloat16"):
+        raise BadInput(f"--dtype is {dtype}; it is float32 or bfloat16")
+    engine = make_engine(
+        ModelConfig(path=str(source if from_model else model)),
+        TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype}),
+        AlgorithmConfig(),
+        temperature=1.0,
+        total_steps=1,
+    )
+    if from_model:
+        engine.save(open_store(str(target.parent)), target.name)
+    else:
+        engine.load(open_store(str(source.parent)), source.name)
+        engine.export_hf(target)
+    tell(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")

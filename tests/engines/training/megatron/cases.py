@@ -1,0 +1,141 @@
+"""The layouts that are held against Hugging Face + PyTorch, and what every rank does for one of them."""
+
+import json
+import os
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from tests.engines.training.builders import make_batch
+
+ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
+PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
+BATCH = make_batch(14, old=True, rollout=True, ref=True)
+UPDATES = 5
+TRAINING: dict[str, Any] = {
+    "lr": 1e-3,
+    "num_threads": 1,
+    "max_tokens_per_gpu": 120,
+    "adam_eps": 1e-5,
+    "clip_grad": 0.1,
+    "weight_decay": 0.01,
+}
+LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of ranks."""
+
+    name: str
+    ranks: int
+    megatron: dict[str, Any] = field(default_factory=dict)
+    family: str = "qwen3"
+    per_token: bool = False
+    training: dict[str, Any] = field(default_factory=dict)
+    steps: int = 1
+    """Optimizer steps an update."""
+
+    @property
+    def algorithm(self) -> AlgorithmConfig:
+        return PER_TOKEN if self.per_token else ALGORITHM
+
+
+TP, PP, CP, EP = (
+    {f"{kind}_parallel_size": 2} for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
+)
+SP = {**TP, "sequence_parallel": True}
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+ZERO = {"use_distributed_optimizer": True}
+OVERLAP = {**ZERO, "overlap_grad_reduce": True, "bucket_size": 20000}
+
+CASES = [
+    Case("one rank", 1),
+    Case("one rank, Qwen2.5", 1, family="qwen2"),
+    Case("one rank, Llama 3", 1, family="llama"),
+    Case("one rank, Qwen3-MoE", 1, family="qwen3_moe"),
+    Case("one rank, GLM-4", 1, family="glm4"),
+    Case("one rank, recompute", 1, training={"gradient_checkpointing": True}),
+    Case("TP 2", 2, TP),
+    Case("TP 2, SP", 2, SP),
+    Case("TP 2, SP, Qwen2.5", 2, SP, family="qwen2"),
+    Case("TP 2, Llama 3", 2, TP, family="llama"),
+    Case("TP 2, SP, recompute", 2, SP, training={"gradient_checkpointing": True}),
+    Case("TP 2, SP, GLM-4", 2, SP, family="glm4"),
+    Case("PP 2", 2, PP),
+    Case("PP 2, Llama 3", 2, PP, family="llama"),
+    Case("PP 2, VPP 2", 2, VPP),
+    Case("DP 2", 2),
+    Case("DP 2, loss per token", 2, per_token=True),
+    Case("DP 2, distributed optimizer", 2, ZERO),
+    Case("DP 2, distributed optimizer, overlap", 2, OVERLAP),
+    Case("CP 2", 2, CP),
+    Case("CP 2, loss per token", 2, CP, per_token=True),
+    Case("EP 2, alltoall", 2, EP, family="qwen3_moe"),
+    Case("TP 2, SP, EP 2", 2, {**SP, **EP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
+    Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
+    Case("TP 2 × PP 2", 4, {**SP, **PP}),
+    Case("TP 2 × PP 2, VPP 2", 4, {**SP, **VPP}),
+    Case("TP 2 × DP 2", 4, {**SP, **ZERO}),
+    Case("TP 2 × CP 2", 4, {**SP, **CP}),
+    Case("PP 2 × DP 2", 4, {**PP, **ZERO}, per_token=True),
+    Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe"),
+]
+
+
+def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
+    """Five updates; the weights they end in are written by rank 0."""
+    from engines.training.factory import make_engine
+
+    engine = make_engine(
+        ModelConfig(path=str(models / case.family)),
+        TrainingConfig(
+            engine="megatron", world_size=case.ranks, megatron=case.megatron, **{**TRAINING, **case.training}
+        ),
+        case.algorithm,
+        temperature=0.9,
+        total_steps=100,
+        rank=rank,
+        world_size=case.ranks,
+    )
+    report: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
+    report["scores"] = [values.tolist() for values in engine.score(BATCH, "actor")]
+    report["metrics"] = [
+        engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
+        for version in range(UPDATES)
+    ]
+    weights = {name: tensor for bucket in engine.export_weights(50_000) for name, tensor in bucket.items()}
+    if rank == 0:
+        save_file(weights, work / f"{CASES.index(case)}.safetensors")
+    return report
+
+
+def launched(rank: int, ranks: int, models: Path, work: Path) -> None:
+    """Run all cases of so many ranks; each rank leaves a report."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous-{ranks}", rank=rank, world_size=ranks)
+    report = {}
+    for case in CASES:
+        if case.ranks == ranks:
+            try:
+                report[case.name] = run_case(case, models, work, rank)
+            except Exception:
+                traceback.print_exc()
+                raise
+    (work / f"report-{ranks}-{rank}.json").write_text(json.dumps(report))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def weights_after(case: Case, work: Path) -> dict[str, torch.Tensor]:
+    return load_file(work / f"{CASES.index(case)}.safetensors")

@@ -1,0 +1,181 @@
+"""What two ranks do with checkpoints and with updates that are refused, in one launch."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from storage.store import open_store
+from tests.engines.training.builders import model_folder
+from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, SP, TRAINING, ZERO
+from tests.engines.training.sharded_cases import raised
+
+LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {**SP, **ZERO}, "pipeline": {**PP, **ZERO}, "data": ZERO}
+
+
+def engine_of(folder: Path, megatron: dict[str, Any], rank: int) -> Any:
+    from engines.training.factory import make_engine
+
+    return make_engine(
+        ModelConfig(path=str(folder)),
+        TrainingConfig(engine="megatron", world_size=2, megatron=megatron, **TRAINING),
+        ALGORITHM,
+        temperature=1.0,
+        total_steps=100,
+        rank=rank,
+        world_size=2,
+    )
+
+
+def train(engine: Any, first: int, count: int) -> list[dict[str, float]]:
+    return [
+        engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
+        for version in range(first, first + count)
+    ]
+
+
+def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
+    store = open_store(str(work / "store"))
+    report: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        engine = engine_of(folder, LAYOUTS[layout], rank)
+        engine.save(store, f"{layout}-0")
+        train(engine, 0, 2)
+        paths = engine.save(store, f"{layout}-2")
+        saved = engine.state_digest()
+        report[layout] = {
+            "saved": saved,
+            "whole": sorted(paths) == list(store.find(f"{layout}-2")),
+            "metrics": train(engine, 2, 2),
+            "digest": engine.state_digest(),
+        }
+    for source in LAYOUTS:  # the last engine reads them all
+        engine.load(store, f"{source}-2")
+        report[source]["read by data"] = engine.position().state_digest
+        report[source]["metrics by data"] = train(engine, 2, 2)
+    for target in ("tensor", "pipeline"):
+        engine = engine_of(folder, LAYOUTS[target], rank)
+        engine.load(store, "tensor-2")
+        report[target]["read"] = engine.state_digest()
+        report[target]["resumed"] = train(engine, 2, 2)
+        report[target]["resumed digest"] = engine.state_digest()
+        engine.load(store, f"{target}-0")
+        report[target]["first"] = engine.position().weight_version
+    plain = engine_of(folder, SP, rank)
+    train(plain, 0, 1)
+    plain.save(store, "plain")
+    saved = plain.state_digest()
+    train(plain, 1, 1)
+    report["plain"] = plain.state_digest()
+    report["of another optimizer"] = raised(lambda: plain.load(store, "tensor-2"))
+    plain.load(store, "plain")
+    assert plain.state_digest() == saved
+    train(plain, 1, 1)
+    report["plain resumed"] = plain.state_digest()
+    engine = engine_of(folder, LAYOUTS["pipeline"], rank)
+    report["wrong version"] = raised(lambda: train(engine, 7, 1))
+    assert BATCH.advantages is not None
+    broken = dataclasses.replace(BATCH, advantages=[np.full_like(BATCH.advantages[0], np.nan), *BATCH.advantages[1:]])
+    before = engine.state_digest()
+    report["not finite"] = raised(lambda: engine.train(broken, num_steps=1, expected_version=0, input_digest="d"))
+    report["unchanged"] = engine.position().state_digest == before
+    engine.export_hf(work / "exported")
+    if rank == 0:
+        file = next(path for path in store.find("tensor-2") if path.endswith(".distcp"))
+        data = bytearray(store.read(file))
+        data[len(data) // 2] ^= 1
+        store.write(file, bytes(data))
+    dist.barrier()
+    report["damaged"] = raised(lambda: engine.load(store, "tensor-2"))
+    report["missing"] = raised(lambda: engine.load(store, "nowhere"))
+    report["after"] = raised(lambda: engine.state_digest() and engine.position())
+    return report
+
+
+def launched(rank: int, folder: Path, work: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=2)
+    (work / f"report-{rank}.json").write_text(json.dumps(cases(folder, work, rank)))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def reports(work: Path) -> list[dict[str, Any]]:
+    folder = model_folder(work / "model")
+    context = torch.multiprocessing.spawn(launched, (folder, work), nprocs=2, join=False)
+    while not context.join(timeout=240):
+        pass
+    return [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def report(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    return reports[0]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_bitwise_at_the_same_layout(report: dict[str, Any]) -> None:
+    assert report["tensor"]["resumed digest"] == report["tensor"]["digest"]
+    assert report["tensor"]["resumed"] == report["tensor"]["metrics"]
+    assert report["plain resumed"] == report["plain"]
+    assert report["data"]["metrics by data"] == report["data"]["metrics"]
+
+
+def test_another_layout_reads_the_very_bits_and_goes_on_to_1e_5(report: dict[str, Any]) -> None:
+    assert report["pipeline"]["read"] == report["tensor"]["saved"]
+    for found, expected in zip(report["pipeline"]["resumed"], report["tensor"]["metrics"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    for source in LAYOUTS:
+        assert report[source]["read by data"] == report[source]["saved"]
+        for found, expected in zip(report[source]["metrics by data"], report[source]["metrics"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_a_state_before_the_first_update_is_restored_too(report: dict[str, Any]) -> None:
+    assert (report["tensor"]["first"], report["pipeline"]["first"]) == (0, 0)
+
+
+def test_a_state_of_the_other_kind_of_optimizer_is_refused(reports: list[dict[str, Any]]) -> None:
+    assert {report["of another optimizer"] for report in reports} == {"EngineError"}
+
+
+def test_save_names_every_file_on_rank_0_alone(reports: list[dict[str, Any]]) -> None:
+    assert [report["tensor"]["whole"] for report in reports] == [True, False]
+
+
+def test_refused_updates_change_nothing(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert (report["wrong version"], report["not finite"], report["unchanged"]) == (
+            "WrongVersion",
+            "NotFinite",
+            True,
+        )
+
+
+def test_an_altered_or_missing_checkpoint_is_refused_by_all_ranks(reports: list[dict[str, Any]]) -> None:
+    assert "Damaged" in {report["damaged"] for report in reports}
+    assert all(report["damaged"] in ("Damaged", "EngineError") for report in reports)
+    assert [report["missing"] for report in reports] == ["Damaged", "Damaged"]
+
+
+def test_the_exported_folder_is_a_hugging_face_model(report: dict[str, Any], work: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(work / "exported", dtype="auto")
+    weights = load_file(work / "model" / "model.safetensors")  # the exporting engine stood at the first weights
+    assert {name for name, _ in model.named_parameters()} == set(weights)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name])

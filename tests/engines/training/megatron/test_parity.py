@@ -1,0 +1,119 @@
+"""Megatron in every layout against the same model, batch and updates in PyTorch, float32, in one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file
+
+from tests.engines.training.builders import make_engine, model_folder
+from tests.engines.training.megatron.cases import BATCH, CASES, LAYERS, TRAINING, UPDATES, Case, launched, weights_after
+from tests.engines.training.megatron.table import write_table
+
+BOUNDS = {"log-probs": 1e-5, "loss": 2e-6, "gradient norm": 1e-5, "weights": 1e-5}
+"""Largest absolute difference over five updates; of the gradient's norm, relative to it."""
+
+FAMILIES = sorted({case.family for case in CASES})
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("megatron")
+
+
+@pytest.fixture(scope="module")
+def reference(work: Path) -> dict[tuple[str, bool], dict[str, Any]]:
+    """What PyTorch makes of every family, by family and whether the loss is per token."""
+    threads = torch.get_num_threads()
+    made = {}
+    for family in FAMILIES:
+        model_folder(work / "models" / family, family, layers=LAYERS)
+    for case in CASES:
+        if (key := (case.family, case.per_token)) not in made:
+            made[key] = reference_run(case, work)
+    torch.set_num_threads(threads)
+    return made
+
+
+def reference_run(case: Case, work: Path) -> dict[str, Any]:
+    engine = make_engine(work / "models" / case.family, algorithm=case.algorithm, temperature=0.9, **TRAINING)
+    run: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
+    run["scores"] = [values.tolist() for values in engine.score(BATCH, "actor")]
+    run["metrics"] = [
+        engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
+        for version in range(UPDATES)
+    ]
+    folder = work / f"{case.family}-{case.per_token}"
+    engine.export_hf(folder)
+    run["weights"] = load_file(folder / "model.safetensors")
+    return run
+
+
+@pytest.fixture(scope="module")
+def reports(work: Path, reference: dict[tuple[str, bool], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Of every case, what each of its ranks reports. One launch for all cases of as many ranks."""
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for ranks in sorted({case.ranks for case in CASES}):
+        context = torch.multiprocessing.spawn(launched, (ranks, work / "models", work), nprocs=ranks, join=False)
+        while not context.join(timeout=240):
+            pass
+        read = [json.loads((work / f"report-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+        reports |= {name: [report[name] for report in read] for name in read[0]}
+    return reports
+
+
+def differences(case: Case, report: dict[str, Any], expected: dict[str, Any], work: Path) -> dict[str, float]:
+    weights = weights_after(case, work)
+    pairs = list(zip(report["metrics"], expected["metrics"], strict=True))
+    return {
+        "log-probs": max(
+            float(np.abs(np.subtract(found, right)).max())
+            for found, right in zip(report["scores"], expected["scores"], strict=True)
+        ),
+        "loss": max(abs(found["loss"] - right["loss"]) for found, right in pairs),
+        "gradient norm": max(abs(found["grad_norm"] / right["grad_norm"] - 1) for found, right in pairs),
+        "weights": max(float((weights[name] - right).abs().max()) for name, right in expected["weights"].items()),
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_five_clipped_updates_are_those_of_pytorch(
+    case: Case, reports: dict[str, list[dict[str, Any]]], reference: dict[tuple[str, bool], dict[str, Any]], work: Path
+) -> None:
+    expected, report = reference[case.family, case.per_token], reports[case.name][0]
+    assert min(metrics["grad_norm"] for metrics in expected["metrics"]) > TRAINING["clip_grad"]
+    assert set(weights_after(case, work)) == set(expected["weights"])
+    found = differences(case, report, expected, work)
+    assert {name: value for name, value in found.items() if value > BOUNDS[name]} == {}
+    for metrics, right in zip(report["metrics"], expected["metrics"], strict=True):
+        assert metrics == pytest.approx(right, rel=1e-4, abs=1e-5)
+
+
+def test_all_ranks_report_the_same(reports: dict[str, list[dict[str, Any]]]) -> None:
+    for name, ranks in reports.items():
+        assert all(report == ranks[0] for report in ranks), name
+
+
+def test_digest_and_checksum_are_those_of_the_torch_engine_in_every_layout(
+    reports: dict[str, list[dict[str, Any]]], reference: dict[tuple[str, bool], dict[str, Any]]
+) -> None:
+    for case in CASES:
+        if case.family != "qwen3_moe":  # whose experts Transformers holds in one tensor
+            for value in ("digest", "checksum"):
+                assert reports[case.name][0][value] == reference[case.family, case.per_token][value], case.name
+    moe = {(reports[case.name][0]["digest"]) for case in CASES if case.family == "qwen3_moe"}
+    assert len(moe) == 1
+
+
+def test_the_parity_table_is_written(
+    reports: dict[str, list[dict[str, Any]]], reference: dict[tuple[str, bool], dict[str, Any]], work: Path
+) -> None:
+    rows = [
+        (case, differences(case, reports[case.name][0], reference[case.family, case.per_token], work)) for case in CASES
+    ]
+    path = write_table(rows, BOUNDS)
+    assert all(case.name in path.read_text() for case in CASES)

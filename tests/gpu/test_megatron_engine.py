@@ -1,0 +1,80 @@
+"""What only a GPU can show of the Megatron engine: Transformer Engine's modules, and that the same updates come out."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from engines.training.factory import make_engine
+from storage.store import open_store
+from tests.engines.training import builders
+
+pytest.importorskip("transformer_engine")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+ALGORITHM = AlgorithmConfig(entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
+BATCH = builders.make_batch(24, old=True, rollout=True, ref=True)
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "max_tokens_per_gpu": 200, "adam_eps": 1e-5, "clip_grad": 0.1}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "qwen3_moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return builders.model_folder(tmp_path_factory.mktemp("model"), request.param)
+
+
+def megatron(folder: Path, **options: Any) -> Any:
+    return make_engine(
+        ModelConfig(path=str(folder)),
+        TrainingConfig.model_validate({"engine": "megatron", "num_gpus_per_rank": 1, **OPTIONS, **options}),
+        ALGORITHM,
+        temperature=1.0,
+        total_steps=100,
+        device="cuda",
+    )
+
+
+def five_updates(engine: Any) -> list[dict[str, float]]:
+    return [engine.train(BATCH, num_steps=1, expected_version=v, input_digest="d").metrics for v in range(5)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_updates_are_near_those_of_the_torch_engine(folder: Path, dtype: str) -> None:
+    reference = builders.make_engine(folder, algorithm=ALGORITHM, device="cuda", **OPTIONS)
+    engine = megatron(folder, dtype=dtype)
+    bound = 1e-3 if dtype == "float32" else 0.1
+    for found, expected in zip(engine.score(BATCH, "actor"), reference.score(BATCH, "actor"), strict=True):
+        np.testing.assert_allclose(found, expected, atol=bound)
+    for found, expected in zip(five_updates(engine), five_updates(reference), strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=bound, abs=bound)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=bound)
+
+
+def test_a_checkpoint_goes_on_where_it_was_saved(folder: Path, tmp_path: Path) -> None:
+    engine, store = megatron(folder, dtype="bfloat16"), open_store(str(tmp_path))
+    engine.train(BATCH, num_steps=1, expected_version=0, input_digest="d")
+    engine.save(store, "one")
+    saved = engine.state_digest()
+    engine.train(BATCH, num_steps=1, expected_version=1, input_digest="d")
+    after = engine.state_digest()
+    engine.load(store, "one")
+    assert engine.state_digest() == saved
+    engine.train(BATCH, num_steps=1, expected_version=1, input_digest="d")
+    assert engine.state_digest() == after
+
+
+def test_exported_weights_are_those_of_the_folder(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    exported = {name: tensor for bucket in megatron(folder).export_weights(1 << 20) for name, tensor in bucket.items()}
+    assert set(exported) == set(weights)
+    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
