@@ -26,6 +26,7 @@ BENCHMARKS = {
     "orchestration": "bench.orchestration",
     "rollout": "bench.rollout --rounds 3",
     "training": "bench.training --rounds 2",
+    "sync": "bench.sync",
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "durability": "bench.durability",
     "write_ahead": "bench.write_ahead",

@@ -1,0 +1,105 @@
+"""Seconds that new weights take to an SGLang server, by transport and by the bytes that move.
+
+    python -m bench.sync [--hidden 64 512] [--rounds 5] [--json results.json]
+
+A fleet of one training rank and one server, without GPUs, on tiny Qwen3 models of those hidden sizes (2 layers, fp32).
+The transports take turns; the first turn of each is not counted. A turn is all of `send_weights`: the server made
+idle, the weights sent and loaded, its cache flushed, the new version served. The folder of the transport `disk` is
+on --disk, the machine's temporary folder by default.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import transformers
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+from bench.rollout import build_model
+from configs.schema.operations import FleetConfig
+from configs.schema.run import RunConfig
+from engines.fleet import Fleet
+from engines.weights.send import send_weights
+
+TRANSPORTS = ("tensor", "disk", "distributed")
+START_TIMEOUT = 600.0
+
+
+def run_config(model: Path) -> RunConfig:
+    """A fleet of one engine and one rank; no data is read."""
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "data": {"path": "none.jsonl"},
+            "rollout": {
+                "engine": "sglang",
+                "num_rollout": 1,
+                "rollout_batch_size": 1,
+                "rollout_max_response_len": 16,
+                "max_running_requests": 16,
+                "sglang": {"max_total_tokens": 4096},
+            },
+            "training": {"num_threads": 1},
+            "fleet": {"start_timeout": START_TIMEOUT},
+        }
+    )
+
+
+def measure(fleet: Fleet, disk: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every counted turn."""
+    options = {
+        transport: FleetConfig(
+            update_weight_transport=transport, update_weight_disk_dir=str(disk) if transport == "disk" else None
+        )
+        for transport in TRANSPORTS
+    }
+    seconds: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+    for turn in range(rounds + 1):
+        for transport in TRANSPORTS if turn % 2 else reversed(TRANSPORTS):
+            began = time.perf_counter()
+            send_weights(fleet.training, fleet.rollout, 0, options[transport], load_timeout=START_TIMEOUT)
+            if turn:
+                seconds[transport].append(time.perf_counter() - began)
+    fleet.verify_weights()
+    return seconds
+
+
+def size_of(model: Path) -> int:
+    """Bytes of the weights, tied ones once, as they travel in float32."""
+    with safe_open(model / "model.safetensors", framework="np") as file:
+        return sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
+    parser.add_argument("--rounds", type=int, default=5, help="counted turns of each transport")
+    parser.add_argument("--disk", type=Path, help="folder in which model folders are written")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results = []
+    table = Table("hidden", "MB", *(f"{transport}, s (MB/s)" for transport in TRANSPORTS))
+    for hidden in arguments.hidden:
+        with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
+            model = build_model(hidden, Path(folder, "model"))
+            with Fleet.start(run_config(model), name="sync", total_steps=1) as fleet:
+                seconds = measure(fleet, Path(folder), arguments.rounds)
+            megabytes = size_of(model) / 1e6
+            results.append({"hidden": hidden, "megabytes": megabytes, "seconds": seconds})
+            medians = [statistics.median(seconds[transport]) for transport in TRANSPORTS]
+            table.add_row(str(hidden), f"{megabytes:.1f}", *(f"{s:.3f} ({megabytes / s:,.0f})" for s in medians))
+    Console().print(table)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
