@@ -27,6 +27,7 @@ def needs_scores(config: RunConfig) -> bool:
         "algorithm.use_kl_loss",
         "algorithm.use_rollout_logprobs",
         "training.engine",
+        "training.megatron",
         "training.world_size",
         "training.num_threads",
         "training.dtype",
