@@ -1,5 +1,6 @@
 """Launches what an `EnginePlan` says: one server, or one machine's part of it."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,10 @@ def launch(
     if plan.nnodes > 1:
         options |= {"nnodes": plan.nnodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
     environment = installation.environment(on_cpu=device == "cpu", num_threads=config.num_threads)
+    ranks = options.get("tp_size", 1) * options.get("pp_size", 1)
+    if device == "cpu" and ranks > 1:  # else SGLang wants a NUMA node for each
+        cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
+        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
     server = Server(installation.command(options), environment, port, log, host=place.host)
     server.wait_ready(start_timeout)
     return Launched(server, Worker(server.url, plan.worker_type, bootstrap_port), deterministic)

@@ -1,0 +1,63 @@
+"""An engine of two tensor-parallel ranks in two processes that meet as if they were on two machines."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines.errors import EngineDied
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.rollout.sglang.launch import FurtherRank, launch
+from engines.rollout.sglang.launch_plan import EnginePlan, Place
+from engines.rollout.sglang.server import free_port
+from engines.types import Completion, GenerateRequest, SamplingParams
+from tests.sglang_server import START_TIMEOUT, sglang_config
+from tests.waiting import wait_for
+
+
+def greedy(engine: SGLangEngine) -> list[Completion]:
+    asked = [GenerateRequest(index, [5 + index, 6, 7], (1,), SamplingParams(8, temperature=0.0)) for index in range(4)]
+    done = [completion for part in engine.generate(asked) for completion in part]
+    return sorted(done, key=lambda completion: completion.request_id)
+
+
+@pytest.mark.timeout(600)
+def test_two_machines_serve_as_one_and_a_dead_one_is_noticed(sglang_model: Path, tmp_path: Path) -> None:
+    config, model = sglang_config(), str(sglang_model)
+    plan = EnginePlan(nnodes=2, options={**config.sglang, "tp_size": 2})
+    meeting = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(
+            launch,
+            model,
+            config,
+            "cpu",
+            plan,
+            Place(node_rank=1, dist_init_addr=meeting),
+            tmp_path / "1",
+            START_TIMEOUT,
+        )
+        place = Place(dist_init_addr=meeting)
+        engine = SGLangEngine(model, config, "cpu", tmp_path / "0", START_TIMEOUT, plan, place)
+        rank = FurtherRank(second.result().server)
+    try:
+        parallel = greedy(engine)
+        server = psutil.Process(rank.health()["server_pid"])
+        server.kill()
+        wait_for(lambda: not server.is_running(), 30)
+        with pytest.raises(EngineDied, match="a process of an SGLang server is gone"):
+            wait_for(lambda: rank.health() is None, 10)
+    finally:
+        rank.close()
+        engine.close()
+    reference = AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
+    for index, completion in enumerate(parallel):
+        prompt, response = [5 + index, 6, 7], completion.response_ids.tolist()
+        with torch.no_grad():
+            log_probs = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert response == log_probs.argmax(-1).tolist()
+        np.testing.assert_allclose(completion.log_probs, log_probs.max(-1).values.numpy(), atol=1e-4)
