@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from engines.errors import EngineDied
-from engines.rollout.sglang.installation import Installation, option_problems
+from engines.rollout.sglang.installation import Installation, option_problems, router_problems
 from engines.rollout.sglang.server import Server
 
 OWNER = """
@@ -49,6 +49,17 @@ def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
         "rollout.sglang.attention_backnd is not an option of SGLang 0.5.21; did you mean attention_backend?",
         "rollout.sglang.port is set by Cairn itself; leave it out",
     ]
+
+
+def test_options_that_a_router_does_not_have_are_named() -> None:
+    asked = {"policy": "round_robbin", "cache_treshold": 0.5, "worker_urls": [], "retry_max_retries": 2}
+    assert list(router_problems(Installation.find(), asked)) == [
+        "rollout.router.cache_treshold is not an option of the router; did you mean cache_threshold?",
+        "rollout.router.worker_urls is set by Cairn itself; leave it out",
+        "rollout.router.policy is 'round_robbin'; it must be one of cache_aware, round_robin, power_of_two, random, "
+        "consistent_hashing, prefix_hash, manual, bucket",
+    ]
+    assert list(router_problems(Installation.find(), {"policy": "consistent_hashing", "log_level": "info"})) == []
 
 
 def test_a_command_line_spells_options_as_sglang_does() -> None:
