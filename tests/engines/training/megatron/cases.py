@@ -41,8 +41,19 @@ class Case:
     family: str = "qwen3"
     per_token: bool = False
     training: dict[str, Any] = field(default_factory=dict)
-    steps: int = 1
-    """Optimizer steps an update."""
+
+    @property
+    def dtype(self) -> str:
+        return str(self.training.get("dtype", "float32"))
+
+    @property
+    def bfloat16(self) -> bool:
+        return self.dtype == "bfloat16"
+
+    @property
+    def reference(self) -> tuple[str, bool, bool]:
+        """Cases that have it in common are held against the same updates."""
+        return self.family, self.per_token, self.bfloat16
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -70,6 +81,8 @@ CASES = [
     Case("TP 2, Llama 3", 2, TP, family="llama"),
     Case("TP 2, SP, recompute", 2, SP, training={"gradient_checkpointing": True}),
     Case("TP 2, SP, GLM-4", 2, SP, family="glm4"),
+    Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}),
+    Case("DP 2, distributed optimizer, bfloat16", 2, ZERO, training={"dtype": "bfloat16"}),
     Case("PP 2", 2, PP),
     Case("PP 2, Llama 3", 2, PP, family="llama"),
     Case("PP 2, VPP 2", 2, VPP),

@@ -17,11 +17,14 @@ UNTRIED = {
 PATH = Path("build/megatron-parity.md")
 
 
-def write_table(rows: Sequence[tuple[Case, Mapping[str, float]]], bounds: Mapping[str, float]) -> Path:
+def write_table(
+    rows: Sequence[tuple[Case, Mapping[str, float]]], bounds: Mapping[str, float], bfloat16: Mapping[str, float]
+) -> Path:
     lines = [
         f"| layout | ranks | model | {' | '.join(bounds)} |",
         f"| --- | --- | --- |{' --- |' * len(bounds)}",
-        f"| *bound* | | | {' | '.join(f'{bound:.0e}' for bound in bounds.values())} |",
+        f"| *bound in float32* | | | {' | '.join(f'{bound:.0e}' for bound in bounds.values())} |",
+        f"| *bound in bfloat16* | | | {' | '.join(f'{bound:.0e}' for bound in bfloat16.values())} |",
     ]
     for case, found in rows:
         lines.append(

@@ -21,6 +21,8 @@ from tests.engines.training.builders import model_folder
 from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, SP, TRAINING, ZERO
 from tests.engines.training.sharded_cases import raised
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
+
 LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {**SP, **ZERO}, "pipeline": {**PP, **ZERO}, "data": ZERO}
 
 

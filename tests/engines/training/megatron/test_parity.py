@@ -1,4 +1,4 @@
-"""Megatron in every layout against the same model, batch and updates in PyTorch, float32, in one process."""
+"""Megatron in every layout against the same model, batch and updates in PyTorch, in one process."""
 
 import json
 from pathlib import Path
@@ -14,8 +14,16 @@ from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, CASES, LAYERS, TRAINING, UPDATES, Case, launched, weights_after
 from tests.engines.training.megatron.table import write_table
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
+
 BOUNDS = {"log-probs": 1e-5, "loss": 2e-6, "gradient norm": 1e-5, "weights": 1e-5}
 """Largest absolute difference over five updates; of the gradient's norm, relative to it."""
+
+BFLOAT16_BOUNDS = {"log-probs": 6e-2, "loss": 1e-3, "gradient norm": 1e-2, "weights": 1e-2}
+"""The same where forward and backward run in bfloat16, which has 8 bits of precision; loss and norm of the first update
+alone, since which tokens are clipped in the next ones turns on the last of them."""
+
+References = dict[tuple[str, bool, bool], dict[str, Any]]
 
 FAMILIES = sorted({case.family for case in CASES})
 
@@ -26,35 +34,37 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(work: Path) -> dict[tuple[str, bool], dict[str, Any]]:
-    """What PyTorch makes of every family, by family and whether the loss is per token."""
+def reference(work: Path) -> References:
+    """What PyTorch makes of every family, number format and kind of loss."""
     threads = torch.get_num_threads()
     made = {}
     for family in FAMILIES:
         model_folder(work / "models" / family, family, layers=LAYERS)
     for case in CASES:
-        if (key := (case.family, case.per_token)) not in made:
+        if (key := case.reference) not in made:
             made[key] = reference_run(case, work)
     torch.set_num_threads(threads)
     return made
 
 
 def reference_run(case: Case, work: Path) -> dict[str, Any]:
-    engine = make_engine(work / "models" / case.family, algorithm=case.algorithm, temperature=0.9, **TRAINING)
+    engine = make_engine(
+        work / "models" / case.family, algorithm=case.algorithm, temperature=0.9, **TRAINING, dtype=case.dtype
+    )
     run: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
     run["scores"] = [values.tolist() for values in engine.score(BATCH, "actor")]
     run["metrics"] = [
         engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
         for version in range(UPDATES)
     ]
-    folder = work / f"{case.family}-{case.per_token}"
+    folder = work / "-".join(map(str, case.reference))
     engine.export_hf(folder)
     run["weights"] = load_file(folder / "model.safetensors")
     return run
 
 
 @pytest.fixture(scope="module")
-def reports(work: Path, reference: dict[tuple[str, bool], dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def reports(work: Path, reference: References) -> dict[str, list[dict[str, Any]]]:
     """Of every case, what each of its ranks reports. One launch for all cases of as many ranks."""
     reports: dict[str, list[dict[str, Any]]] = {}
     for ranks in sorted({case.ranks for case in CASES}):
@@ -68,7 +78,7 @@ def reports(work: Path, reference: dict[tuple[str, bool], dict[str, Any]]) -> di
 
 def differences(case: Case, report: dict[str, Any], expected: dict[str, Any], work: Path) -> dict[str, float]:
     weights = weights_after(case, work)
-    pairs = list(zip(report["metrics"], expected["metrics"], strict=True))
+    pairs = list(zip(report["metrics"], expected["metrics"], strict=True))[: 1 if case.bfloat16 else None]
     return {
         "log-probs": max(
             float(np.abs(np.subtract(found, right)).max())
@@ -76,19 +86,24 @@ def differences(case: Case, report: dict[str, Any], expected: dict[str, Any], wo
         ),
         "loss": max(abs(found["loss"] - right["loss"]) for found, right in pairs),
         "gradient norm": max(abs(found["grad_norm"] / right["grad_norm"] - 1) for found, right in pairs),
-        "weights": max(float((weights[name] - right).abs().max()) for name, right in expected["weights"].items()),
+        "weights": max(
+            float((weights[name].float() - right.float()).abs().max()) for name, right in expected["weights"].items()
+        ),
     }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_five_clipped_updates_are_those_of_pytorch(
-    case: Case, reports: dict[str, list[dict[str, Any]]], reference: dict[tuple[str, bool], dict[str, Any]], work: Path
+    case: Case, reports: dict[str, list[dict[str, Any]]], reference: References, work: Path
 ) -> None:
-    expected, report = reference[case.family, case.per_token], reports[case.name][0]
+    expected, report = reference[case.reference], reports[case.name][0]
     assert min(metrics["grad_norm"] for metrics in expected["metrics"]) > TRAINING["clip_grad"]
     assert set(weights_after(case, work)) == set(expected["weights"])
     found = differences(case, report, expected, work)
-    assert {name: value for name, value in found.items() if value > BOUNDS[name]} == {}
+    bounds = BFLOAT16_BOUNDS if case.bfloat16 else BOUNDS
+    assert {name: value for name, value in found.items() if value > bounds[name]} == {}
+    if case.bfloat16:
+        return
     for metrics, right in zip(report["metrics"], expected["metrics"], strict=True):
         assert metrics == pytest.approx(right, rel=1e-4, abs=1e-5)
 
@@ -99,21 +114,19 @@ def test_all_ranks_report_the_same(reports: dict[str, list[dict[str, Any]]]) -> 
 
 
 def test_digest_and_checksum_are_those_of_the_torch_engine_in_every_layout(
-    reports: dict[str, list[dict[str, Any]]], reference: dict[tuple[str, bool], dict[str, Any]]
+    reports: dict[str, list[dict[str, Any]]], reference: References
 ) -> None:
     for case in CASES:
         if case.family != "qwen3_moe":  # whose experts Transformers holds in one tensor
-            for value in ("digest", "checksum"):
-                assert reports[case.name][0][value] == reference[case.family, case.per_token][value], case.name
+            for value in ("checksum",) if case.bfloat16 else ("digest", "checksum"):
+                assert reports[case.name][0][value] == reference[case.reference][value], case.name
     moe = {(reports[case.name][0]["digest"]) for case in CASES if case.family == "qwen3_moe"}
     assert len(moe) == 1
 
 
 def test_the_parity_table_is_written(
-    reports: dict[str, list[dict[str, Any]]], reference: dict[tuple[str, bool], dict[str, Any]], work: Path
+    reports: dict[str, list[dict[str, Any]]], reference: References, work: Path
 ) -> None:
-    rows = [
-        (case, differences(case, reports[case.name][0], reference[case.family, case.per_token], work)) for case in CASES
-    ]
-    path = write_table(rows, BOUNDS)
+    rows = [(case, differences(case, reports[case.name][0], reference[case.reference], work)) for case in CASES]
+    path = write_table(rows, BOUNDS, BFLOAT16_BOUNDS)
     assert all(case.name in path.read_text() for case in CASES)
