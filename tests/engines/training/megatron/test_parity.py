@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 BOUNDS = {"log-probs": 1e-5, "loss": 2e-6, "gradient norm": 1e-5, "weights": 1e-5}
 """Largest absolute difference over five updates; of the gradient's norm, relative to it."""
 
-BFLOAT16_BOUNDS = {"log-probs": 6e-2, "loss": 1e-3, "gradient norm": 1e-2, "weights": 1e-2}
+BFLOAT16_BOUNDS = {"log-probs": 1e-1, "loss": 3e-3, "gradient norm": 1e-2, "weights": 1e-2}
 """The same where forward and backward run in bfloat16, which has 8 bits of precision; loss and norm of the first update
 alone, since which tokens are clipped in the next ones turns on the last of them."""
 
