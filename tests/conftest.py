@@ -1,4 +1,9 @@
+import os
+
 import pytest
+
+# Ray's workers give way to every other process by default: a test beside them would starve them.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 pytest_plugins = ["tests.s3", "tests.tiny_run", "tests.ray_fixtures", "tests.sglang_server"]
 

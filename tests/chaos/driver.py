@@ -37,10 +37,12 @@ def note_what_is_generated(file: Path) -> None:
     """Append the groups of every call to an engine; those of more than one call were generated again."""
     generate = tasks.rollout.generate_groups
 
-    def noting(step: Any, engine: Any, weights: Any, requests: Sequence[GenerateRequest]) -> Iterator[Any]:
+    def noting(
+        step: Any, engine: Any, weights: Any, requests: Sequence[GenerateRequest], **options: Any
+    ) -> Iterator[Any]:
         with file.open("a") as asked:
             asked.write(json.dumps([request.request_id for request in requests]) + "\n")
-        yield from generate(step, engine, weights, requests)
+        yield from generate(step, engine, weights, requests, **options)
 
     tasks.rollout.generate_groups = noting
 
