@@ -1,0 +1,149 @@
+"""Cairn's SGLang engine against a bare client of the same server, and how long a server takes to start.
+
+    python -m bench.sglang [--hidden 64 512] [--samples 16 64 256] [--rounds 5] [--starts 2] [--json results.json]
+
+Tiny Qwen3 models (2 layers), prompts of 16 to 47 tokens in groups of 8 samples, 64 new tokens each, log-probs on. Both
+sides send one `/generate` a sample, all at once, and take turns on one server; the first turn of each is not counted.
+The bare client does nothing with a reply but parse its JSON and count its tokens; the engine checks every request and
+turns the replies into arrays. Speeds are tokens of responses per second on the clock. The CPU time is the client
+process's alone, without the server's.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from bench.rollout import GROUP_SIZE, NEW_TOKENS, VOCAB_SIZE, build_model
+from configs.schema.rollout import RolloutConfig
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.types import GenerateRequest, SamplingParams
+
+START_TIMEOUT = 600.0
+
+
+def make_requests(samples: int) -> list[GenerateRequest]:
+    """Groups of so many samples in all, none of which ends before its last token."""
+    draw = np.random.default_rng(samples)
+    return [
+        GenerateRequest(
+            request_id=i,
+            prompt_ids=draw.integers(VOCAB_SIZE, size=draw.integers(16, 48)).tolist(),
+            seeds=tuple(draw.integers(2**31, size=GROUP_SIZE).tolist()),
+            sampling_params=SamplingParams(NEW_TOKENS),
+        )
+        for i in range(samples // GROUP_SIZE)
+    ]
+
+
+def run_engine(engine: SGLangEngine, requests: Sequence[GenerateRequest]) -> int:
+    """Generate all samples; returns the number of response tokens."""
+    return sum(len(sample.response_ids) for samples in engine.generate(requests) for sample in samples)
+
+
+def run_client(url: str, requests: Sequence[GenerateRequest]) -> int:
+    """The same with nothing around it."""
+
+    async def sample(http: aiohttp.ClientSession, body: dict[str, Any]) -> int:
+        async with http.post("/generate", json=body) as reply:
+            return len((await reply.json())["output_ids"])
+
+    async def all_samples() -> int:
+        bodies = [
+            {
+                "input_ids": list(request.prompt_ids),
+                "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0},
+                "return_logprob": True,
+            }
+            for request in requests
+            for _ in request.seeds
+        ]
+        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as http:
+            return sum(await asyncio.gather(*(sample(http, body) for body in bodies)))
+
+    return asyncio.run(all_samples())
+
+
+def start(path: Path, log: Path) -> tuple[SGLangEngine, float]:
+    """An engine, and the seconds until its server served."""
+    config = RolloutConfig(
+        num_rollout=1,
+        rollout_batch_size=1,
+        rollout_max_response_len=NEW_TOKENS,
+        max_running_requests=64,
+        sglang={"max_total_tokens": 16384},
+    )
+    began = time.monotonic()
+    engine = SGLangEngine(str(path), config, "cpu", log, START_TIMEOUT)
+    return engine, time.monotonic() - began
+
+
+def measure(engine: SGLangEngine, samples: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second on the clock and CPU milliseconds of the client a sample, of every counted turn."""
+    requests = make_requests(samples)
+    sides: dict[str, Callable[[], int]] = {
+        "engine": lambda: run_engine(engine, requests),
+        "client": lambda: run_client(engine.server.url, requests),
+    }
+    found: dict[str, dict[str, list[float]]] = {side: {"tokens/s": [], "cpu ms": []} for side in sides}
+    for turn in range(rounds + 1):
+        for side in list(sides) if turn % 2 else reversed(sides):
+            began, cpu = time.perf_counter(), time.process_time()
+            tokens = sides[side]()
+            if turn:
+                found[side]["tokens/s"].append(tokens / (time.perf_counter() - began))
+                found[side]["cpu ms"].append(1000 * (time.process_time() - cpu) / samples)
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
+    parser.add_argument("--samples", type=int, nargs="+", default=[16, 64, 256], help="samples per call")
+    parser.add_argument("--rounds", type=int, default=5, help="counted turns of each side")
+    parser.add_argument("--starts", type=int, default=2, help="servers started for each model")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results, starts = [], []
+    table = Table("hidden", "samples", "engine tok/s", "bare client tok/s", "ratio", "engine CPU ms", "client CPU ms")
+    for hidden in arguments.hidden:
+        with tempfile.TemporaryDirectory() as folder:
+            path = build_model(hidden, Path(folder, "model"))
+            for _ in range(arguments.starts - 1):
+                engine, seconds = start(path, Path(folder, "server.log"))
+                starts.append(seconds)
+                engine.close()
+            engine, seconds = start(path, Path(folder, "server.log"))
+            starts.append(seconds)
+            for samples in arguments.samples:
+                found = measure(engine, samples, arguments.rounds)
+                results.append({"hidden": hidden, "samples": samples, **found})
+                ours, theirs = found["engine"]["tokens/s"], found["client"]["tokens/s"]
+                ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+                speeds = [f"{statistics.median(values):,.0f}" for values in (ours, theirs)]
+                cpu = [f"{statistics.median(found[side]['cpu ms']):.2f}" for side in found]
+                table.add_row(str(hidden), str(samples), *speeds, f"{ratio:.3f}", *cpu)
+            engine.close()
+    console = Console()
+    console.print(table)
+    console.print(f"seconds until a server serves: {', '.join(f'{seconds:.1f}' for seconds in starts)}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"results": results, "start_seconds": starts}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

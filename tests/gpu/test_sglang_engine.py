@@ -1,0 +1,48 @@
+"""SGLang's servers on a GPU. Needs `sglang==0.5.21` beside Cairn."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engines.rollout.sglang.engine import SGLangEngine
+from engines.types import Completion, GenerateRequest, SamplingParams
+from tests.sglang_server import START_TIMEOUT, sglang_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def deterministic(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    config = sglang_config(enable_deterministic_inference=True, attention_backend="triton", mem_fraction_static=0.3)
+    log = tmp_path_factory.mktemp("logs") / "server.log"
+    engine = SGLangEngine(str(sglang_model), config, "cuda", log, START_TIMEOUT)
+    yield engine
+    engine.close()
+
+
+def group(number: int) -> GenerateRequest:
+    prompt = [5 + (number + place) % 40 for place in range(8 + number)]
+    return GenerateRequest(number, prompt, tuple(range(100 * number, 100 * number + 4)), SamplingParams(32))
+
+
+def generate(engine: SGLangEngine, requests: Sequence[GenerateRequest]) -> dict[tuple[int, int], Completion]:
+    return {(one.request_id, one.sample_index): one for part in engine.generate(requests) for one in part}
+
+
+def test_with_deterministic_inference_a_group_comes_out_the_same_in_other_company(deterministic: SGLangEngine) -> None:
+    assert deterministic.check_batch_invariance()
+    together = generate(deterministic, [group(number) for number in range(6)])
+    for missing in ([2], [4, 1], [5, 0, 3]):
+        again = generate(deterministic, [group(number) for number in missing])
+        assert len(again) == 4 * len(missing)
+        for place, sample in again.items():
+            np.testing.assert_array_equal(sample.response_ids, together[place].response_ids)
+            np.testing.assert_array_equal(sample.log_probs, together[place].log_probs)
+    assert len({tuple(sample.response_ids.tolist()) for sample in together.values()}) > 6
