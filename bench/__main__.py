@@ -27,6 +27,7 @@ BENCHMARKS = {
     "rollout": "bench.rollout --rounds 3",
     "training": "bench.training --rounds 2",
     "sync": "bench.sync",
+    "sglang": "bench.sglang",
     "megatron": "bench.megatron --hidden 256",
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "durability": "bench.durability",
