@@ -14,5 +14,6 @@ TOGETHER = ("tests/chaos", "tests/engines/rollout/sglang")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where several processes run the tests, those of a file run in one, which makes the file's fixtures once."""
     for item in items:
-        file = item.path.relative_to(config.rootpath).as_posix()
-        item.add_marker(pytest.mark.xdist_group(next((one for one in TOGETHER if file.startswith(one)), file)))
+        if item.get_closest_marker("xdist_group") is None:
+            file = item.path.relative_to(config.rootpath).as_posix()
+            item.add_marker(pytest.mark.xdist_group(next((one for one in TOGETHER if file.startswith(one)), file)))

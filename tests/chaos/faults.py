@@ -124,7 +124,9 @@ def processes(driver: psutil.Process, victim: Victim | ServerVictim) -> list[psu
         "store": lambda command, name: False,
         "server": lambda command, name: _is_server(command),
         "stopped": lambda command, name: _is_server(command),
-        "router": lambda command, name: "sglang_router.launch_router" in command and not _is_guard(command),
+        "router": lambda command, name: (
+            any(word.endswith("start_router.py") for word in command) and not _is_guard(command)
+        ),
     }[victim]
     found = []
     for process in driver.children(recursive=True):

@@ -1,0 +1,80 @@
+"""Struck in the middle of rollouts by real SGLang servers behind a router, a run keeps what has finished and goes on.
+
+SGLang's samples depend on their company, so a struck run does not end in the bits of one that was left alone. What is
+committed holds bit for bit all the same: the second driver restores the weights by training again on the first one's
+snapshots, and would stop at another digest.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from configs.schema.run import RunConfig
+from storage.commits import Step
+from storage.verification import verify
+from tests.chaos.matrix import Driver, Plan, case, execute
+from tests.chaos.runs import ITERATIONS, Disturbed, chaos_config
+
+pytestmark = pytest.mark.xdist_group("struck servers")
+
+GROUPS = 8
+
+STRUCK = Plan(
+    "sglang",
+    (
+        Driver(
+            (
+                case(0, Step.ROLLOUT, "halfway", "server"),
+                case(1, Step.ROLLOUT, "halfway", "stopped"),
+                case(1, Step.TRAIN, "during", "driver"),
+            )
+        ),
+        Driver((case(2, Step.ROLLOUT, "halfway", "router"), case(3, Step.ROLLOUT, "halfway", "rollout"))),
+    ),
+)
+
+
+@pytest.fixture
+def sglang_config_file(tiny_assets: Path, tmp_path: Path) -> Path:
+    """The chaos configuration with two servers behind a router, whose groups finish one after the other."""
+    config = chaos_config(tiny_assets).model_dump(mode="json")
+    config["rollout"] |= {
+        "engine": "sglang",
+        "rollout_batch_size": GROUPS,
+        "rollout_max_response_len": 48,
+        "max_running_requests": 4,
+        "sglang": {"max_total_tokens": 4096},
+        "router": {"policy": "round_robin"},
+        "rollout_health_check_interval": 1,
+        "rollout_health_check_timeout": 10,
+    }
+    config["fleet"] |= {"call_timeout": 60}
+    file = tmp_path / "sglang.json"
+    file.write_text(RunConfig.model_validate(config).model_dump_json())
+    return file
+
+
+@pytest.mark.timeout(900)
+def test_servers_killed_and_stopped_in_mid_rollout_cost_nothing_that_had_finished(
+    sglang_config_file: Path, tmp_path: Path, api_url: str
+) -> None:
+    run = Disturbed(tmp_path, sglang_config_file, {"PREFECT_API_URL": api_url})
+    assert execute(STRUCK, run) == []
+    assert not run.left_behind()
+
+    commits = run.commits()
+    assert max(Counter(commit.name for commit in commits).values()) == 1
+    assert len(run.state_digests()) == ITERATIONS
+    assert [finding for checked in verify(run.ledger()) for finding in checked.findings] == []
+
+    # Of every group as many samples as asked; what had finished was asked for once.
+    rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
+    kept = dict.fromkeys(range(ITERATIONS), 0.0)
+    for commit in rollouts:
+        kept[commit.iteration] += commit.metrics["recovered_groups"]
+        assert commit.metrics["recovered_groups"] + commit.metrics["generated_groups"] == GROUPS / 2
+    assert kept[2] >= 1, "its rollouts broke off with the router, after a group had finished"
+    asked = Counter(group for line in (tmp_path / "asked.jsonl").open() for group in json.loads(line))
+    assert asked.total() <= ITERATIONS * GROUPS + sum(GROUPS - kept[index] for index in (1, 2, 3))
