@@ -42,7 +42,7 @@ test: setup sglang-env ## Lint, check types, run all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-ceph: setup ## Run the storage tests against a real Ceph RGW from Debian packages
 	$(BIN)/python -m pytest -m ceph tests/ceph

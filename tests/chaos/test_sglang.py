@@ -17,8 +17,6 @@ from storage.verification import verify
 from tests.chaos.matrix import Driver, Plan, case, execute
 from tests.chaos.runs import ITERATIONS, Disturbed, chaos_config
 
-pytestmark = pytest.mark.xdist_group("struck servers")
-
 GROUPS = 8
 
 STRUCK = Plan(

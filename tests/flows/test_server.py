@@ -166,7 +166,8 @@ def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(t
     quiet = {**os.environ, "PREFECT_LOGGING_LEVEL": "ERROR"}
     arguments = [sys.executable, str(script), str(home), "0"]
     finished = subprocess.run(arguments, capture_output=True, text=True, env=quiet, timeout=120, check=True)
-    assert (finished.stdout, finished.stderr) == ("running\n", "")
+    errors = [line for line in finished.stderr.splitlines() if "Still processing items" not in line]  # a busy machine
+    assert (finished.stdout, errors) == ("running\n", [])
     with sqlite3.connect(home / "prefect.db") as database:
         states = database.execute("SELECT state_type FROM flow_run ORDER BY created").fetchall()
     assert states == [("RUNNING",), ("COMPLETED",)]

@@ -16,9 +16,9 @@ from tests.sglang_server import sglang_config
 from tests.waiting import wait_for
 
 
-def connect(url: str, model: Path, log: Path, **options: float) -> SGLangEngine:
+def connect(url: str, model: Path, log: Path, start_timeout: float = 60.0, **options: float) -> SGLangEngine:
     config = sglang_config().model_copy(update=options)
-    return SGLangEngine(str(model), config, "cpu", log, 5.0, EnginePlan(external_url=url))
+    return SGLangEngine(str(model), config, "cpu", log, start_timeout, EnginePlan(external_url=url))
 
 
 def test_it_generates_tells_its_version_and_outlives_its_user(
@@ -69,4 +69,4 @@ def test_one_that_hangs_is_given_up_and_left_alive(engine: SGLangEngine, sglang_
 def test_nobody_there_is_said_with_the_way_out(sglang_model: Path, tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(EngineTimeout, match=f"{url} did not serve within 5 s: start it, or take it out"):
-        connect(url, sglang_model, tmp_path / "log")
+        connect(url, sglang_model, tmp_path / "log", start_timeout=5.0)

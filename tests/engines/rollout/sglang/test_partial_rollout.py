@@ -47,6 +47,9 @@ class Served:
     def abort(self) -> None:
         self.engine.abort()
 
+    def usage(self) -> dict[str, int]:
+        return self.engine.usage()
+
 
 class Dies(KeyboardInterrupt):
     """The driver's end."""
