@@ -5,15 +5,15 @@ none, and a new one is formed. Nobody waits for ever: whatever fails at one end,
 waits for one who left ends with an error.
 """
 
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 from uuid import uuid4
 
 import ray
 
 from engines.calls import Deadline
-from engines.errors import EngineError
+from engines.errors import EngineDied, EngineError
 from engines.handles import CONTROL
 from engines.rollout.handle import RolloutHandle
 from engines.training.handle import TrainingHandle
@@ -36,21 +36,33 @@ def send_broadcasts(
         [(target, target.submit("receiver"), "receiver") for target in targets], timeout
     )
     backend = "nccl" if source.on_gpu and all(receiver.on_gpu for receiver in receivers) else "gloo"
-    try:
+    with (
+        closing(source.broadcast_weights(version, bucket_bytes, backend)) as buckets,
+        _leaving_on_failure(source, targets, timeout),  # first, or the trainer would not come to end its export
+    ):
         if not _is_whole(source, receivers):
             _meet(source, targets, receivers, backend, timeout)
-        with closing(source.broadcast_weights(version, bucket_bytes, backend)) as buckets:
-            for layout, sending in buckets:
-                calls: list[Call] = [
-                    (target, target.submit("receive_weights", layout), "receive_weights") for target in targets
-                ]
-                try:
-                    _all_of([*calls, (source, sending, "broadcast_bucket")], timeout)
-                except BaseException:
-                    _leave(source, targets, timeout)  # first, or the trainer would not come to end its export
-                    raise
-    except BaseException:
+        for layout, sending in buckets:
+            calls: list[Call] = [
+                (target, target.submit("receive_weights", layout), "receive_weights") for target in targets
+            ]
+            _all_of([*calls, (source, sending, "broadcast_bucket")], timeout)
+
+
+@contextmanager
+def _leaving_on_failure(source: TrainingHandle, targets: Sequence[RolloutHandle], timeout: float) -> Iterator[None]:
+    """Have all leave the group if what is done in it fails; where a member died, its death is the error, whoever of the
+    others was the first to miss it."""
+    try:
+        yield
+    except BaseException as failure:
         _leave(source, targets, timeout)
+        if isinstance(failure, EngineError) and not isinstance(failure, EngineDied):
+            for engine in (source, *targets):
+                try:
+                    engine.health()
+                except EngineDied as died:
+                    raise died from failure
         raise
 
 

@@ -15,7 +15,7 @@ import pytest
 from configs.schema.operations import FleetConfig
 from engines.cluster import Cluster
 from engines.colocation import Turns
-from engines.errors import EngineError
+from engines.errors import EngineDied, EngineError
 from engines.fleet import Fleet
 from engines.rollout.sglang.engine import SGLangEngine
 from engines.types import GenerateRequest, SamplingParams
@@ -121,7 +121,7 @@ def test_a_trainer_that_dies_between_buckets_leaves_no_engine_that_serves_a_mixt
     with monkeypatch.context() as patch:
         patch.setattr(fleet.training, giver, after_the_first_bucket(getattr(fleet.training, giver), kill))
         began = time.monotonic()
-        with pytest.raises(EngineError):  # of the trainer that is gone, or of the server that notices first
+        with pytest.raises(EngineDied):
             send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
         assert time.monotonic() - began < 20
     assert serves_nothing(fleet)
