@@ -95,21 +95,23 @@ def _plans(victim: Victim) -> Iterator[Plan]:
         faults = _faults(victim, {step: _where(step, (0, 1, 2, 2), (1, 1, 1, 1), (0, 0, 1, 1)) for step in STEPS})
         yield Plan(victim, _one_each(faults))
         return
-    if EXITS[victim] != (0,):
+    if victim == "ray":
         yield from _one_each_apart(victim)
         return
     faults = _faults(victim, {step: _where(step, (0, 1, 2, 3), (1, 3, 1, 3), (0, 1, 3, 1)) for step in STEPS})
     if victim == "store":
         yield Plan(victim, (Driver(tuple(faults)),))
         return
+    survived = EXITS[victim] == (0,)
     for step in STEPS:
-        # One an iteration: what was killed is started again when it is needed, and cannot be killed before.
+        # One an iteration: what was killed is started again when it is needed, and cannot be killed before; and a
+        # driver whose database is lost may get to the end of its iteration.
         left, number = [fault for fault in faults if fault.step is step], 0
         while left:
             by_iteration = {fault.iteration: fault for fault in reversed(left)}
-            chosen = sorted(by_iteration.values(), key=_position)[:PREFECT_FAULTS]
+            chosen = sorted(by_iteration.values(), key=_position)[: PREFECT_FAULTS if survived else None]
             left = [fault for fault in left if fault not in chosen]
-            yield Plan(f"{victim}-{step}-{number}", (Driver(tuple(chosen)),))
+            yield Plan(f"{victim}-{step}-{number}", (Driver(tuple(chosen)),) if survived else _one_each(chosen))
             number += 1
 
 
