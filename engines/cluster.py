@@ -12,7 +12,6 @@ import logging
 import os
 import select
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -116,9 +115,7 @@ class Cluster:
             return
         name = head[died[0][0]]
         self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
-        for pid in reaper.processes_with_files_in(str(self.folder)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        reaper.end_processes_with_files_in(str(self.folder))
 
     def close(self) -> None:
         """Let go of the cluster; its last user leaves a joined one and ends a started one."""

@@ -4,11 +4,13 @@
 
 Ray's processes notice at their own pace that their driver is gone; some take most of a minute, a stopped or hung one
 need not notice at all. All of them, and whatever they start, have a log file in the cluster's folder open: by that they
-are known. A byte on the pipe says that the driver has closed its cluster itself.
+are known. Among them are PyTorch's helpers, which would have removed the shared memory of those that were killed.
+A byte on the pipe says that the driver has closed its cluster itself.
 """
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -17,6 +19,11 @@ import time
 
 PATIENCE = 60.0
 """Seconds after which processes that cannot be killed are left to the kernel."""
+
+SHARED_MEMORY = "/dev/shm"
+
+SEGMENT = re.compile(r"torch_(\d+)_")
+"""Beginning of the names that PyTorch gives: with the process that made the segment."""
 
 
 def main(folder: str, driver: int) -> None:
@@ -27,12 +34,23 @@ def main(folder: str, driver: int) -> None:
             if os.read(sys.stdin.fileno(), 1):
                 return
             break
-    give_up = time.monotonic() + PATIENCE
+    end_processes_with_files_in(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_processes_with_files_in(folder: str) -> None:
+    """Kill them until there are none, and remove the segments of shared memory that PyTorch made in them."""
+    give_up, killed = time.monotonic() + PATIENCE, set()
     while (pids := processes_with_files_in(folder)) and time.monotonic() < give_up:
         for pid in pids:
             _kill(pid)
+        killed.update(pids)
         time.sleep(0.05)
-    shutil.rmtree(folder, ignore_errors=True)
+    for name in os.listdir(SHARED_MEMORY):
+        maker = SEGMENT.match(name)
+        if maker and int(maker[1]) in killed:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(SHARED_MEMORY, name))
 
 
 def processes_with_files_in(folder: str) -> list[int]:

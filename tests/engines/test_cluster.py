@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from engines.cluster import Cluster, ClusterError
-from engines.reaper import processes_with_files_in
+from engines.reaper import end_processes_with_files_in, processes_with_files_in
 from tests.engines.training.builders import model_folder
 from tests.shared_memory import orphans_since, segments
 
@@ -86,6 +86,26 @@ def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_folder(model:
         assert wait_until(lambda: not any(process.is_running() for process in started), 20)
         assert not session.exists()
         assert not orphans_since(before)
+
+
+SHARING = """
+import time, torch
+torch.multiprocessing.set_sharing_strategy("file_system")
+shared = torch.ones(1000).share_memory_()
+print("shared", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_is_ended_with_its_cluster_leaves_no_shared_memory(tmp_path: Path) -> None:
+    before = segments()
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen([sys.executable, "-c", SHARING], stdout=out)
+    assert wait_until(lambda: (tmp_path / "out").read_text() != "", 60)
+    (segment,) = (name for name in segments() - before if name.startswith(f"torch_{process.pid}_"))
+    end_processes_with_files_in(str(tmp_path))
+    assert process.wait(10) == -signal.SIGKILL
+    assert segment not in segments()
 
 
 def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
