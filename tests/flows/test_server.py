@@ -22,7 +22,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server import MOST_RESTARTS, Server, ServerFailed, ensure_server, prefect_api
 
 DRIVER = """
-import sys, time
+import logging, sys, time
 from pathlib import Path
 from prefect import flow
 from flows.server import prefect_api
@@ -32,6 +32,7 @@ def left_behind():
     print("running", flush=True)
     time.sleep(float(sys.argv[2]))
 
+logging.getLogger("EventsWorker").setLevel("ERROR")  # it warns where a busy machine lets it wait at the end
 with prefect_api(Path(sys.argv[1])):
     left_behind()
 """
@@ -166,8 +167,7 @@ def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(t
     quiet = {**os.environ, "PREFECT_LOGGING_LEVEL": "ERROR"}
     arguments = [sys.executable, str(script), str(home), "0"]
     finished = subprocess.run(arguments, capture_output=True, text=True, env=quiet, timeout=120, check=True)
-    errors = [line for line in finished.stderr.splitlines() if "Still processing items" not in line]  # a busy machine
-    assert (finished.stdout, errors) == ("running\n", [])
+    assert (finished.stdout, finished.stderr) == ("running\n", "")
     with sqlite3.connect(home / "prefect.db") as database:
         states = database.execute("SELECT state_type FROM flow_run ORDER BY created").fetchall()
     assert states == [("RUNNING",), ("COMPLETED",)]
