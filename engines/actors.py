@@ -19,7 +19,7 @@ from configs.schema.training import TrainingConfig
 from engines.errors import EngineError
 from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from engines.rollout.sglang.route import Route
-from engines.types import Completion, GenerateRequest, Position, TrainBatch, TrainResult
+from engines.types import Completion, GenerateRequest, Position, Role, TrainBatch, TrainResult
 from engines.weights.source import WeightSource
 from engines.weights.target import WeightTarget
 
@@ -210,7 +210,7 @@ class TrainingActor(WeightSource):
             batch, num_steps=num_steps, expected_version=expected_version, input_digest=input_digest
         )
 
-    def score(self, batch: TrainBatch, role: Literal["actor", "ref"]) -> "list[np.ndarray] | None":
+    def score(self, batch: TrainBatch, role: Role) -> "list[np.ndarray] | None":
         """The scores on rank 0, None elsewhere: all ranks have the same."""
         scores = self._started.score(batch, role)
         return scores if self._rank == 0 else None

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import numpy as np
+
+Role = Literal["actor", "ref"]
+"""A model of the training engine: the one that is trained, or the reference of the KL divergence."""
 
 
 class FinishReason(StrEnum):

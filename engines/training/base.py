@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from engines.types import Position, TrainBatch, TrainResult
+from engines.types import Position, Role, TrainBatch, TrainResult
 from storage.store import Store
 
 
@@ -42,7 +42,7 @@ class TrainingEngine(Protocol):
                 was not the first, a checkpoint must be loaded.
         """
 
-    def score(self, batch: TrainBatch, role: Literal["actor", "ref"]) -> list[np.ndarray]:
+    def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
         """[R_i] float32 for each sample: its response tokens' log-probs under the current or the reference weights, at
         the rollout's temperature."""
 

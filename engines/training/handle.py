@@ -12,7 +12,7 @@ from configs.schema.run import RunConfig
 from engines.calls import Deadline, put
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.handles import Actor, EngineHandle
-from engines.types import Position, TrainBatch, TrainResult
+from engines.types import Position, Role, TrainBatch, TrainResult
 from engines.weights.layout import Layout
 
 FAILURE_GRACE = 10.0
@@ -42,7 +42,7 @@ class TrainingHandle(EngineHandle):
         args = (put(batch), num_steps, expected_version, input_digest)
         return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
 
-    def score(self, batch: TrainBatch, role: Literal["actor", "ref"]) -> list[np.ndarray]:
+    def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
         """[R_i] float32 for each sample: log-probs of its response tokens."""
         return self._on_all("score", put(batch), role)[0]
 

@@ -1,18 +1,20 @@
 """Passes of micro-batches through a model: with gradients to train, without to score."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from configs.schema.algorithm import AlgorithmConfig
 from engines.training.batching import MicroBatch
-from engines.training.collate import collate_responses, collate_trained
+from engines.training.collate import Tokens, collate_responses, collate_trained
 from engines.training.log_probs import response_logits, token_log_probs
 from engines.training.losses.metrics import merge, numbers
-from engines.training.losses.objective import objective
 from engines.types import TrainBatch
+
+Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(the output layer's values at the trained tokens, the tokens) → this micro-batch's share of the loss and of every
+metric."""
 
 
 def accumulate_gradients(
@@ -20,8 +22,7 @@ def accumulate_gradients(
     batch: TrainBatch,
     micro_batches: Iterable[MicroBatch],
     weights: dict[int, float],
-    algorithm: AlgorithmConfig,
-    temperature: float,
+    objective: Objective,
 ) -> dict[str, float]:
     """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric.
 
@@ -33,7 +34,7 @@ def accumulate_gradients(
         token_weights = [weights[i] if micro_batch.counted else 0.0 for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
         logits = response_logits(model, tokens.input_ids, tokens.positions)
-        loss, metrics = objective(logits, tokens, algorithm, temperature)
+        loss, metrics = objective(logits, tokens)
         loss.backward()
         kept.append(metrics)
     return merge(map(numbers, kept))

@@ -1,0 +1,222 @@
+"""What every training engine does alike: updates that happen exactly once, and the state machine that sees to it."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.training import TrainingConfig
+from engines.errors import EngineError, WrongVersion
+from engines.training.batching import MicroBatch, split_steps
+from engines.training.errors import NotFinite
+from engines.training.losses.aggregate import token_weights
+from engines.training.losses.metrics import over_steps
+from engines.training.optimizer import learning_rate
+from engines.training.validate import check_batch, check_trainable
+from engines.types import Position, Role, TrainBatch, TrainResult
+from storage.errors import Damaged
+
+Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
+"""(batch, this rank's micro-batches) → [sum of R_i] float32: one number for each response token, sample after sample,
+the same on all ranks."""
+
+HOW_TO_HAVE = {"ref": "the reference model is not loaded: set algorithm.use_kl_loss to have it"}
+
+
+class Learner(Protocol):
+    """A model that is trained, with its optimizer. All ranks call its methods together."""
+
+    def accumulate_gradients(
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]
+    ) -> dict[str, float]:
+        """Make the gradients those of the optimizer step's loss; returns its metrics, the same on all ranks.
+
+        Args:
+            micro_batches: this rank's.
+            weights: of each sample's trained tokens in the loss.
+        """
+
+    def grad_norm(self) -> float:
+        """Norm of all gradients, over all ranks, before they are clipped; infinite where they overflowed."""
+
+    def step(self, lr: float) -> None:
+        """Clip the gradients by the norm that `grad_norm` found, and change the weights."""
+
+    def set_steps(self, steps: int) -> None:
+        """Tell the optimizer how many steps it has taken, from which it corrects the bias of its moments."""
+
+
+class ExactlyOnceEngine(ABC):
+    """The part of a `TrainingEngine` (see engines.training.base for the contract of every method) that does not depend
+    on where models and optimizers live.
+
+    An engine names its learners and scorers by their roles, cuts samples into micro-batches and computes the digest of
+    its state. Its own methods ask `_require_ready` or `_require_intact` first.
+    """
+
+    _learners: Mapping[str, Learner]
+    _scorers: Mapping[str, Scorer]
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        total_steps: int,
+        rank: int,
+        world_size: int,
+        device: str,
+    ):
+        """
+        Args:
+            total_steps: optimizer steps of the whole run, over which the learning rate decays by default.
+            world_size: ranks; a process group of as many must exist if there is more than one.
+        """
+        self._training, self._algorithm, self._total_steps = training, algorithm, total_steps
+        self._rank, self._world_size = rank, world_size
+        self._device = torch.device(device)
+        self._dtype: torch.dtype = getattr(torch, training.dtype)
+        self._version = 0
+        self._digest: str | None = None
+        self._last: tuple[str, TrainResult] | None = None
+        self._interrupted: str | None = None
+        self._offloaded = False
+
+    @abstractmethod
+    def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
+        """This rank's micro-batches, as many as all others'.
+
+        Args:
+            lengths: tokens of every sample, by its index in the batch.
+        """
+
+    @abstractmethod
+    def _compute_digest(self) -> str:
+        """Digest of parameters and optimizer state of all learners and `_version`; all ranks take part."""
+
+    def position(self) -> Position:
+        self._require_intact()
+        input_digest, result = self._last or (None, None)
+        return Position(self._version, self.state_digest(), input_digest, result)
+
+    def train(self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
+        started = time.perf_counter()
+        self._require_ready()
+        if expected_version != self._version:
+            raise WrongVersion(
+                f"the training engine is at weight version {self._version}, not at {expected_version}; "
+                "nothing was changed"
+            )
+        steps = split_steps(len(batch), num_steps)
+        check_trainable(batch, steps, self._algorithm)
+        # A failure of one rank alone leaves the others inside a collective: with several ranks any may be that.
+        self._interrupted = "train" if self._world_size > 1 else None
+        try:
+            metrics = [self._update(batch, samples) for samples in steps]
+        except NotFinite:
+            if self._version == expected_version:  # raised by all ranks, before the first change
+                self._interrupted = None
+            raise
+        self._interrupted = None
+        result = TrainResult(
+            weight_version=self._version,
+            state_digest=self.state_digest(),
+            metrics=over_steps(metrics),
+            seconds=time.perf_counter() - started,
+            tokens=sum(map(len, batch.input_ids)),
+        )
+        self._last = (input_digest, result)
+        return result
+
+    def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
+        self._require_ready()
+        check_batch(batch)
+        if role not in self._scorers:
+            raise ValueError(HOW_TO_HAVE[role])
+        lengths = {i: len(ids) for i, ids in enumerate(batch.input_ids) if batch.response_lengths[i]}
+        scores = self._scorers[role](batch, self._plan(lengths))
+        return np.split(scores.cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
+
+    def state_digest(self) -> str:
+        if self._digest is None:
+            self._digest = self._compute_digest()
+        return self._digest
+
+    def health(self) -> dict[str, Any]:
+        return {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "device": str(self._device),
+            "weight_version": self._version,
+            "intact": self._interrupted is None,
+            "offloaded": self._offloaded,
+        }
+
+    def _update(self, batch: TrainBatch, samples: range) -> dict[str, float]:
+        """One optimizer step of every learner; returns its metrics. No weight changes before all gradients are there
+        and finite."""
+        mask_sums = [int(batch.loss_mask[i].sum()) for i in samples]
+        weights = dict(
+            zip(samples, token_weights(mask_sums, per_token=self._algorithm.calculate_per_token_loss), strict=True)
+        )
+        lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, mask_sums, strict=True) if count}
+        micro_batches = self._plan(lengths)
+        metrics: dict[str, float] = {}
+        for learner in self._learners.values():
+            metrics |= learner.accumulate_gradients(batch, micro_batches, weights)
+            metrics["grad_norm"] = learner.grad_norm()
+        self._require_finite(metrics)
+        self._interrupted = "train"
+        for learner in self._learners.values():
+            metrics["lr"] = learning_rate(self._training, self._version, self._total_steps)
+            learner.step(metrics["lr"])
+        self._move_to(self._version + 1)
+        return metrics
+
+    def _end_load(self, folder: str, *, weight_version: int, state_digest: str) -> None:
+        """Stand at what was loaded from a folder, once all of its tensors are in place.
+
+        Raises:
+            Damaged: the state's digest is not the one that was saved.
+        """
+        for learner in self._learners.values():
+            learner.set_steps(weight_version)
+        self._move_to(weight_version)
+        self._last = None
+        found = self.state_digest()
+        if found != state_digest:
+            raise Damaged(
+                f"checkpoint {folder} is damaged: what was loaded has digest {found}, {state_digest} was saved"
+            )
+        self._interrupted = None
+
+    def _move_to(self, version: int) -> None:
+        self._version, self._digest = version, None
+
+    def _require_finite(self, metrics: dict[str, float]) -> None:
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            broken = ", ".join(f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value))
+            raise NotFinite(
+                f"the update of weight version {self._version} has {broken}; the weights were left as they are. "
+                "Look at the batch's advantages and log-probs, or lower training.lr"
+            )
+
+    def _require_ready(self) -> None:
+        self._require_intact()
+        self._require_onloaded()
+
+    def _require_onloaded(self) -> None:
+        if self._offloaded:
+            raise EngineError("the training engine is offloaded: onload it first")
+
+    def _require_intact(self) -> None:
+        if self._interrupted is not None:
+            raise EngineError(
+                f"the training engine was interrupted in {self._interrupted}(): its state is neither the old nor the "
+                "new one; load a checkpoint"
+            )
