@@ -33,7 +33,7 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential_jitter
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from storage.errors import StoreError, StoreRefused
 from storage.paths import check_path
@@ -278,7 +278,7 @@ class S3Store:
         return Retrying(
             retry=retry_if_exception(lambda e: isinstance(e, StoreError) and not isinstance(e, StoreRefused)),
             stop=stop_after_delay(PATIENCE),
-            wait=wait_exponential_jitter(initial=0.1, max=10),
+            wait=wait_random_exponential(multiplier=0.1, max=10),
             before_sleep=self._count_retry,
             reraise=True,
         )(operation)

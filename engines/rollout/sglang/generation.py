@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefused
 from engines.rollout.sglang.completions import completion
@@ -153,7 +153,7 @@ class Generation:
             retrying = AsyncRetrying(
                 retry=retry_if_exception_type(_ServerFailed),
                 stop=stop_after_attempt(self._attempts),
-                wait=wait_exponential_jitter(0.1, 2.0),
+                wait=wait_random_exponential(multiplier=0.1, max=2.0),
                 reraise=True,
             )
             try:
