@@ -29,6 +29,10 @@ def setup_problems(config: RunConfig) -> list[str]:
     problems += weight_problems(config)
     if config.training.engine == "megatron":
         problems += megatron_problems(config.training, config.model.path)
+    if config.training.lora.r and not problems:
+        from engines.training.lora import lora_problems  # imports peft, which only those runs need
+
+        problems += lora_problems(config.training.lora, config.model.path)
     try:
         load_tokenizer(config.model.path)
     except BadModel as error:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from configs.schema.base import Section
+from configs.schema.lora import LoraConfig
 
 
 class TrainingConfig(Section):
@@ -79,6 +80,8 @@ class TrainingConfig(Section):
     timeout: float = Field(3600, gt=0)
     """Seconds that one training step, score or save may take before it counts as hung."""
 
+    lora: LoraConfig = LoraConfig()
+
     @property
     def tensor_model_parallel_size(self) -> int:
         """Ranks that a layer is cut over."""
@@ -105,6 +108,8 @@ class TrainingConfig(Section):
         options = self.megatron
         if options and self.engine != "megatron":
             raise ValueError(f"megatron is set, but engine is {self.engine}, which does not read it")
+        if self.lora.r and self.engine != "torch":
+            raise ValueError(f"lora.r is {self.lora.r}, but engine is {self.engine}, which has no LoRA: take torch")
         for name, value in options.items():
             if name.endswith("_parallel_size") and value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"megatron.{name} is {value!r}; it must be a whole number of ranks")

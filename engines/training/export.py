@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from engines.training.lora import merged_parameters
 from engines.training.sharding import whole
 
 
 def whole_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, gathered from all ranks on all of them: on their `device`, which offloaded shards return to."""
-    for name, parameter in model.named_parameters():
-        part = parameter.detach()
+    """Every parameter, adapters merged into it, gathered from all ranks on all of them: on their `device`, which
+    offloaded shards return to."""
+    for name, part in merged_parameters(model, device):
         yield name, whole(part.to(device)) if isinstance(part, DTensor) else part
 
 

@@ -28,7 +28,8 @@ class TorchLearner:
         self._clip_grad, self._world_size = training.clip_grad, world_size
         if training.gradient_checkpointing:
             recompute_activations(model)
-        self.optimizer = build_optimizer(model.parameters(), training)
+        self._trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
 
     def accumulate_gradients(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]
@@ -38,13 +39,13 @@ class TorchLearner:
         return merge_over_ranks(shares, self._world_size)
 
     def grad_norm(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for _, p in self._trained if p.grad is not None]
         self._norm = torch.nn.utils.get_total_norm(gradients)
         return whole(self._norm).item()
 
     def step(self, lr: float) -> None:
         if self._clip_grad > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self._clip_grad, self._norm)
+            torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained], self._clip_grad, self._norm)
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
 
@@ -52,7 +53,6 @@ class TorchLearner:
         set_position(self.optimizer, steps)
 
     def state(self) -> dict[str, NamedTensors]:
-        """Every tensor of the state, by its kind: parameters and the optimizer's moments of each."""
-        named = list(self.model.named_parameters())
-        moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in named] for kind in MOMENTS}
-        return {"parameters": [(name, p.detach()) for name, p in named], **moments}
+        """Every tensor of the state, by its kind: trained parameters and the optimizer's moments of each."""
+        moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in self._trained] for kind in MOMENTS}
+        return {"parameters": [(name, p.detach()) for name, p in self._trained], **moments}

@@ -61,6 +61,16 @@ def copy_part(tensor: torch.Tensor, source: torch.Tensor) -> None:
         tensor.copy_(source)
 
 
+def add_to_part(tensor: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor, of which this rank may hold a part, and a whole one: sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return tensor + addend
+    local = tensor.to_local()
+    rows = addend.narrow(0, _first_row(tensor), local.shape[0])
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(local + rows, mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+
 def raise_together(error: Exception | None, world_size: int, device: torch.device) -> None:
     """Raise on every rank if any rank has an error, so that none waits in a collective for one that gave up.
 

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.lora import LoraConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.models import load_causal_lm
@@ -26,11 +27,12 @@ from engines.training.digest import sharded_weights_checksum, state_digest
 from engines.training.exactly_once import ExactlyOnceEngine
 from engines.training.export import save_model_folder, whole_parameters
 from engines.training.learner import TorchLearner
+from engines.training.lora import adapters_off, add_adapters, merged_parameters, save_adapters
 from engines.training.losses.objective import objective
 from engines.training.offload import offload, onload
 from engines.training.passes import score_responses
 from engines.training.process import prepare_process
-from engines.training.sharding import raise_together, shard_model
+from engines.training.sharding import raise_together, shard_model, whole
 from engines.types import TrainBatch
 from storage.store import Store
 
@@ -55,7 +57,8 @@ class TorchEngine(ExactlyOnceEngine):
         world_size: int = 1,
         device: str = "cpu",
     ):
-        """Load the model and, with `algorithm.use_kl_loss`, the reference.
+        """Load the model and, with `algorithm.use_kl_loss`, the reference: with LoRA that is the model without
+        adapters.
 
         Args:
             temperature: of the rollout; divides the logits.
@@ -65,14 +68,17 @@ class TorchEngine(ExactlyOnceEngine):
         super().__init__(training, algorithm, total_steps=total_steps, rank=rank, world_size=world_size, device=device)
         self._temperature = temperature
         prepare_process(training, self._device)
-        self._model = self._load_model(model.path, torch.float32)
+        # Weights that are not trained need no more bits than the passes read.
+        self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training.lora)
         actor = TorchLearner(
             self._model, partial(objective, algorithm=algorithm, temperature=temperature), training, world_size
         )
         self._learners: dict[str, TorchLearner] = {"actor": actor}
         self._frozen: list[PreTrainedModel] = []
         self._scorers = {"actor": partial(self._log_probs, self._model)}
-        if algorithm.use_kl_loss:
+        if algorithm.use_kl_loss and training.lora.r and model.ref_path is None:
+            self._scorers["ref"] = self._log_probs_without_adapters
+        elif algorithm.use_kl_loss:
             reference = self._load_model(model.ref_path or model.path, self._dtype).requires_grad_(False)
             self._frozen.append(reference)
             self._scorers["ref"] = partial(self._log_probs, reference)
@@ -89,13 +95,18 @@ class TorchEngine(ExactlyOnceEngine):
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         self._require_ready()
         dtypes = [self._dtype, getattr(torch, dtype)]
-        return sharded_weights_checksum(self._model.named_parameters(), dtypes, self._world_size)
+        return sharded_weights_checksum(merged_parameters(self._model, self._device), dtypes, self._world_size)
 
     def export_hf(self, folder: Path) -> None:
         self._require_intact()
         weights = dict(self._exported())
         if self._rank == 0:
             save_model_folder(self._model, weights, folder)
+        if self._training.lora.r:
+            parameters = self._learners["actor"].state()["parameters"]
+            adapters = {name: whole(tensor.to(self._device)).cpu() for name, tensor in parameters}
+            if self._rank == 0:
+                save_adapters(self._model, adapters, folder / "adapter")
 
     def save(self, store: Store, folder: str) -> list[str]:
         self._require_ready()
@@ -160,11 +171,17 @@ class TorchEngine(ExactlyOnceEngine):
             dist.all_reduce(log_probs)  # of one value and zeros: exact
         return log_probs
 
-    def _load_model(self, path: str, parameters: torch.dtype) -> PreTrainedModel:
+    def _log_probs_without_adapters(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        with adapters_off(self._model):
+            return self._log_probs(self._model, batch, micro_batches)
+
+    def _load_model(self, path: str, parameters: torch.dtype, lora: LoraConfig | None = None) -> PreTrainedModel:
         """Load a model that computes in the training's number format, whatever its parameters are held in."""
-        if self._world_size == 1 and parameters == self._dtype:
-            return load_causal_lm(path, parameters, str(self._device))
         model = load_causal_lm(path, parameters)
+        if lora is not None and lora.r:
+            add_adapters(model, lora)
+        if self._world_size == 1 and all(parameter.dtype == self._dtype for parameter in model.parameters()):
+            return cast(Any, model).to(self._device)
         shard_model(model, self._dtype, self._world_size, self._device)
         return model
 

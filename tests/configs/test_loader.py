@@ -128,6 +128,15 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: set it to "
             "policy_loss, or train with the engine itself as examples/quickstart/warm_start.py does",
         ),
+        (
+            "training={engine: megatron, lora: {r: 4}}",
+            "training: lora.r is 4, but engine is megatron, which has no LoRA: take torch",
+        ),
+        (
+            "training.lora.target_modules=[]",
+            "training.lora.target_modules is empty: leave it out for all-linear, or name the layers that get an "
+            "adapter",
+        ),
         ("training", "--set training is not of the form section.option=value"),
         ("training..lr=1", "--set training..lr=1 is not of the form section.option=value"),
         (

@@ -61,6 +61,13 @@ def test_a_missing_reference_model_is_named_by_its_option(model: Path, tmp_path:
     assert problem.startswith(f"model.ref_path: Model folder {tmp_path / 'none'} does not exist")
 
 
+def test_adapters_of_layers_that_the_model_lacks_are_named(model: Path, data: Path) -> None:
+    lora: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "query"]}
+    (problem,) = setup_problems(config(model, data, training={"lora": lora}))
+    assert problem.startswith("training.lora.target_modules has query, which is the name of no linear layer")
+    assert setup_problems(config(model, data, training={"lora": {"r": 4}})) == []
+
+
 def test_a_model_folder_without_tokenizer_is_an_error(model: Path, tmp_path: Path, data: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*", "special*"))
