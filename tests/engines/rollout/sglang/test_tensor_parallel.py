@@ -7,7 +7,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engines.errors import EngineDied
 from engines.rollout.sglang.engine import SGLangEngine
@@ -25,8 +25,26 @@ def greedy(engine: SGLangEngine) -> list[Completion]:
     return sorted(done, key=lambda completion: completion.request_id)
 
 
+def assert_served(completions: list[Completion], reference: PreTrainedModel) -> None:
+    """The completions are those of greedy sampling from `reference`."""
+    for index, completion in enumerate(completions):
+        prompt, response = [5 + index, 6, 7], completion.response_ids.tolist()
+        with torch.no_grad():
+            log_probs = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert response == log_probs.argmax(-1).tolist()
+        np.testing.assert_allclose(completion.log_probs, log_probs.max(-1).values.numpy(), atol=1e-4)
+
+
+@torch.no_grad()
+def shaken(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with other weights."""
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
 @pytest.mark.timeout(600)
-def test_two_machines_serve_as_one_and_a_dead_one_is_noticed(sglang_model: Path, tmp_path: Path) -> None:
+def test_two_machines_serve_and_take_weights_as_one_and_death_is_noticed(sglang_model: Path, tmp_path: Path) -> None:
     config, model = sglang_config(), str(sglang_model)
     plan = EnginePlan(nnodes=2, options={**config.sglang, "tp_size": 2})
     meeting = f"127.0.0.1:{free_port()}"
@@ -44,8 +62,18 @@ def test_two_machines_serve_as_one_and_a_dead_one_is_noticed(sglang_model: Path,
         place = Place(dist_init_addr=meeting)
         engine = SGLangEngine(model, config, "cpu", tmp_path / "0", START_TIMEOUT, plan, place)
         rank = FurtherRank(second.result().server)
+    reference = AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
     try:
-        parallel = greedy(engine)
+        assert_served(greedy(engine), reference)
+        shaken(reference).save_pretrained(tmp_path / "new")
+        engine.begin_weight_update(1)
+        engine.update_weights_from_disk(tmp_path / "new")
+        engine.end_weight_update()
+        assert_served(greedy(engine), reference)
+        engine.begin_weight_update(2)
+        engine.update_weights(dict(shaken(reference).named_parameters()))
+        engine.end_weight_update()
+        assert_served(greedy(engine), reference)
         server = psutil.Process(rank.health()["server_pid"])
         server.kill()
         wait_for(lambda: not server.is_running(), 30)
@@ -54,10 +82,3 @@ def test_two_machines_serve_as_one_and_a_dead_one_is_noticed(sglang_model: Path,
     finally:
         rank.close()
         engine.close()
-    reference = AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
-    for index, completion in enumerate(parallel):
-        prompt, response = [5 + index, 6, 7], completion.response_ids.tolist()
-        with torch.no_grad():
-            log_probs = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert response == log_probs.argmax(-1).tolist()
-        np.testing.assert_allclose(completion.log_probs, log_probs.max(-1).values.numpy(), atol=1e-4)
