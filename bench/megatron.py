@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,14 @@ def bare_loop(folder: str, batch: TrainBatch) -> Callable[[], Any]:
     join_process_group(1)
     from engines.training.megatron.model import build_optimizer, join_groups, load_model, wrap
     from engines.training.megatron.passes import Passes
+    from engines.training.megatron.vocabulary import Policy
 
     join_groups(config)
     model = load_model(Path(folder), config, backend)
     chunks = wrap(model, config)
     optimizer = build_optimizer(config, model, chunks)
-    passes = Passes(model.config, chunks, model.vocabulary, 1.0, device)
+    passes = Passes(model.config, chunks, device)
+    objective = partial(Policy(model.vocabulary, 1.0).objective, algorithm=algorithm)
     (plan,) = plan_micro_batches({i: len(ids) for i, ids in enumerate(batch.input_ids)}, MAX_TOKENS)
     shares = token_weights([int(mask.sum()) for mask in batch.loss_mask], per_token=False)
     weights = dict(enumerate(shares))
@@ -140,7 +143,7 @@ def bare_loop(folder: str, batch: TrainBatch) -> Callable[[], Any]:
     def step() -> None:
         chunks[0].zero_grad_buffer()
         optimizer.zero_grad()
-        passes.accumulate_gradients(batch, plan, weights, algorithm)
+        passes.accumulate_gradients(batch, plan, weights, objective)
         optimizer.step()
 
     return step

@@ -14,6 +14,7 @@ from engines.errors import BadModel, EngineError
 from engines.models import eos_token_ids, load_causal_lm
 from engines.rollout import checks
 from engines.rollout.decoder import Decoder
+from engines.rollout.experts import named_weights
 from engines.rollout.requests import validate_requests
 from engines.rollout.weights import WeightUpdate
 from engines.types import Completion, GenerateRequest
@@ -45,6 +46,7 @@ class TransformersEngine:
         self._decoder = Decoder(self._model, self._max_running)
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
+        self._apart: set[str] = set()
         self._released: set[MemoryTag] = set()
         self._in_use = threading.Lock()
         self._aborted = threading.Event()
@@ -103,7 +105,7 @@ class TransformersEngine:
     def end_weight_update(self) -> None:
         update = self._updating()
         update.end()
-        self._weight_version, self._update = update.version, None
+        self._weight_version, self._apart, self._update = update.version, update.apart, None
 
     def release_memory(self) -> None:
         with self._alone("release its memory"):
@@ -117,7 +119,7 @@ class TransformersEngine:
         self._released.discard(tag)
 
     def weights_checksum(self) -> str:
-        return weights_checksum(self._model.named_parameters())
+        return weights_checksum(named_weights(self._model, self._apart).items())
 
     def check_batch_invariance(self) -> bool:
         with self._alone("check batch invariance"):

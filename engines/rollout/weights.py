@@ -4,18 +4,26 @@ import torch
 from transformers import PreTrainedModel
 
 from engines.errors import EngineError
+from engines.rollout.experts import expert_views
 
 
 class WeightUpdate:
     """One update of every parameter of a model, sent in buckets.
 
-    Buffers that belong to the saved model may be sent too; tied parameters are one, under any of their names.
+    Buffers that belong to the saved model may be sent too; tied parameters are one, under any of their names. Experts
+    that the model holds in one tensor may be sent one by one.
     """
 
     def __init__(self, model: PreTrainedModel, version: int) -> None:
         self.version = version
+        self._experts = expert_views(model)
+        self._fused_in = {part: name for name, parts in self._experts.items() for part in parts}
         self._targets = model.state_dict(keep_vars=True)
+        for parts in self._experts.values():
+            self._targets |= parts
         self._missing = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.apart: set[str] = set()
+        """Fused tensors whose experts came one by one."""
 
     @torch.no_grad()
     def load(self, named_tensors: dict[str, torch.Tensor]) -> None:
@@ -33,6 +41,7 @@ class WeightUpdate:
                     "update: trainer and rollout engine hold different models."
                 )
         for name, tensor in named_tensors.items():
+            self._take_apart(self._fused_in.get(name))
             target = self._targets[name]
             target.copy_(tensor)
             self._missing.pop(id(target), None)
@@ -45,3 +54,10 @@ class WeightUpdate:
                 f"The update to version {self.version} lacks {len(names)} weights, the first of them {names[0]}: send "
                 "every parameter between begin and end."
             )
+
+    def _take_apart(self, fused: str | None) -> None:
+        """From the first of its experts on, all of a fused tensor's are missing rather than the tensor itself."""
+        if fused is not None and fused not in self.apart:
+            self.apart.add(fused)
+            if self._missing.pop(id(self._targets[fused]), None):
+                self._missing |= {id(view): name for name, view in self._experts[fused].items()}

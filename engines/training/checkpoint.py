@@ -8,6 +8,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
@@ -37,14 +38,22 @@ class CheckpointFile(BaseModel):
     tensors: list[str]
 
 
-class TrainingState(BaseModel):
-    """What `training_state.json` holds."""
+class Described(BaseModel):
+    """What a checkpoint's description holds, in every format."""
 
     format: int
     weight_version: int
-    """Also the position of the learning-rate schedule."""
+    """Also the position of the learning-rate schedule, and the optimizer's count of steps."""
     state_digest: str
+
+
+class TrainingState(Described):
+    """What `training_state.json` holds."""
+
     files: list[CheckpointFile]
+
+
+Description = TypeVar("Description", bound=Described)
 
 
 def in_buckets(
@@ -109,19 +118,24 @@ def write_state(
 
 
 def read_description(store: Store, folder: str) -> TrainingState:
-    """What a folder says it holds.
+    """What a folder says it holds. Raises Damaged."""
+    return read_sealed(store, folder, STATE, TrainingState, FORMAT)
+
+
+def read_sealed(store: Store, folder: str, name: str, kind: type[Description], format: int) -> Description:
+    """The description of a checkpoint, as `name` has it.
 
     Raises:
-        Damaged: the description is missing, altered, or of another format.
+        Damaged: it is missing, altered, or of another format.
     """
-    path = f"{folder}/{STATE}"
+    path = f"{folder}/{name}"
     try:
         fields = unseal(store.read(path))
-        if fields.get("format") != FORMAT:
-            raise Damaged(f"checkpoint {path} is of format {fields.get('format')}; this version reads format {FORMAT}")
-        return TrainingState.model_validate(fields)
+        if fields.get("format") != format:
+            raise Damaged(f"checkpoint {path} is of format {fields.get('format')}; this version reads format {format}")
+        return kind.model_validate(fields)
     except FileNotFoundError as error:
-        raise Damaged(f"checkpoint {folder} is incomplete: {STATE} is missing") from error
+        raise Damaged(f"checkpoint {folder} is incomplete, or of another training engine: {name} is missing") from error
     except (ValueError, ValidationError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {error}") from error
 

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from configs.schema.run import RunConfig
 
+_HOLD_ADDRESSES = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "nccl_ub")
+"""Megatron's options whose work points into memory that is not to move."""
+
 
 def weight_problems(config: RunConfig) -> Iterator[str]:
     """Sentences on what the engines cannot do."""
@@ -23,8 +26,12 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
 
 def _colocation_problems(config: RunConfig) -> Iterator[str]:
     fleet, rollout, training = config.fleet, config.rollout, config.training
-    if (fleet.offloads_train or fleet.colocate) and training.engine != "torch":
-        yield f"fleet.colocate and offload_train need training.engine=torch: {training.engine} does not share its GPUs"
+    fixed = [name for name in _HOLD_ADDRESSES if training.megatron.get(name) not in (None, False, "none")]
+    if fleet.offloads_train and fixed:
+        yield (
+            f"fleet.colocate and offload_train give the memory of training away, and training.megatron.{fixed[0]} "
+            "keeps addresses in it: set one of them to false"
+        )
     if (fleet.offloads_rollout or fleet.colocate) and rollout.external_urls:
         yield "rollout.external_urls are servers whose memory is not ours: leave fleet.colocate and offload_rollout out"
     if not fleet.colocate:

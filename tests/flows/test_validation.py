@@ -156,6 +156,10 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
             },
             "2 × 2 are more than training.world_size = 2",
         ),
+        (
+            {"training": {"engine": "megatron", "megatron": {"nccl_ub": True}}, "fleet": {"colocate": True}},
+            "training.megatron.nccl_ub keeps addresses in it",
+        ),
     ],
 )
 def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_named(

@@ -5,13 +5,16 @@
 <folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
                                 its own digest; written last
 
-Every rank writes to a folder of its own machine and copies its files into the store from there.
+Every rank writes its part in files of about `FILE_BYTES` to a folder of its own machine, and copies each into the store
+while it writes the next. A file is hashed on its way and not read back.
 """
 
+import hashlib
 import queue
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,19 +22,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from engines.errors import EngineError
+from engines.training.checkpoint import Described, read_sealed
 from engines.training.sharding import raise_together
-from storage.canonical import seal, unseal
+from storage.canonical import seal
 from storage.errors import Damaged
 from storage.store import Store
 
 FORMAT = 1
 STATE = "megatron_state.json"
+FILE_BYTES = 1 << 30
+UPLOADS_AT_A_TIME = 4
 
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -49,13 +56,9 @@ class CheckpointFile(BaseModel):
     sha256: str
 
 
-class MegatronState(BaseModel):
+class MegatronState(Described):
     """What `megatron_state.json` holds."""
 
-    format: int
-    weight_version: int
-    """Also the position of the learning-rate schedule and the optimizer's count of steps."""
-    state_digest: str
     use_distributed_optimizer: bool
     """Which writes master weights apart, also in float32; a state is read with the same setting."""
     files: list[CheckpointFile]
@@ -69,13 +72,10 @@ def save(
     device = next(chunks[0].parameters()).device
     error: Exception | None = None
     files: list[CheckpointFile] = []
-    with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local:
-        _write(_sharded_state(chunks, optimizer, loading=False), Path(local))
+    with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local, Uploads(store, folder) as uploads:
+        _write(_sharded_state(chunks, optimizer, loading=False), Path(local), uploads.begin)
         try:
-            for path in sorted(Path(local).iterdir()):
-                store.put_file(path, f"{folder}/{path.name}")
-                size, sha256 = store.sha256(f"{folder}/{path.name}")
-                files.append(CheckpointFile(name=path.name, bytes=size, sha256=sha256))
+            files = uploads.end(Path(local))
         except Exception as failure:  # raised below, once every rank has come here
             error = failure
     raise_together(error, dist.get_world_size(), device)
@@ -100,18 +100,7 @@ def save(
 
 def read_description(store: Store, folder: str) -> MegatronState:
     """What a folder says it holds. Raises Damaged."""
-    path = f"{folder}/{STATE}"
-    try:
-        fields = unseal(store.read(path))
-        if fields.get("format") != FORMAT:
-            raise Damaged(f"checkpoint {path} is of format {fields.get('format')}; this version reads format {FORMAT}")
-        return MegatronState.model_validate(fields)
-    except FileNotFoundError as error:
-        raise Damaged(
-            f"checkpoint {folder} is incomplete, or of another training engine: {STATE} is missing"
-        ) from error
-    except (ValueError, ValidationError) as error:
-        raise Damaged(f"checkpoint {path} is damaged: {error}") from error
+    return read_sealed(store, folder, STATE, MegatronState, FORMAT)
 
 
 def load(store: Store, folder: str, state: MegatronState, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -150,27 +139,73 @@ def _names(chunks: Sequence[Any]) -> list[str]:
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
-def _write(state: dict[str, Any], folder: Path) -> None:
+def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None]) -> None:
     """Let Megatron plan who writes what, and write in this process. Its own writers are forked, which a process that
-    runs Ray's threads must not do, and report over a manager, a process that outlives a rank that is killed."""
+    runs Ray's threads must not do, and report over a manager, a process that outlives a rank that is killed.
+
+    Args:
+        written: called with every file of tensors that is complete. What is in it was copied to the host only then.
+    """
     filesystem_async._results_queue = queue.Queue()
-    request = dist_checkpointing.save(
-        state, str(folder), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1), async_sharded_save=True
-    )
+    held = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 + held // FILE_BYTES)
+    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
     if request.async_fn is not None:
-        _, _, results = request.async_fn_args
+        _, buckets, results = request.async_fn_args
         transforms, _ = request.async_fn.args
-        written: queue.Queue[Any] = queue.Queue()
+        ended: queue.Queue[Any] = queue.Queue()
         running: queue.Queue[int] = queue.Queue()
         done = {}
-        for index, bucket in enumerate(request.preload_fn()):
+        for index, bucket in enumerate(buckets):
+            (on_host,) = FileSystemWriterAsync.preload_tensors([bucket])
             running.put(index)
-            FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, written, running, use_fsync=False)
-            done[index] = written.get()[1]
+            FileSystemWriterAsync.write_preloaded_data(transforms, index, on_host, ended, running, use_fsync=False)
+            done[index] = ended.get()[1]
+            if not isinstance(done[index], Exception):
+                written(Path(on_host[0]))
         failed = [result for result in done.values() if isinstance(result, Exception)]
         results.put(failed[0] if failed else done)
     for finalize in request.finalize_fns:
         finalize()
+
+
+def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for value in nested_values(state):
+        if isinstance(data := getattr(value, "data", None), torch.Tensor):
+            yield data
+
+
+class Uploads:
+    """Files on their way from a folder of this machine into the store, several at a time."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store, self._folder = store, folder
+        self._pool = ThreadPoolExecutor(UPLOADS_AT_A_TIME, thread_name_prefix="checkpoint")
+        self._pending: list[Future[CheckpointFile]] = []
+
+    def __enter__(self) -> "Uploads":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin(self, local: Path) -> None:
+        """Copy a file into the store, and remove it here."""
+        self._pending.append(self._pool.submit(self._upload, local))
+
+    def end(self, local: Path) -> list[CheckpointFile]:
+        """Copy what else is in a folder; returns all files once they are in the store. Raises what the store raises."""
+        sent = [pending.result() for pending in self._pending]
+        rest = self._pool.map(self._upload, sorted(local.iterdir()))
+        return sorted([*sent, *rest], key=lambda file: file.name)
+
+    def _upload(self, local: Path) -> CheckpointFile:
+        with local.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            size = file.tell()
+        self._store.put_file(local, f"{self._folder}/{local.name}")
+        local.unlink()
+        return CheckpointFile(name=local.name, bytes=size, sha256=sha256)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The production training engine: megatron-core, with every parallelism it has."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +18,10 @@ from engines.training.megatron import checkpoint
 from engines.training.megatron.backend import backend_for
 from engines.training.megatron.folder import write_model_folder
 from engines.training.megatron.learner import MegatronLearner
-from engines.training.megatron.model import build_optimizer, join_groups, load_model, wrap
+from engines.training.megatron.model import join_groups, load_model
+from engines.training.megatron.offload import Memory
 from engines.training.megatron.passes import Passes
-from engines.training.megatron.state import State
+from engines.training.megatron.vocabulary import Policy
 from engines.training.process import join_process_group, prepare_process
 from engines.training.sharding import raise_together
 from storage.store import Store
@@ -57,49 +59,53 @@ class MegatronEngine(ExactlyOnceEngine):
         join_groups(training)
         backend = backend_for(self._device)
         actor = load_model(self._folder, training, backend)
-        self._chunks = actor.chunks
-        wrapped = wrap(actor, training)
-        self._optimizer = build_optimizer(training, actor, wrapped)
-        self._state = State(actor.parameters, self._optimizer)
-        passes = Passes(actor.config, wrapped, actor.vocabulary, temperature, self._device)
-        self._learners = {"actor": MegatronLearner(wrapped, self._optimizer, self._state, passes, algorithm)}
-        self._scorers = {"actor": passes.score_responses}
+        policy = Policy(actor.vocabulary, temperature)
+        self._actor = MegatronLearner(actor, partial(policy.objective, algorithm=algorithm), policy.read, training)
+        self._learners: dict[str, MegatronLearner] = {"actor": self._actor}
+        self._scorers = {"actor": self._actor.score}
+        self._frozen: list[torch.Tensor] = []
+        self._frozen_memory = Memory(self._device)
         if algorithm.use_kl_loss:
             ref = load_model(Path(model.ref_path or model.path), training, backend, trained=False)
-            ref_passes = Passes(ref.config, ref.chunks, ref.vocabulary, temperature, self._device)
-            self._scorers["ref"] = ref_passes.score_responses
+            passes = Passes(ref.config, ref.chunks, self._device)
+            self._frozen = [parameter.value for parameter in ref.parameters]
+            self._scorers["ref"] = partial(passes.score_responses, reading=Policy(ref.vocabulary, temperature).read)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         self._require_intact()
-        yield from in_buckets(self._state.gather_weights(self._dtype), bucket_bytes)
+        yield from in_buckets(self._actor.state.gather_weights(self._dtype), bucket_bytes)
+
+    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        self._require_intact()
+        yield from in_buckets(self._actor.state.gather_weights(self._dtype, everywhere=True), bucket_bytes)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
-        self._require_intact()
-        return self._state.weights_checksum([self._dtype, getattr(torch, dtype)])
+        self._require_ready()
+        return self._actor.state.weights_checksum([self._dtype, getattr(torch, dtype)])
 
     def export_hf(self, folder: Path) -> None:
         self._require_intact()
-        write_model_folder(
-            self._folder, self._state.gather_weights(self._dtype), folder, dtype=self._dtype, write=self._rank == 0
-        )
+        weights = self._actor.state.gather_weights(self._dtype)
+        write_model_folder(self._folder, weights, folder, dtype=self._dtype, write=self._rank == 0)
 
     def save(self, store: Store, folder: str) -> list[str]:
-        self._require_intact()
+        self._require_ready()
         # Megatron does not write a count of 0 steps, and torch's Adam does not load without one; `load` sets it anyway.
-        self._state.set_steps(max(1, self._version))
+        self._actor.set_steps(max(1, self._version))
         try:
             return checkpoint.save(
                 store,
                 folder,
-                self._chunks,
-                self._optimizer,
+                self._actor.chunks,
+                self._actor.optimizer,
                 weight_version=self._version,
                 state_digest=self.state_digest(),
             )
         finally:
-            self._state.set_steps(self._version)
+            self._actor.set_steps(self._version)
 
     def load(self, store: Store, folder: str) -> None:
+        self._require_onloaded()
         error = None
         try:
             state = checkpoint.read_description(store, folder)
@@ -107,14 +113,30 @@ class MegatronEngine(ExactlyOnceEngine):
             error = failure
         raise_together(error, self._world_size, self._device)
         self._interrupted = "load"
-        checkpoint.load(store, folder, state, self._chunks, self._optimizer)
+        checkpoint.load(store, folder, state, self._actor.chunks, self._actor.optimizer)
         self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
+
+    def offload(self) -> None:
+        self._require_intact()
+        if not self._offloaded:
+            self.state_digest()  # of the position, which is asked for at any time
+            for learner in self._learners.values():
+                learner.state.offload()
+            self._frozen_memory.give(self._frozen, ())
+            self._offloaded = True
+
+    def onload(self) -> None:
+        if self._offloaded:
+            for learner in self._learners.values():
+                learner.state.onload()
+            self._frozen_memory.take()
+            self._offloaded = False
 
     def health(self) -> dict[str, Any]:
         return {"engine": "megatron", **super().health()}
 
     def _compute_digest(self) -> str:
-        return self._state.digest(self._version)
+        return self._actor.state.digest(self._version)
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
         """This rank's micro-batches, as many as all others' and, in a pipeline, a multiple of its stages."""

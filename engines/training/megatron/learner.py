@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from configs.schema.algorithm import AlgorithmConfig
+import torch
+
+from configs.schema.training import TrainingConfig
 from engines.training.batching import MicroBatch
-from engines.training.megatron.model import clip_gradients
-from engines.training.megatron.passes import Passes
+from engines.training.megatron.model import Model, build_optimizer, clip_gradients, wrap
+from engines.training.megatron.passes import Objective, Passes, Reading
 from engines.training.megatron.state import State
 from engines.types import TrainBatch
 
@@ -15,34 +16,39 @@ from engines.types import TrainBatch
 class MegatronLearner:
     """See engines.training.exactly_once.Learner."""
 
-    def __init__(
-        self, wrapped: Sequence[Any], optimizer: Any, state: State, passes: Passes, algorithm: AlgorithmConfig
-    ):
+    def __init__(self, model: Model, objective: Objective, reading: Reading, training: TrainingConfig) -> None:
         """
         Args:
-            wrapped: the model's chunks in Megatron's DistributedDataParallel.
-            passes: of these chunks.
+            objective: of what the model's output layer gives at the trained tokens.
+            reading: of what it gives at response tokens, to score.
         """
-        self._wrapped, self._optimizer, self._state = wrapped, optimizer, state
-        self._passes, self._algorithm = passes, algorithm
+        self.chunks, self._objective, self._reading = model.chunks, objective, reading
+        self._wrapped = wrap(model, training)
+        self.optimizer = build_optimizer(training, model, self._wrapped)
+        self.state = State(model.parameters, self.optimizer)
+        self._passes = Passes(model.config, self._wrapped, model.parameters[0].value.device)
 
     def accumulate_gradients(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]
     ) -> dict[str, float]:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        return self._passes.accumulate_gradients(batch, micro_batches, weights, self._algorithm)
+        self.optimizer.zero_grad()
+        return self._passes.accumulate_gradients(batch, micro_batches, weights, self._objective)
 
     def grad_norm(self) -> float:
-        overflowed = self._optimizer.prepare_grads()
-        self._norm = math.inf if overflowed else float(self._optimizer.get_grad_norm())
+        overflowed = self.optimizer.prepare_grads()
+        self._norm = math.inf if overflowed else float(self.optimizer.get_grad_norm())
         return self._norm
 
     def step(self, lr: float) -> None:
-        self._state.set_learning_rate(lr)
-        clip_gradients(self._optimizer, self._norm)
-        self._optimizer.step_with_ready_grads()
+        self.state.set_learning_rate(lr)
+        clip_gradients(self.optimizer, self._norm)
+        self.optimizer.step_with_ready_grads()
 
     def set_steps(self, steps: int) -> None:
-        self._state.set_steps(steps)
+        self.state.set_steps(steps)
+
+    def score(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """See engines.training.exactly_once.Scorer."""
+        return self._passes.score_responses(batch, micro_batches, self._reading)

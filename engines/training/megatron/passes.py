@@ -10,33 +10,33 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from configs.schema.algorithm import AlgorithmConfig
 from engines.training.batching import MicroBatch
-from engines.training.collate import collate_responses, collate_trained
+from engines.training.collate import Tokens, collate_responses, collate_trained
 from engines.training.losses.metrics import merge, merge_over_ranks, numbers
-from engines.training.losses.objective import loss_and_metrics
 from engines.training.megatron.packing import Packed, pack
-from engines.training.megatron.vocabulary import entropy_of, hide_filling, log_probs_of
 from engines.types import TrainBatch
 
-OnLogits = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any]]
-"""([N, V / ranks] float32 logits of the chosen tokens, micro-batch) → loss, and what is to be kept."""
+Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""([N, outputs / ranks] float32 of the output layer at the trained tokens, the tokens) → this micro-batch's share of
+the loss and of every metric."""
+
+Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
+"""([N, outputs / ranks] float32 of the output layer at the chosen tokens, the tokens) → [N], the same on all
+tensor-parallel ranks."""
+
+OnOutputs = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any]]
+"""([N, outputs / ranks] float32 at the chosen tokens, micro-batch) → loss, and what is to be kept."""
 
 
 class Passes:
     """A model on this rank, and how micro-batches go through it."""
 
-    def __init__(
-        self, config: Any, chunks: Sequence[Any], vocabulary: int, temperature: float, device: torch.device
-    ) -> None:
+    def __init__(self, config: Any, chunks: Sequence[Any], device: torch.device) -> None:
         """
         Args:
             chunks: of the model, as they are called.
-            vocabulary: tokens that the model knows.
-            temperature: of the rollout; divides the logits.
         """
-        self._chunks, self._config = list(chunks), config
-        self._vocabulary, self._temperature, self._device = vocabulary, temperature, device
+        self._chunks, self._device = list(chunks), device
         context = parallel_state.get_context_parallel_world_size()
         cut = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         self._alignment = cut * (2 * context if context > 1 else 1)
@@ -46,7 +46,7 @@ class Passes:
         batch: TrainBatch,
         micro_batches: Sequence[MicroBatch],
         weights: dict[int, float],
-        algorithm: AlgorithmConfig,
+        objective: Objective,
     ) -> dict[str, float]:
         """Add the gradient of this rank's share of the loss to the others' (all ranks end with the sum); returns every
         metric of the optimizer step, the same on all ranks.
@@ -60,36 +60,32 @@ class Passes:
             tokens = collate_trained(batch, micro_batch.samples, shares, self._device)
             return self._pack(batch, micro_batch, tokens)
 
-        def on_logits(logits: torch.Tensor, packed: Packed, _: MicroBatch) -> tuple[torch.Tensor, Any]:
-            entropies = None
-            if algorithm.loss_type != "sft_loss":
-                entropies = entropy_of(logits, differentiable=algorithm.entropy_coef > 0)
-            log_probs = log_probs_of(logits, packed.tokens.targets)
-            return loss_and_metrics(log_probs, entropies, packed.tokens, algorithm)
+        def on_outputs(outputs: torch.Tensor, packed: Packed, _: MicroBatch) -> tuple[torch.Tensor, Any]:
+            return objective(outputs, packed.tokens)
 
-        kept = self._run(micro_batches, make, on_logits, forward_only=False)
+        kept = self._run(micro_batches, make, on_outputs, forward_only=False)
         counts = parallel_state.get_tensor_model_parallel_rank() == 0
         return merge_over_ranks(merge(map(numbers, kept)) if counts else {}, dist.get_world_size())
 
     @torch.no_grad()
-    def score_responses(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """[sum of R_i] float32: log-probs of all response tokens, sample after sample, the same on all ranks."""
+    def score_responses(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], reading: Reading) -> torch.Tensor:
+        """[sum of R_i] float32: what is read at every response token, sample after sample, the same on all ranks."""
         ends = np.cumsum(batch.response_lengths)
-        log_probs = torch.zeros(int(ends[-1]), device=self._device)
+        scores = torch.zeros(int(ends[-1]), device=self._device)
 
         def make(micro_batch: MicroBatch) -> Packed:
             return self._pack(batch, micro_batch, collate_responses(batch, micro_batch.samples, self._device))
 
-        def on_logits(logits: torch.Tensor, packed: Packed, micro_batch: MicroBatch) -> tuple[torch.Tensor, Any]:
-            values = log_probs_of(logits, packed.tokens.targets)
+        def on_outputs(outputs: torch.Tensor, packed: Packed, micro_batch: MicroBatch) -> tuple[torch.Tensor, Any]:
+            values = reading(outputs, packed.tokens)
             if micro_batch.counted and parallel_state.get_tensor_model_parallel_rank() == 0:
                 places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
-                log_probs[torch.from_numpy(np.concatenate(places)).to(self._device)[packed.order]] = values
+                scores[torch.from_numpy(np.concatenate(places)).to(self._device)[packed.order]] = values
             return values.sum(), None
 
-        self._run(micro_batches, make, on_logits, forward_only=True)
-        dist.all_reduce(log_probs)  # of one value and zeros: exact
-        return log_probs
+        self._run(micro_batches, make, on_outputs, forward_only=True)
+        dist.all_reduce(scores)  # of one value and zeros: exact
+        return scores
 
     def _pack(self, batch: TrainBatch, micro_batch: MicroBatch, tokens: Any) -> Packed:
         return pack(
@@ -105,11 +101,11 @@ class Passes:
         self,
         micro_batches: Sequence[MicroBatch],
         make: Callable[[MicroBatch], Packed],
-        on_logits: OnLogits,
+        on_outputs: OnOutputs,
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """What `on_logits` kept of every micro-batch on the last pipeline stage, and nothing on the others."""
+        """What `on_outputs` kept of every micro-batch on the last pipeline stage, and nothing on the others."""
 
         def forward_step(data: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             micro_batch = next(data)
@@ -129,9 +125,9 @@ class Passes:
                 ),
             )
 
-            def loss_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-                chosen = logits[0].index_select(0, packed.tokens.positions).float() / self._temperature
-                loss, kept = on_logits(hide_filling(chosen, self._vocabulary), packed, micro_batch)
+            def loss_of(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                chosen = outputs[0].index_select(0, packed.tokens.positions).float()
+                loss, kept = on_outputs(chosen, packed, micro_batch)
                 return loss, torch.zeros((), dtype=torch.int, device=loss.device), kept  # 0: nothing to divide by
 
             return output, loss_of

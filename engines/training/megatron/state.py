@@ -9,6 +9,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from engines.training.megatron.fingerprints import Piece, sharded_digest
 from engines.training.megatron.model import replicas
+from engines.training.megatron.offload import Memory
 from engines.training.megatron.weights import Ownership, Parameter, gather
 from engines.training.optimizer import MOMENTS
 
@@ -22,6 +23,8 @@ class State:
         self._ownership = Ownership.agree(parameters)
         self._rank = dist.get_rank()
         self._replicas = {expert: replicas(expert) for expert in {parameter.expert for parameter in parameters}}
+        self._device = parameters[0].value.device
+        self._memory = Memory(self._device)
         self._create_moments()
 
     def digest(self, weight_version: int) -> str:
@@ -44,9 +47,20 @@ class State:
 
         return sharded_digest(pieces(), ("",), self._ownership, "float32")
 
-    def gather_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole weights on rank 0, one after the other; see `engines.training.megatron.weights.gather`."""
-        return gather(self._parameters, self._ownership, dtype)
+    def gather_weights(self, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole weights one after the other, on the CPU of rank 0 or on every rank's device, offloaded or not; see
+        `engines.training.megatron.weights.gather`."""
+        return gather(self._parameters, self._ownership, dtype, self._device, self._memory.held, everywhere=everywhere)
+
+    def offload(self) -> None:
+        """Move weights, master weights and moments to the host's memory. Gradients are dropped."""
+        self._optimizer.zero_grad()
+        values: list[Any] = [parameter.value for parameter in self._parameters]
+        self._memory.give(self._tensors(), (value.main_grad for value in values))
+
+    def onload(self) -> None:
+        """Move them back; gradients are zero."""
+        self._memory.take()
 
     def set_learning_rate(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
@@ -61,6 +75,16 @@ class State:
             else:
                 for group in part.optimizer.param_groups:
                     group["step"] = steps
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """All that is kept from one update to the next; several may share memory."""
+        for parameter in self._parameters:
+            yield parameter.value
+        for part in self._optimizer.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def _create_moments(self) -> None:
         """Let them exist before the first step, so that the first state has a digest too."""

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy where each tensor-parallel rank has the logits of a part of the vocabulary."""
+"""The policy's loss and log-probs where each tensor-parallel rank has the logits of a part of the vocabulary."""
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,37 @@ from megatron.core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
+from configs.schema.algorithm import AlgorithmConfig
+from engines.training.collate import Tokens
+from engines.training.losses.objective import Metrics, loss_and_metrics
+
 _NEVER = -1e30
 """The logit of what only fills the vocabulary up: finite, so that its product with a probability of 0 is 0."""
+
+
+class Policy:
+    """What the output layer's values mean: logits, divided by the rollout's temperature, of the tokens that the model
+    knows and of filling."""
+
+    def __init__(self, vocabulary: int, temperature: float) -> None:
+        self._vocabulary, self._temperature = vocabulary, temperature
+
+    def objective(
+        self, outputs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
+    ) -> tuple[torch.Tensor, Metrics]:
+        """As `engines.training.losses.objective.objective`."""
+        logits = self._logits(outputs)
+        entropies = None
+        if algorithm.loss_type != "sft_loss":
+            entropies = entropy_of(logits, differentiable=algorithm.entropy_coef > 0)
+        return loss_and_metrics(log_probs_of(logits, tokens.targets), entropies, tokens, algorithm)
+
+    def read(self, outputs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """[N] log-probs of the tokens."""
+        return log_probs_of(self._logits(outputs), tokens.targets)
+
+    def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        return hide_filling(outputs / self._temperature, self._vocabulary)
 
 
 def hide_filling(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:

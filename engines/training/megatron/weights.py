@@ -6,7 +6,7 @@ column). Rows that only fill a vocabulary up belong to no block.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,35 +220,48 @@ class Ownership:
 
 
 def gather(
-    parameters: Sequence[Parameter], ownership: Ownership, dtype: torch.dtype
+    parameters: Sequence[Parameter],
+    ownership: Ownership,
+    dtype: torch.dtype,
+    device: torch.device,
+    held: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    everywhere: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors by their Hugging Face names, on the CPU of rank 0, one after the other; the others yield
-    nothing and take part to the end. Rank 0 holds no more than one whole tensor at a time."""
+    """The whole tensors by their Hugging Face names, one after the other, no more than one at a time: on the CPU of
+    rank 0, while the others yield nothing and take part to the end, or `everywhere` on the device of each rank.
+
+    Args:
+        device: over which ranks exchange tensors.
+        held: of a parameter's value, where it is to be read.
+    """
     rank = dist.get_rank()
     local = {
-        (block.name, block.row, block.column): parameter.matrix[block.local_row : block.local_row + block.height]
+        (block.name, block.row, block.column): matrix[block.local_row : block.local_row + block.height]
         for parameter in parameters
+        for matrix in (as_matrix(held(parameter.value.detach())),)
         for block in parameter.blocks
     }
     for name, parts in ownership.tensors().items():
         whole = None
-        if rank == 0:
+        if everywhere or rank == 0:
             first = parts[0][1]
-            whole = torch.empty(first.rows, first.columns, dtype=dtype)
+            whole = torch.empty(first.rows, first.columns, dtype=dtype, device=device if everywhere else "cpu")
         for owner in sorted({owner for owner, _ in parts}):
             blocks = [block for holder, block in parts if holder == owner]
             if owner == rank:
-                held = [local[name, block.row, block.column].to(dtype).reshape(-1) for block in blocks]
-                values = torch.cat(held)
-                if rank:
-                    dist.send(values, 0)
-            elif rank == 0:
-                values = torch.empty(
-                    sum(block.height * block.width for block in blocks), dtype=dtype, device=parameters[0].value.device
-                )
+                values = torch.cat([local[name, block.row, block.column].to(dtype).reshape(-1) for block in blocks])
+                values = values.to(device)
+            else:
+                values = torch.empty(sum(block.height * block.width for block in blocks), dtype=dtype, device=device)
+            if everywhere:
+                dist.broadcast(values, owner)
+            elif owner == rank != 0:
+                dist.send(values, 0)
+            elif owner != rank == 0:
                 dist.recv(values, owner)
             if whole is not None:
-                _place(whole, blocks, values.cpu())
+                _place(whole, blocks, values.to(whole.device))
         if whole is not None:
             yield name, whole.reshape(ownership.shape(parts[0][1]))
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
-from storage.store import open_store
+from storage.store import Store, open_store
 from tests.engines.training.builders import model_folder
 from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, SP, TRAINING, ZERO
 from tests.engines.training.sharded_cases import raised
@@ -40,6 +40,12 @@ def engine_of(folder: Path, megatron: dict[str, Any], rank: int) -> Any:
     )
 
 
+def set_file_bytes(size: int) -> None:
+    from engines.training.megatron import checkpoint  # an engine must have been made before
+
+    checkpoint.FILE_BYTES = size
+
+
 def train(engine: Any, first: int, count: int) -> list[dict[str, float]]:
     return [
         engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
@@ -47,11 +53,46 @@ def train(engine: Any, first: int, count: int) -> list[dict[str, float]]:
     ]
 
 
+def offloaded(engine: Any, store: Store) -> dict[str, Any]:
+    """What an engine still gives out while its memory is away, and what it refuses; it has it back in the end."""
+
+    def exported(buckets: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+
+    before, digest = exported(engine.export_weights(50_000)), engine.state_digest()
+    reference = engine.score(BATCH, "ref")
+    for _ in range(2):
+        engine.offload()
+    given, everywhere = exported(engine.export_weights(50_000)), exported(engine.export_on_device(50_000))
+    report = {
+        "digest": engine.position().state_digest == digest,
+        "given": given.keys() == before.keys() and all(given[name].equal(before[name]) for name in before),
+        "everywhere": [name for name in everywhere if name in before and not everywhere[name].equal(before[name])],
+        "names": sorted(everywhere),
+        "refused": [
+            raised(work)
+            for work in (
+                lambda: train(engine, 2, 1),
+                lambda: engine.score(BATCH, "actor"),
+                lambda: engine.save(store, "again"),
+                lambda: engine.load(store, "tensor-2"),
+                lambda: engine.weights_checksum(),
+            )
+        ],
+    }
+    for _ in range(2):
+        engine.onload()
+    after = engine.score(BATCH, "ref")
+    report["reference"] = all((one == other).all() for one, other in zip(reference, after, strict=True))
+    return report
+
+
 def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     store = open_store(str(work / "store"))
     report: dict[str, Any] = {}
     for layout in LAYOUTS:
         engine = engine_of(folder, LAYOUTS[layout], rank)
+        set_file_bytes(300_000)
         engine.save(store, f"{layout}-0")
         train(engine, 0, 2)
         paths = engine.save(store, f"{layout}-2")
@@ -59,6 +100,7 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         report[layout] = {
             "saved": saved,
             "whole": sorted(paths) == list(store.find(f"{layout}-2")),
+            "files": sum(path.endswith(".distcp") for path in paths),
             "metrics": train(engine, 2, 2),
             "digest": engine.state_digest(),
         }
@@ -70,6 +112,7 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         engine = engine_of(folder, LAYOUTS[target], rank)
         engine.load(store, "tensor-2")
         report[target]["read"] = engine.state_digest()
+        report[target]["offloaded"] = offloaded(engine, store)
         report[target]["resumed"] = train(engine, 2, 2)
         report[target]["resumed digest"] = engine.state_digest()
         engine.load(store, f"{target}-0")
@@ -156,8 +199,21 @@ def test_a_state_of_the_other_kind_of_optimizer_is_refused(reports: list[dict[st
     assert {report["of another optimizer"] for report in reports} == {"EngineError"}
 
 
+def test_an_offloaded_engine_gives_its_weights_out_and_refuses_to_work(
+    reports: list[dict[str, Any]],
+) -> None:
+    """That the updates after it end in the same bits is what the test of resumed runs shows."""
+    for layout in ("tensor", "pipeline"):
+        for found in (report[layout]["offloaded"] for report in reports):
+            assert (found["digest"], found["given"], found["everywhere"]) == (True, True, [])
+            assert found["refused"] == ["EngineError"] * 5
+            assert found["names"] == reports[0][layout]["offloaded"]["names"] != []
+            assert found["reference"]
+
+
 def test_save_names_every_file_on_rank_0_alone(reports: list[dict[str, Any]]) -> None:
     assert [report["tensor"]["whole"] for report in reports] == [True, False]
+    assert reports[0]["tensor"]["files"] > 2 * 2
 
 
 def test_refused_updates_change_nothing(reports: list[dict[str, Any]]) -> None:

@@ -1,0 +1,67 @@
+"""Megatron's ranks beside a rollout engine of the fleet: experts cut over ranks, memory in turn, weights sent."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines.cluster import Cluster
+from engines.errors import EngineError
+from engines.fleet import Fleet
+from engines.training.handle import TrainingHandle
+from engines.types import GenerateRequest, SamplingParams, TrainBatch
+from tests.engines.training.builders import make_batch, model_folder
+from tests.engines.training.megatron.cases import EP
+from tests.ray_fixtures import fleet_config
+
+pytestmark = pytest.mark.timeout(600)
+
+ASKED = [GenerateRequest(row, [5 + row, 6, 7, 90 - row], (1, 2), SamplingParams(12)) for row in range(4)]
+
+
+@pytest.fixture(scope="module")
+def fleet(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    config = fleet_config(
+        model_folder(tmp_path_factory.mktemp("experts"), "qwen3_moe"),
+        training={"engine": "megatron", "world_size": 2, "megatron": EP, "lr": 1e-2, "timeout": 120},
+        fleet={"colocate": True, "start_timeout": 240, "call_timeout": 60, "update_weight_buffer_size": 64 * 1024},
+    )
+    with Fleet.start(config, name="megatron", total_steps=4) as fleet:
+        yield fleet
+
+
+def train_once(training: TrainingHandle) -> None:
+    version = training.position().weight_version
+    training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
+
+
+def test_experts_cut_over_ranks_reach_a_rollout_engine_whose_log_probs_are_the_trainers(fleet: Fleet) -> None:
+    for _ in range(2):
+        fleet.turns.for_training()
+        train_once(fleet.training)
+        fleet.sync_weights()  # the trainer's memory is away while it gives them out
+        assert fleet.training.health()["offloaded"]
+        sampled = [completion for part in fleet.rollout[0].generate(ASKED) for completion in part]
+        fleet.turns.for_training()
+        fleet.verify_weights()
+        batch = TrainBatch(
+            [np.array([*ASKED[done.request_id].prompt_ids, *done.response_ids], np.int32) for done in sampled],
+            [len(done.response_ids) for done in sampled],
+            [np.ones(len(done.response_ids), np.uint8) for done in sampled],
+        )
+        for done, scores in zip(sampled, fleet.training.score(batch, "actor"), strict=True):
+            np.testing.assert_allclose(done.log_probs, scores, atol=1e-4)
+
+
+def test_ranks_whose_memory_is_away_refuse_to_work(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.turns.offload_training()
+    for work in (
+        lambda: train_once(fleet.training),
+        lambda: fleet.training.score(make_batch(), "actor"),
+        lambda: fleet.training.save(str(tmp_path), "saved"),
+    ):
+        with pytest.raises(EngineError, match="offloaded: onload it first"):
+            work()
+    fleet.turns.for_training()
+    train_once(fleet.training)

@@ -1,0 +1,26 @@
+"""Memory that tensors give away and take back, tried where all of it is the host's."""
+
+import torch
+
+from engines.training.megatron.offload import Memory
+
+
+def test_views_into_a_buffer_hold_the_same_bits_when_its_memory_is_back() -> None:
+    memory, buffer, other = Memory(torch.device("cpu")), torch.randn(64), torch.arange(5, dtype=torch.int32)
+    gradients = torch.ones(64)
+    views = [buffer[:24].view(4, 6), buffer[24:64:2], gradients[8:16]]
+    before = [view.clone() for view in views]
+    memory.give([*views[:2], buffer, other], [gradients])
+    assert [tensor.untyped_storage().nbytes() for tensor in (buffer, other, gradients)] == [0, 0, 0]
+    assert all(memory.held(view).equal(found) for view, found in zip(views[:2], before[:2], strict=True))
+    memory.take()
+    assert [view.equal(found) for view, found in zip(views, before, strict=True)] == [True, True, False]
+    assert other.tolist() == [0, 1, 2, 3, 4]
+    assert not gradients.any()
+    buffer[0] = 7.0
+    assert views[0][0, 0] == 7.0
+
+
+def test_a_tensor_whose_memory_was_never_given_away_is_what_it_holds() -> None:
+    tensor = torch.randn(3)
+    assert Memory(torch.device("cpu")).held(tensor) is tensor
