@@ -205,9 +205,15 @@ class TrainingActor(WeightSource):
     def position(self) -> Position:
         return self._started.position()
 
-    def train(self, batch: TrainBatch, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
+    def train(
+        self, batch: TrainBatch, num_steps: int, expected_version: int, input_digest: str, train_actor: bool
+    ) -> TrainResult:
         return self._started.train(
-            batch, num_steps=num_steps, expected_version=expected_version, input_digest=input_digest
+            batch,
+            num_steps=num_steps,
+            expected_version=expected_version,
+            input_digest=input_digest,
+            train_actor=train_actor,
         )
 
     def score(self, batch: TrainBatch, role: Role) -> "list[np.ndarray] | None":

@@ -42,8 +42,13 @@ def check_model_folder(path: str | Path) -> PretrainedConfig:
     return config
 
 
-def load_causal_lm(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+def load_causal_lm(
+    path: str | Path, dtype: torch.dtype, device: str = "cpu", *, needs_head: bool = True
+) -> PreTrainedModel:
     """Load a causal language model in evaluation mode, its weights cast to `dtype`.
+
+    Args:
+        needs_head: False for a caller that puts its own in the place of `lm_head`, which may then be missing.
 
     Raises:
         BadModel: as `check_model_folder`, or the weights do not fit the config.
@@ -69,9 +74,10 @@ def load_causal_lm(path: str | Path, dtype: torch.dtype, device: str = "cpu") ->
             f"Weight {name} in {path} has shape {tuple(found)} where config.json asks for {tuple(expected)}: "
             "weights and config.json are not of the same model."
         )
-    if info["missing_keys"]:
+    missing = [name for name in info["missing_keys"] if needs_head or name != "lm_head.weight"]
+    if missing:
         raise BadModel(
-            f"Model folder {path} lacks the weights {_some(sorted(info['missing_keys']))}: copy the folder again, "
+            f"Model folder {path} lacks the weights {_some(sorted(missing))}: copy the folder again, "
             "or correct its config.json."
         )
     return cast(PreTrainedModel, model.to(device).eval())

@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-Role = Literal["actor", "ref"]
-"""A model of the training engine: the one that is trained, or the reference of the KL divergence."""
+Role = Literal["actor", "ref", "critic"]
+"""A model of the training engine: the policy that is trained, the reference of the KL divergence, or the critic, which
+is trained beside the policy."""
 
 
 class FinishReason(StrEnum):
@@ -115,6 +116,10 @@ class TrainBatch:
     """[R_i] float32 of the rollout engine, for truncated importance sampling and the mismatch metric."""
     ref_log_probs: list[np.ndarray] | None = None
     """[R_i] float32 of the reference model."""
+    values: list[np.ndarray] | None = None
+    """[R_i] float32 of the critic before the update, which its new values are held to."""
+    returns: list[np.ndarray] | None = None
+    """[R_i] float32: what the critic learns."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -19,7 +19,11 @@ class ModelConfig(Section):
     """Folder of a Hugging Face causal LM with its tokenizer. slime: `--hf-checkpoint`."""
 
     ref_path: str | None = None
-    """Folder of the reference model for the KL loss; the initial weights by default. slime: `--ref-load`."""
+    """Folder of the reference model for the KL divergence; the initial weights by default. slime: `--ref-load`."""
+
+    critic_path: str | None = None
+    """Folder that the critic starts from, a causal LM or a token classifier with one label, whose head is then the
+    value head; `path` by default. slime: `--critic-load`."""
 
 
 class RunConfig(Section):
@@ -87,7 +91,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _groups_can_be_normalised(self) -> "RunConfig":
         algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
-        if algorithm.loss_type == "policy_loss" and algorithm.rewards_normalization and n == 1:
+        grouped = algorithm.loss_type == "policy_loss" and algorithm.advantage_estimator == "grpo"
+        if grouped and algorithm.rewards_normalization and n == 1:
             raise ValueError(
                 "algorithm.rewards_normalization is true but rollout.n_samples_per_prompt is 1: every advantage would "
                 "be zero; raise n_samples_per_prompt or set rewards_normalization=false"
@@ -105,9 +110,30 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _reference_is_used(self) -> "RunConfig":
-        if self.model.ref_path is not None and not self.algorithm.use_kl_loss:
+        if self.model.ref_path is not None and not self.algorithm.use_reference:
             raise ValueError(
-                f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false; "
-                "nothing would read it"
+                f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false and "
+                "algorithm.kl_coef is 0; nothing would read it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_is_used(self) -> "RunConfig":
+        algorithm, training = self.algorithm, self.training
+        critics = {
+            "model.critic_path": self.model.critic_path,
+            "training.critic_lr": training.critic_lr,
+            "training.critic_lr_warmup_iters": training.critic_lr_warmup_iters,
+        }
+        for name, value in critics.items():
+            if value and not algorithm.use_critic:
+                raise ValueError(
+                    f"{name} ({value}) is set but algorithm.advantage_estimator is {algorithm.advantage_estimator}, "
+                    "which has no critic; nothing would read it"
+                )
+        if algorithm.num_critic_only_steps >= self.rollout.num_rollout:
+            raise ValueError(
+                f"algorithm.num_critic_only_steps ({algorithm.num_critic_only_steps}) must be below "
+                f"rollout.num_rollout ({self.rollout.num_rollout}): the actor would never be trained"
             )
         return self

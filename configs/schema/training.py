@@ -62,6 +62,12 @@ class TrainingConfig(Section):
     lr_decay_iters: int | None = Field(None, ge=1)
     """Optimizer steps, warm-up included, until `min_lr`; by default the whole run. Megatron: `--lr-decay-iters`."""
 
+    critic_lr: float | None = Field(None, gt=0)
+    """Learning rate of the critic; `lr` by default. slime: `--critic-lr`."""
+
+    critic_lr_warmup_iters: int = Field(0, ge=0)
+    """Optimizer steps of the critic's linear warm-up. slime: `--critic-lr-warmup-iters`."""
+
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices. Megatron: `--weight-decay`."""
 
@@ -81,6 +87,12 @@ class TrainingConfig(Section):
     """Seconds that one training step, score or save may take before it counts as hung."""
 
     lora: LoraConfig = LoraConfig()
+
+    @property
+    def of_critic(self) -> "TrainingConfig":
+        """The same for the critic, which has a learning rate and a warm-up of its own."""
+        rates = {"lr": self.critic_lr or self.lr, "lr_warmup_iters": self.critic_lr_warmup_iters}
+        return self.model_copy(update=rates)
 
     @property
     def tensor_model_parallel_size(self) -> int:
@@ -162,8 +174,11 @@ class TrainingConfig(Section):
     def _consistent(self) -> "TrainingConfig":
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr})")
-        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
-            raise ValueError(
-                f"lr_warmup_iters ({self.lr_warmup_iters}) must be below lr_decay_iters ({self.lr_decay_iters})"
-            )
+        if self.critic_lr is not None and self.min_lr > self.critic_lr:
+            raise ValueError(f"min_lr ({self.min_lr}) is above critic_lr ({self.critic_lr})")
+        for name in ("lr_warmup_iters", "critic_lr_warmup_iters"):
+            if self.lr_decay_iters is not None and getattr(self, name) >= self.lr_decay_iters:
+                raise ValueError(
+                    f"{name} ({getattr(self, name)}) must be below lr_decay_iters ({self.lr_decay_iters})"
+                )
         return self

@@ -12,7 +12,9 @@ from storage.store import Store
 
 
 class TrainingEngine(Protocol):
-    """One rank of the worker that holds the trained weights, the optimizer and, where the loss needs it, the reference.
+    """One rank of the worker that holds the trained weights, the optimizer and, where the algorithm needs them, the
+    critic with its own optimizer and the reference. Actor and critic are one state: one weight version, one digest, one
+    checkpoint, and the weights that are exported are the actor's.
 
     It is built as `Engine(model, training, algorithm, *, temperature, total_steps, rank, world_size, device)` and
     raises BadModel where the model's folder cannot be used. Where there is more than one rank, every method is called
@@ -28,8 +30,17 @@ class TrainingEngine(Protocol):
     def position(self) -> Position:
         """Where the engine stands."""
 
-    def train(self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
-        """Cut the batch into `num_steps` equal contiguous parts, in order, and take one optimizer step on each.
+    def train(
+        self,
+        batch: TrainBatch,
+        *,
+        num_steps: int,
+        expected_version: int,
+        input_digest: str,
+        train_actor: bool = True,
+    ) -> TrainResult:
+        """Cut the batch into `num_steps` equal contiguous parts, in order, and take one optimizer step on each, with
+        the actor and with the critic where there is one. `train_actor=False` leaves the actor as it is.
 
         Without `old_log_probs` the current policy stands in for the old one, which one step alone allows. Afterwards
         `position()` carries `input_digest` and the result.
@@ -43,8 +54,12 @@ class TrainingEngine(Protocol):
         """
 
     def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
-        """[R_i] float32 for each sample: its response tokens' log-probs under the current or the reference weights, at
-        the rollout's temperature."""
+        """[R_i] float32 for each sample: its response tokens' log-probs under the actor or the reference, at the
+        rollout's temperature; of the critic, the value of each token's state, that is of what stands before the token.
+
+        Raises:
+            ValueError: the configuration does not ask for a model of that role.
+        """
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         """The weights in the training's number format, by their Hugging Face names, tied ones once, on the CPU, in

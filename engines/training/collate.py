@@ -26,6 +26,8 @@ class Tokens:
     old_log_probs: torch.Tensor | None = None
     rollout_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def weighted_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Scalar: this micro-batch's share of a mean over the optimizer step."""
@@ -56,6 +58,8 @@ def collate_trained(
         old_log_probs=pick(batch.old_log_probs),
         rollout_log_probs=pick(batch.rollout_log_probs),
         ref_log_probs=pick(batch.ref_log_probs),
+        values=pick(batch.values),
+        returns=pick(batch.returns),
     )
 
 

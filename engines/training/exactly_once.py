@@ -25,11 +25,17 @@ Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
 """(batch, this rank's micro-batches) → [sum of R_i] float32: one number for each response token, sample after sample,
 the same on all ranks."""
 
-HOW_TO_HAVE = {"ref": "the reference model is not loaded: set algorithm.use_kl_loss to have it"}
+HOW_TO_HAVE = {
+    "ref": "the reference model is not loaded: set algorithm.use_kl_loss to have it",
+    "critic": "there is no critic: set algorithm.advantage_estimator to ppo to have one",
+}
+
+_FINITE = ("loss", "value_loss", "grad_norm", "critic_grad_norm")
+"""Metrics without which no step is taken."""
 
 
 class Learner(Protocol):
-    """A model that is trained, with its optimizer. All ranks call its methods together."""
+    """The actor or the critic: a model that is trained, with its optimizer. All ranks call its methods together."""
 
     def accumulate_gradients(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]
@@ -104,7 +110,15 @@ class ExactlyOnceEngine(ABC):
         input_digest, result = self._last or (None, None)
         return Position(self._version, self.state_digest(), input_digest, result)
 
-    def train(self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
+    def train(
+        self,
+        batch: TrainBatch,
+        *,
+        num_steps: int,
+        expected_version: int,
+        input_digest: str,
+        train_actor: bool = True,
+    ) -> TrainResult:
         started = time.perf_counter()
         self._require_ready()
         if expected_version != self._version:
@@ -114,10 +128,13 @@ class ExactlyOnceEngine(ABC):
             )
         steps = split_steps(len(batch), num_steps)
         check_trainable(batch, steps, self._algorithm)
+        roles = [role for role in self._learners if train_actor or role != "actor"]
+        if not roles:
+            raise ValueError(HOW_TO_HAVE["critic"] + ", or train the actor")
         # A failure of one rank alone leaves the others inside a collective: with several ranks any may be that.
         self._interrupted = "train" if self._world_size > 1 else None
         try:
-            metrics = [self._update(batch, samples) for samples in steps]
+            metrics = [self._update(batch, samples, roles) for samples in steps]
         except NotFinite:
             if self._version == expected_version:  # raised by all ranks, before the first change
                 self._interrupted = None
@@ -157,8 +174,8 @@ class ExactlyOnceEngine(ABC):
             "offloaded": self._offloaded,
         }
 
-    def _update(self, batch: TrainBatch, samples: range) -> dict[str, float]:
-        """One optimizer step of every learner; returns its metrics. No weight changes before all gradients are there
+    def _update(self, batch: TrainBatch, samples: range, roles: Sequence[str]) -> dict[str, float]:
+        """One optimizer step of some learners; returns its metrics. No weight changes before all gradients are there
         and finite."""
         mask_sums = [int(batch.loss_mask[i].sum()) for i in samples]
         weights = dict(
@@ -167,16 +184,31 @@ class ExactlyOnceEngine(ABC):
         lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, mask_sums, strict=True) if count}
         micro_batches = self._plan(lengths)
         metrics: dict[str, float] = {}
-        for learner in self._learners.values():
-            metrics |= learner.accumulate_gradients(batch, micro_batches, weights)
-            metrics["grad_norm"] = learner.grad_norm()
+        for role in roles:
+            metrics |= self._learners[role].accumulate_gradients(batch, micro_batches, weights)
+            metrics[_of(role, "grad_norm")] = self._learners[role].grad_norm()
         self._require_finite(metrics)
         self._interrupted = "train"
-        for learner in self._learners.values():
-            metrics["lr"] = learning_rate(self._training, self._version, self._total_steps)
-            learner.step(metrics["lr"])
+        for role in roles:
+            lr = self._learning_rate(role)
+            self._learners[role].set_steps(self._steps_taken(role))
+            self._learners[role].step(lr)
+            metrics[_of(role, "lr")] = lr
         self._move_to(self._version + 1)
         return metrics
+
+    def _untrained(self, role: str) -> int:
+        """Optimizer steps from the run's first in which a role is not trained."""
+        waits = role == "actor" and self._algorithm.use_critic
+        return self._algorithm.num_critic_only_steps * self._training.num_steps_per_rollout if waits else 0
+
+    def _steps_taken(self, role: str) -> int:
+        """Optimizer steps of a role until now: a function of the weight version, as everything else of the state is."""
+        return max(0, self._version - self._untrained(role))
+
+    def _learning_rate(self, role: str) -> float:
+        training = self._training.of_critic if role == "critic" else self._training
+        return learning_rate(training, self._steps_taken(role), self._total_steps - self._untrained(role))
 
     def _end_load(self, folder: str, *, weight_version: int, state_digest: str) -> None:
         """Stand at what was loaded from a folder, once all of its tensors are in place.
@@ -184,9 +216,9 @@ class ExactlyOnceEngine(ABC):
         Raises:
             Damaged: the state's digest is not the one that was saved.
         """
-        for learner in self._learners.values():
-            learner.set_steps(weight_version)
         self._move_to(weight_version)
+        for role, learner in self._learners.items():
+            learner.set_steps(self._steps_taken(role))
         self._last = None
         found = self.state_digest()
         if found != state_digest:
@@ -199,7 +231,7 @@ class ExactlyOnceEngine(ABC):
         self._version, self._digest = version, None
 
     def _require_finite(self, metrics: dict[str, float]) -> None:
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        if not all(math.isfinite(metrics[name]) for name in _FINITE if name in metrics):
             broken = ", ".join(f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value))
             raise NotFinite(
                 f"the update of weight version {self._version} has {broken}; the weights were left as they are. "
@@ -220,3 +252,8 @@ class ExactlyOnceEngine(ABC):
                 f"the training engine was interrupted in {self._interrupted}(): its state is neither the old nor the "
                 "new one; load a checkpoint"
             )
+
+
+def _of(role: str, metric: str) -> str:
+    """The name of a metric that every role has: the actor's is the plain one."""
+    return metric if role == "actor" else f"{role}_{metric}"

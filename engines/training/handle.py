@@ -37,13 +37,21 @@ class TrainingHandle(EngineHandle):
         positions = self._on_all("position")
         return self._agreed(positions, lambda p: (p.weight_version, p.state_digest, p.last_input_digest))
 
-    def train(self, batch: TrainBatch, *, num_steps: int, expected_version: int, input_digest: str) -> TrainResult:
+    def train(
+        self,
+        batch: TrainBatch,
+        *,
+        num_steps: int,
+        expected_version: int,
+        input_digest: str,
+        train_actor: bool = True,
+    ) -> TrainResult:
         """Take `num_steps` optimizer steps. Raises WrongVersion, and what else the engine raises."""
-        args = (put(batch), num_steps, expected_version, input_digest)
+        args = (put(batch), num_steps, expected_version, input_digest, train_actor)
         return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
 
     def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
-        """[R_i] float32 for each sample: log-probs of its response tokens."""
+        """[R_i] float32 for each sample: log-probs of its response tokens, or the critic's values."""
         return self._on_all("score", put(batch), role)[0]
 
     def save(self, store_url: str, folder: str) -> list[str]:

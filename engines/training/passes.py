@@ -13,8 +13,22 @@ from engines.training.losses.metrics import merge, numbers
 from engines.types import TrainBatch
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(the output layer's values at the trained tokens, the tokens) → this micro-batch's share of the loss and of every
+"""(what the output layer gives at the trained tokens, the tokens) → this micro-batch's share of the loss and of every
 metric."""
+
+Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
+"""(what the output layer gives at the chosen tokens, the tokens) → [N] float32."""
+
+
+def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float) -> torch.Tensor:
+    """[N] log-probs of the tokens under softmax(logits / temperature)."""
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    return token_log_probs(logits, logits.logsumexp(-1), tokens.targets)
+
+
+def read_values(outputs: torch.Tensor, _: Tokens) -> torch.Tensor:
+    """[N] values of a critic."""
+    return outputs.float().squeeze(-1)
 
 
 def accumulate_gradients(
@@ -42,17 +56,15 @@ def accumulate_gradients(
 
 @torch.no_grad()
 def score_responses(
-    model: PreTrainedModel, batch: TrainBatch, micro_batches: Iterable[MicroBatch], temperature: float
+    model: PreTrainedModel, batch: TrainBatch, micro_batches: Iterable[MicroBatch], reading: Reading
 ) -> torch.Tensor:
-    """[sum of R_i] float32: log-probs of all response tokens, sample after sample; 0 where other ranks have them."""
+    """[sum of R_i] float32: a number for each response token, sample after sample; 0 where other ranks have them."""
     ends = np.cumsum(batch.response_lengths)
-    log_probs = torch.zeros(int(ends[-1]), device=model.device)
+    scores = torch.zeros(int(ends[-1]), device=model.device)
     for micro_batch in micro_batches:
         tokens = collate_responses(batch, micro_batch.samples, model.device)
-        logits = response_logits(model, tokens.input_ids, tokens.positions).float()
-        logits = logits if temperature == 1 else logits / temperature
-        values = token_log_probs(logits, logits.logsumexp(-1), tokens.targets)
+        read = reading(response_logits(model, tokens.input_ids, tokens.positions), tokens)
         if micro_batch.counted:
             places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
-            log_probs[torch.from_numpy(np.concatenate(places)).to(model.device)] = values
-    return log_probs
+            scores[torch.from_numpy(np.concatenate(places)).to(model.device)] = read
+    return scores

@@ -29,10 +29,12 @@ from engines.training.export import save_model_folder, whole_parameters
 from engines.training.learner import TorchLearner
 from engines.training.lora import adapters_off, add_adapters, merged_parameters, save_adapters
 from engines.training.losses.objective import objective
+from engines.training.losses.value import value_objective
 from engines.training.offload import offload, onload
-from engines.training.passes import score_responses
+from engines.training.passes import Reading, read_log_probs, read_values, score_responses
 from engines.training.process import prepare_process
 from engines.training.sharding import raise_together, shard_model, whole
+from engines.training.value_model import load_value_model
 from engines.types import TrainBatch
 from storage.store import Store
 
@@ -57,8 +59,8 @@ class TorchEngine(ExactlyOnceEngine):
         world_size: int = 1,
         device: str = "cpu",
     ):
-        """Load the model and, with `algorithm.use_kl_loss`, the reference: with LoRA that is the model without
-        adapters.
+        """Load the model and, where the algorithm needs them, the critic and the reference: with LoRA that is the model
+        without adapters.
 
         Args:
             temperature: of the rollout; divides the logits.
@@ -76,12 +78,18 @@ class TorchEngine(ExactlyOnceEngine):
         self._learners: dict[str, TorchLearner] = {"actor": actor}
         self._frozen: list[PreTrainedModel] = []
         self._scorers = {"actor": partial(self._log_probs, self._model)}
-        if algorithm.use_kl_loss and training.lora.r and model.ref_path is None:
+        if algorithm.use_reference and training.lora.r and model.ref_path is None:
             self._scorers["ref"] = self._log_probs_without_adapters
-        elif algorithm.use_kl_loss:
+        elif algorithm.use_reference:
             reference = self._load_model(model.ref_path or model.path, self._dtype).requires_grad_(False)
             self._frozen.append(reference)
             self._scorers["ref"] = partial(self._log_probs, reference)
+        if algorithm.use_critic:
+            critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
+            self._learners["critic"] = TorchLearner(
+                critic, partial(value_objective, value_clip=algorithm.value_clip), training.of_critic, world_size
+            )
+            self._scorers["critic"] = partial(self._responses, critic, read_values)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         self._require_intact()
@@ -166,10 +174,15 @@ class TorchEngine(ExactlyOnceEngine):
     def _log_probs(
         self, model: PreTrainedModel, batch: TrainBatch, micro_batches: Sequence[MicroBatch]
     ) -> torch.Tensor:
-        log_probs = score_responses(model, batch, micro_batches, self._temperature)
+        return self._responses(model, partial(read_log_probs, temperature=self._temperature), batch, micro_batches)
+
+    def _responses(
+        self, model: PreTrainedModel, reading: Reading, batch: TrainBatch, micro_batches: Sequence[MicroBatch]
+    ) -> torch.Tensor:
+        scores = score_responses(model, batch, micro_batches, reading)
         if self._world_size > 1:
-            dist.all_reduce(log_probs)  # of one value and zeros: exact
-        return log_probs
+            dist.all_reduce(scores)  # of one value and zeros: exact
+        return scores
 
     def _log_probs_without_adapters(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
         with adapters_off(self._model):
@@ -180,6 +193,9 @@ class TorchEngine(ExactlyOnceEngine):
         model = load_causal_lm(path, parameters)
         if lora is not None and lora.r:
             add_adapters(model, lora)
+        return self._placed(model)
+
+    def _placed(self, model: PreTrainedModel) -> PreTrainedModel:
         if self._world_size == 1 and all(parameter.dtype == self._dtype for parameter in model.parameters()):
             return cast(Any, model).to(self._device)
         shard_model(model, self._dtype, self._world_size, self._device)
@@ -189,8 +205,13 @@ class TorchEngine(ExactlyOnceEngine):
         return plan_micro_batches(lengths, self._training.max_tokens_per_gpu, self._world_size)[self._rank]
 
     def _state(self) -> dict[str, NamedTensors]:
-        """Every tensor of the state, by its kind."""
-        return self._learners["actor"].state()
+        """Every tensor of the state, by its kind; the critic's names begin with `critic.`."""
+        kinds: dict[str, NamedTensors] = {}
+        for role, learner in self._learners.items():
+            prefix = "" if role == "actor" else f"{role}."
+            for kind, tensors in learner.state().items():
+                kinds.setdefault(kind, []).extend((prefix + name, tensor) for name, tensor in tensors)
+        return kinds
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in the training's number format, copied to the CPU; on rank 0 alone, gathered from all."""

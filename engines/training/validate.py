@@ -7,6 +7,17 @@ import numpy as np
 from configs.schema.algorithm import AlgorithmConfig
 from engines.types import TrainBatch
 
+PER_TOKEN = (
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "values",
+    "returns",
+)
+"""Fields with an entry for each response token."""
+
 
 def check_batch(batch: TrainBatch) -> None:
     """Make sure that the fields of a batch fit each other.
@@ -24,7 +35,7 @@ def check_batch(batch: TrainBatch) -> None:
             raise ValueError(
                 f"sample {sample} has {len(ids)} tokens, {length} of them in the response: its prompt must not be empty"
             )
-    for name in ("loss_mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"):
+    for name in PER_TOKEN:
         field: list[np.ndarray] | None = getattr(batch, name)
         if field is None:
             continue
@@ -53,6 +64,8 @@ def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: Algori
         "ref_log_probs": ("use_kl_loss", algorithm.use_kl_loss),
         "rollout_log_probs": ("use_tis", algorithm.use_tis),
         "old_log_probs": ("use_rollout_logprobs", algorithm.use_rollout_logprobs),
+        "values": ("advantage_estimator=ppo", algorithm.use_critic),
+        "returns": ("advantage_estimator=ppo", algorithm.use_critic),
     }
     for name, (why, required) in needed.items():
         if required and getattr(batch, name) is None:

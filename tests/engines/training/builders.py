@@ -112,6 +112,9 @@ def make_batch(count: int = 12, seed: int = 0, **fields: bool) -> TrainBatch:
         # Near the log-probs of a freshly initialised model, so that ratios fall on both sides of the clip range.
         return [draw.normal(-5.8, 0.4, n).astype(np.float32) for n in responses] if wanted else None
 
+    def numbers() -> list[np.ndarray]:
+        return [draw.normal(size=n).astype(np.float32) for n in responses]
+
     masks = [(draw.random(n) < 0.8).astype(np.uint8) for n in responses]
     for mask in masks:
         mask[-1] = 1
@@ -125,6 +128,8 @@ def make_batch(count: int = 12, seed: int = 0, **fields: bool) -> TrainBatch:
         old_log_probs=log_probs(fields.get("old", False)),
         rollout_log_probs=log_probs(fields.get("rollout", False)),
         ref_log_probs=log_probs(fields.get("ref", False)),
+        values=numbers(),
+        returns=numbers(),
     )
 
 

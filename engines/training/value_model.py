@@ -1,0 +1,58 @@
+"""The critic: a causal language model with a value head, linear from the hidden size to 1, in place of its lm_head."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from engines.errors import BadModel
+from engines.models import load_causal_lm, weight_files
+
+WEIGHT, BIAS = "score.weight", "score.bias"
+"""A value head in a model folder: as transformers names the head of a token classifier."""
+
+_STD = 0.02
+_SEED = 1234
+
+
+def value_head(folder: str | Path, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[1, hidden_size] weight and [1] bias, float32: the folder's own, or a normal draw of standard deviation 0.02 and
+    a bias of 0, the same for every layout of ranks and for every run.
+
+    Raises:
+        BadModel: the folder's head is of another shape.
+    """
+    weight = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(_SEED)) * _STD
+    head = {WEIGHT: weight, BIAS: torch.zeros(1)}
+    for file in weight_files(Path(folder)):
+        with safe_open(file, framework="pt") as tensors:
+            for name in head.keys() & set(tensors.keys()):
+                found = tensors.get_tensor(name).float()
+                if found.shape != head[name].shape:
+                    raise BadModel(
+                        f"{name} in {folder} has shape {tuple(found.shape)}, and a critic's has "
+                        f"{tuple(head[name].shape)}: it is no classifier with one label."
+                    )
+                head[name] = found
+    return head[WEIGHT], head[BIAS]
+
+
+def load_value_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a critic on the CPU, in evaluation mode; its `logits` are values, one a token.
+
+    Raises:
+        BadModel: as `engines.models.load_causal_lm`.
+    """
+    model = load_causal_lm(folder, dtype, needs_head=False)
+    config = model.config.get_text_config()
+    weight, bias = value_head(folder, config.hidden_size)
+    head = torch.nn.Linear(weight.shape[1], 1, dtype=dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+    model.set_output_embeddings(head)
+    config.tie_word_embeddings = False
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        config.final_logit_softcapping = None  # it bounds logits; values have no bound
+    return model
