@@ -1,7 +1,7 @@
 """Partial rollout: what over-sampling left unfinished is durable, and is continued with the tokens that it has."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,17 @@ def sampled(run: RunContext, iterations: int) -> list[Row]:
     commits = [commit for index in range(iterations) for commit in run.ledger.commits(index)]
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
     return [Row(commit, row) for commit in rollouts for row in run.read(commit).to_pylist()]
+
+
+Generate = Callable[[Sequence[GenerateRequest]], Iterator[list[Completion]]]
+
+
+def fleet_with(config: RunConfig, changed: Callable[[LocalRollout, Generate], Generate]) -> LocalFleet:
+    """Its first engine generates in another way, which is made of the engine and its own."""
+    fleet = LocalFleet(config)
+    engine: Any = fleet.rollout[0]
+    engine.generate = changed(engine, engine.generate)
+    return fleet
 
 
 def run_iterations(run: RunContext, count: int) -> None:
@@ -141,6 +152,8 @@ def test_every_group_that_was_drawn_has_one_end(tiny_assets: Path, tmp_path: Pat
         for index in range(4):
             rows = run.read(last_selection(run, index)).to_pylist()
             assert len({row["group_id"] for row in rows}) == len(rows)
+            places = [(row["iteration"], row["shard"]) for row in rows]
+            assert places == sorted(places), "what was finished earlier is trained on first"
             assert sum(row["disposition"] == Disposition.TRAIN for row in rows) == BATCH
             final = (Disposition.TRAIN, Disposition.DROP) if index < 3 else tuple(Disposition)
             ends.update(row["group_id"] for row in rows if row["disposition"] in final)
@@ -181,7 +194,7 @@ def test_a_later_round_continues_what_an_earlier_one_of_its_iteration_left(tiny_
 def test_unfinished_groups_wait_while_the_buffer_fills_the_batch(tiny_assets: Path, tmp_path: Path) -> None:
     config = partial_config(tiny_assets, rollout_batch_size=2, num_engines=2)
     fleet = LocalFleet(config)
-    slow: Any = fleet.rollout[0]
+    slow: Any = fleet.rollout[1]  # of the groups that it draws, others come first
     slow.abort = lambda: None  # it has finished everything before it hears of it
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         run_iterations(run, 3)
@@ -195,7 +208,7 @@ def test_unfinished_groups_wait_while_the_buffer_fills_the_batch(tiny_assets: Pa
         run_iterations(run, 4)
         rollouts = [commit for commit in run.ledger.commits(3) if commit.step is Step.ROLLOUT]
         assert sum(commit.metrics["continued_groups"] for commit in rollouts) == len(waiting)
-        assert "000000/rollout.00-001" in {name for commit in rollouts for name in commit.inputs}
+        assert "000000/rollout.00-000" in {name for commit in rollouts for name in commit.inputs}
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -217,22 +230,21 @@ class Dies(KeyboardInterrupt):
     """The driver's end."""
 
 
-def dying_fleet(config: RunConfig, groups: int) -> LocalFleet:
-    """Its driver is gone as soon as so many groups have finished."""
-    fleet = LocalFleet(config)
-    engine: Any = fleet.rollout[0]
-    generate = engine.generate
+def dies_after(groups: int) -> Callable[[LocalRollout, Generate], Generate]:
+    """The driver is gone as soon as so many groups have finished."""
 
-    def generate_until_the_end(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        left = Counter({request.request_id: len(request.seeds) for request in requests})
-        for completions in generate(requests):
-            yield completions
-            left -= Counter(completion.request_id for completion in completions)
-            if len(left) <= len(requests) - groups:
-                raise Dies
+    def dies(_: LocalRollout, generate: Generate) -> Generate:
+        def generate_until_the_end(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+            left = Counter({request.request_id: len(request.seeds) for request in requests})
+            for completions in generate(requests):
+                yield completions
+                left -= Counter(completion.request_id for completion in completions)
+                if len(left) <= len(requests) - groups:
+                    raise Dies
 
-    engine.generate = generate_until_the_end
-    return fleet
+        return generate_until_the_end
+
+    return dies
 
 
 def test_a_killed_driver_is_succeeded_and_what_is_committed_replays_bit_for_bit(
@@ -242,7 +254,8 @@ def test_a_killed_driver_is_succeeded_and_what_is_committed_replays_bit_for_bit(
     with tiny_context(str(tmp_path), config) as (run, _):
         run_iterations(run, 1)
         waiting = {group for _, _, group in unfinished_groups(run, last_selection(run, 0))}
-    with tiny_context(str(tmp_path), config, fleet=dying_fleet(config, 1)) as (run, _), pytest.raises(Dies):
+    dying = fleet_with(config, dies_after(1))
+    with tiny_context(str(tmp_path), config, fleet=dying) as (run, _), pytest.raises(Dies):
         run_iterations(run, 2)
     fleet = LocalFleet(config)
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
@@ -284,26 +297,27 @@ def _dies(**fields: object) -> Commit:
     raise Dies
 
 
-def test_groups_that_failed_are_no_part_of_the_share(tiny_assets: Path, tmp_path: Path) -> None:
+def refuses_two(_: LocalRollout, generate: Generate) -> Generate:
+    def without_prompt(request: GenerateRequest) -> GenerateRequest:
+        return GenerateRequest(request.request_id, [], request.seeds, request.sampling_params)
+
+    return lambda requests: generate([r if r.request_id > 1 else without_prompt(r) for r in requests])
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_groups_that_failed_are_no_part_of_the_share(tiny_assets: Path, tmp_path: Path, killed: bool) -> None:
     config = partial_config(tiny_assets)
-    fleet = LocalFleet(config)
-    engine: Any = fleet.rollout[0]
-    generate = engine.generate
-
-    def refuses_two(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        return generate([r if r.request_id > 1 else _without_prompt(r) for r in requests])
-
-    engine.generate = refuses_two
-    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+    if killed:
+        dying = fleet_with(config, lambda engine, generate: refuses_two(engine, dies_after(1)(engine, generate)))
+        with tiny_context(str(tmp_path), config, fleet=dying) as (run, _), pytest.raises(Dies):
+            run_iterations(run, 1)
+    with tiny_context(str(tmp_path), config, fleet=fleet_with(config, refuses_two)) as (run, _):
         run_iterations(run, 1)
         selection = last_selection(run, 0)
         assert selection.shard == "00"
+        assert (run.committed(0, Step.ROLLOUT, "00-000").metrics["recovered_groups"] > 2) == killed
         reasons = {row["group_id"]: row["reason"] for row in run.read(selection).to_pylist()}
         assert {group for group, reason in reasons.items() if reason == "failed_sample"} == {0, 1}
-
-
-def _without_prompt(request: GenerateRequest) -> GenerateRequest:
-    return GenerateRequest(request.request_id, [], request.seeds, request.sampling_params)
 
 
 class OtherWeights(LocalRollout):
@@ -326,20 +340,19 @@ def test_samples_of_other_weights_never_reach_a_commit(tiny_assets: Path, tmp_pa
     assert run.ledger.commits(0) == []
 
 
-def test_a_sample_that_nobody_aborted_is_not_taken_for_a_part(tiny_assets: Path, tmp_path: Path) -> None:
-    config = tiny_config(tiny_assets)
-    fleet = LocalFleet(config)
-    engine: Any = fleet.rollout[0]
-    generate = engine.generate
-
-    def aborts_itself(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+def aborts_itself(engine: LocalRollout, generate: Generate) -> Generate:
+    def generate_and_abort(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         stream = generate(requests)
-        fleet.rollout[0].engine.abort()
+        engine.engine.abort()
         return stream
 
-    engine.generate = aborts_itself
+    return generate_and_abort
+
+
+def test_a_sample_that_nobody_aborted_is_not_taken_for_a_part(tiny_assets: Path, tmp_path: Path) -> None:
+    config = tiny_config(tiny_assets)
     with (
-        tiny_context(str(tmp_path), config, fleet=fleet) as (run, _),
+        tiny_context(str(tmp_path), config, fleet=fleet_with(config, aborts_itself)) as (run, _),
         pytest.raises(EngineError, match="gave up request 0, which nobody had aborted"),
     ):
         run_iterations(run, 1)
