@@ -176,6 +176,8 @@ def input_digests(config: RunConfig, data: PromptData, benchmarks: Mapping[str, 
     digests |= {option: source_digest(load_callable(path)) for option, path in user_code(config).items()}
     if config.model.ref_path is not None:
         digests["ref_model"] = folder_digest(Path(config.model.ref_path))
+    if config.model.teacher_path is not None:
+        digests["teacher_model"] = folder_digest(Path(config.model.teacher_path))
     return digests
 
 

@@ -28,7 +28,8 @@ def setup_problems(config: RunConfig) -> list[str]:
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
     problems += weight_problems(config)
     if config.training.engine == "megatron":
-        problems += megatron_problems(config.training, config.model.path)
+        for path in filter(None, (config.model.path, config.model.teacher_path)):
+            problems += megatron_problems(config.training, path)
     if config.training.lora.r and not problems:
         from engines.training.lora import lora_problems  # imports peft, which only those runs need
 
@@ -37,6 +38,8 @@ def setup_problems(config: RunConfig) -> list[str]:
         load_tokenizer(config.model.path)
     except BadModel as error:
         problems.append(f"model.path: {error}")
+    if config.model.teacher_path is not None and not problems:
+        problems += _teacher_problems(config.model.path, config.model.teacher_path)
     return list(dict.fromkeys(problems))
 
 
@@ -75,15 +78,29 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:
-    for option, path in (("model.path", config.model.path), ("model.ref_path", config.model.ref_path)):
+    for option in ("path", "ref_path", "teacher_path"):
+        path = getattr(config.model, option)
         if path is None:
             continue
         try:
             context = context_length(check_model_folder(path))
         except BadModel as error:
-            yield f"{option}: {error}"
+            yield f"model.{option}: {error}"
         else:
             yield from _length_problems(config, path, context)
+
+
+def _teacher_problems(student: str, teacher: str) -> Iterator[str]:
+    """A teacher is given the student's token ids, so they must mean the same to it."""
+    try:
+        same = load_tokenizer(student).get_vocab() == load_tokenizer(teacher).get_vocab()
+    except BadModel as error:
+        yield f"model.teacher_path: {error}"
+        return
+    known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (teacher, student))
+    if not same or known < sampled:
+        why = f"knows {known} token ids, and {sampled} are sampled" if same else "has another tokenizer"
+        yield f"model.teacher_path: the model in {teacher} {why}: distil from a teacher of the same vocabulary"
 
 
 def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str]:

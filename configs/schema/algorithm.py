@@ -70,6 +70,13 @@ class AlgorithmConfig(Section):
     kl_loss_type: KLType = "k1"
     """Estimator of the KL divergence. slime: `--kl-loss-type`."""
 
+    use_opd: bool = False
+    """On-policy distillation: lower every token's advantage by how much more probable it is to the policy than to the
+    teacher, `model.teacher_path`. slime: `--use-opd`."""
+
+    opd_kl_coef: float = Field(1.0, ge=0)
+    """Weight of the reverse KL divergence from the teacher in advantages. slime: `--opd-kl-coef`."""
+
     use_rollout_logprobs: bool = False
     """Take the rollout engine's log-probs as those of the old policy instead of computing them again. slime:
     `--use-rollout-logprobs`."""
@@ -125,6 +132,8 @@ class AlgorithmConfig(Section):
                 f"kl_loss_coef ({self.kl_loss_coef}) and kl_coef ({self.kl_coef}) both hold the policy to the "
                 "reference model, one in the loss and one in the rewards; set one of them to 0"
             )
+        if self.opd_kl_coef != type(self).model_fields["opd_kl_coef"].default and not self.use_opd:
+            raise ValueError(f"opd_kl_coef ({self.opd_kl_coef}) has no effect while use_opd is false; set use_opd=true")
         if self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")
         return self

@@ -21,6 +21,9 @@ class ModelConfig(Section):
     ref_path: str | None = None
     """Folder of the reference model for the KL divergence; the initial weights by default. slime: `--ref-load`."""
 
+    teacher_path: str | None = None
+    """Folder of the teacher of on-policy distillation, of the same tokenizer. slime: `--opd-teacher-load`."""
+
     critic_path: str | None = None
     """Folder that the critic starts from, a causal LM or a token classifier with one label, whose head is then the
     value head; `path` by default. slime: `--critic-load`."""
@@ -114,6 +117,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false and "
                 "algorithm.kl_coef is 0; nothing would read it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_there_and_used(self) -> "RunConfig":
+        if self.algorithm.use_opd and self.model.teacher_path is None:
+            raise ValueError("algorithm.use_opd needs a teacher: set model.teacher_path to its folder")
+        if self.model.teacher_path is not None and not self.algorithm.use_opd:
+            raise ValueError(
+                f"model.teacher_path ({self.model.teacher_path}) is set but algorithm.use_opd is false; nothing would "
+                "read it"
             )
         return self
 

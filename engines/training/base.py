@@ -13,8 +13,8 @@ from storage.store import Store
 
 class TrainingEngine(Protocol):
     """One rank of the worker that holds the trained weights, the optimizer and, where the algorithm needs them, the
-    critic with its own optimizer and the reference. Actor and critic are one state: one weight version, one digest, one
-    checkpoint, and the weights that are exported are the actor's.
+    critic with its own optimizer, the reference and the teacher. Actor and critic are one state: one weight version,
+    one digest, one checkpoint, and the weights that are exported are the actor's.
 
     It is built as `Engine(model, training, algorithm, *, temperature, total_steps, rank, world_size, device)` and
     raises BadModel where the model's folder cannot be used. Where there is more than one rank, every method is called
@@ -54,8 +54,9 @@ class TrainingEngine(Protocol):
         """
 
     def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
-        """[R_i] float32 for each sample: its response tokens' log-probs under the actor or the reference, at the
-        rollout's temperature; of the critic, the value of each token's state, that is of what stands before the token.
+        """[R_i] float32 for each sample: its response tokens' log-probs under the actor, the reference or the teacher,
+        at the rollout's temperature; of the critic, the value of each token's state, that is of what stands before the
+        token.
 
         Raises:
             ValueError: the configuration does not ask for a model of that role.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.errors import EngineError, WrongVersion
 from engines.training.batching import MicroBatch, split_steps
@@ -27,11 +28,22 @@ the same on all ranks."""
 
 HOW_TO_HAVE = {
     "ref": "the reference model is not loaded: set algorithm.use_kl_loss to have it",
+    "teacher": "the teacher is not loaded: set algorithm.use_opd and model.teacher_path to have it",
     "critic": "there is no critic: set algorithm.advantage_estimator to ppo to have one",
 }
 
 _FINITE = ("loss", "value_loss", "grad_norm", "critic_grad_norm")
 """Metrics without which no step is taken."""
+
+
+def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[Role, str]:
+    """The folders of the models that an algorithm scores samples with and that never change."""
+    folders: dict[Role, str] = {}
+    if algorithm.use_reference:
+        folders["ref"] = model.ref_path or model.path
+    if algorithm.use_opd and model.teacher_path is not None:
+        folders["teacher"] = model.teacher_path
+    return folders
 
 
 class Learner(Protocol):

@@ -24,7 +24,7 @@ from engines.training.checkpoint import (
     write_state,
 )
 from engines.training.digest import sharded_weights_checksum, state_digest
-from engines.training.exactly_once import ExactlyOnceEngine
+from engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from engines.training.export import save_model_folder, whole_parameters
 from engines.training.learner import TorchLearner
 from engines.training.lora import adapters_off, add_adapters, merged_parameters, save_adapters
@@ -59,8 +59,8 @@ class TorchEngine(ExactlyOnceEngine):
         world_size: int = 1,
         device: str = "cpu",
     ):
-        """Load the model and, where the algorithm needs them, the critic and the reference: with LoRA that is the model
-        without adapters.
+        """Load the model and, where the algorithm needs them, the critic, the teacher and the reference: with LoRA that
+        is the model without adapters.
 
         Args:
             temperature: of the rollout; divides the logits.
@@ -78,12 +78,13 @@ class TorchEngine(ExactlyOnceEngine):
         self._learners: dict[str, TorchLearner] = {"actor": actor}
         self._frozen: list[PreTrainedModel] = []
         self._scorers = {"actor": partial(self._log_probs, self._model)}
-        if algorithm.use_reference and training.lora.r and model.ref_path is None:
-            self._scorers["ref"] = self._log_probs_without_adapters
-        elif algorithm.use_reference:
-            reference = self._load_model(model.ref_path or model.path, self._dtype).requires_grad_(False)
-            self._frozen.append(reference)
-            self._scorers["ref"] = partial(self._log_probs, reference)
+        for role, path in untrained_models(model, algorithm).items():
+            if role == "ref" and training.lora.r and model.ref_path is None:
+                self._scorers[role] = self._log_probs_without_adapters
+                continue
+            frozen = self._load_model(path, self._dtype).requires_grad_(False)
+            self._frozen.append(frozen)
+            self._scorers[role] = partial(self._log_probs, frozen)
         if algorithm.use_critic:
             critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
             self._learners["critic"] = TorchLearner(

@@ -129,8 +129,45 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "policy_loss, or train with the engine itself as examples/quickstart/warm_start.py does",
         ),
         (
+            "algorithm.lambd=0.9",
+            "algorithm: lambd (0.9) has no effect while advantage_estimator is grpo; set advantage_estimator=ppo, or "
+            "leave it out",
+        ),
+        (
+            "algorithm={advantage_estimator: ppo, kl_coef: 0.1, use_kl_loss: true, kl_loss_coef: 0.1}",
+            "algorithm: kl_loss_coef (0.1) and kl_coef (0.1) both hold the policy to the reference model, one in the "
+            "loss and one in the rewards; set one of them to 0",
+        ),
+        (
+            "algorithm={advantage_estimator: ppo, num_critic_only_steps: 1000}",
+            "algorithm.num_critic_only_steps (1000) must be below rollout.num_rollout (2): the actor would never be "
+            "trained",
+        ),
+        (
+            "training.critic_lr=0.1",
+            "training.critic_lr (0.1) is set but algorithm.advantage_estimator is grpo, which has no critic; nothing "
+            "would read it",
+        ),
+        (
+            "model.ref_path=x",
+            "model.ref_path (x) is set but algorithm.use_kl_loss is false and algorithm.kl_coef is 0; nothing would "
+            "read it",
+        ),
+        (
             "training={engine: megatron, lora: {r: 4}}",
             "training: lora.r is 4, but engine is megatron, which has no LoRA: take torch",
+        ),
+        (
+            "algorithm.use_opd=true",
+            "algorithm.use_opd needs a teacher: set model.teacher_path to its folder",
+        ),
+        (
+            "model.teacher_path=large",
+            "model.teacher_path (large) is set but algorithm.use_opd is false; nothing would read it",
+        ),
+        (
+            "algorithm.opd_kl_coef=0.5",
+            "algorithm: opd_kl_coef (0.5) has no effect while use_opd is false; set use_opd=true",
         ),
         (
             "training.lora.target_modules=[]",

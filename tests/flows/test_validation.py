@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from configs.loader import ConfigError, parse
 from configs.schema.run import RunConfig
@@ -59,6 +60,31 @@ def test_a_missing_reference_model_is_named_by_its_option(model: Path, tmp_path:
         config(model, data, model={"ref_path": str(tmp_path / "none")}, algorithm={"use_kl_loss": True})
     )
     assert problem.startswith(f"model.ref_path: Model folder {tmp_path / 'none'} does not exist")
+
+
+def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Path, data: Path) -> None:
+    def problems(teacher: Path) -> list[str]:
+        return setup_problems(config(model, data, model={"teacher_path": str(teacher)}, algorithm={"use_opd": True}))
+
+    assert problems(model) == []
+    (problem,) = problems(tmp_path / "none")
+    assert problem.startswith(f"model.teacher_path: Model folder {tmp_path / 'none'} does not exist")
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(other)
+    (problem,) = problems(other)
+    assert problem == (
+        f"model.teacher_path: the model in {other} has another tokenizer: distil from a teacher of the same vocabulary"
+    )
+    few = tmp_path / "few"
+    shutil.copytree(model, few)
+    settings = json.loads((few / "config.json").read_text())
+    known = settings["vocab_size"]
+    (few / "config.json").write_text(json.dumps(settings | {"vocab_size": known - 1}))
+    (problem,) = problems(few)
+    assert f"knows {known - 1} token ids, and {known} are sampled" in problem
 
 
 def test_adapters_of_layers_that_the_model_lacks_are_named(model: Path, data: Path) -> None:

@@ -13,7 +13,7 @@ from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.training.batching import MicroBatch, plan_micro_batches
 from engines.training.checkpoint import in_buckets
-from engines.training.exactly_once import ExactlyOnceEngine
+from engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from engines.training.megatron import checkpoint
 from engines.training.megatron.backend import backend_for
 from engines.training.megatron.folder import write_model_folder
@@ -65,11 +65,11 @@ class MegatronEngine(ExactlyOnceEngine):
         self._scorers = {"actor": self._actor.score}
         self._frozen: list[torch.Tensor] = []
         self._frozen_memory = Memory(self._device)
-        if algorithm.use_kl_loss:
-            ref = load_model(Path(model.ref_path or model.path), training, backend, trained=False)
-            passes = Passes(ref.config, ref.chunks, self._device)
-            self._frozen = [parameter.value for parameter in ref.parameters]
-            self._scorers["ref"] = partial(passes.score_responses, reading=Policy(ref.vocabulary, temperature).read)
+        for role, path in untrained_models(model, algorithm).items():
+            frozen = load_model(Path(path), training, backend, trained=False)
+            passes = Passes(frozen.config, frozen.chunks, self._device)
+            self._frozen += [parameter.value for parameter in frozen.parameters]
+            self._scorers[role] = partial(passes.score_responses, reading=Policy(frozen.vocabulary, temperature).read)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         self._require_intact()

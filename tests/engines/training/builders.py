@@ -85,13 +85,16 @@ def make_engine(
     temperature: float = 1.0,
     total_steps: int = 100,
     ref: Path | None = None,
+    teacher: Path | None = None,
     rank: int = 0,
     world_size: int = 1,
     device: str = "cpu",
     **training: Any,
 ) -> TorchEngine:
     return TorchEngine(
-        ModelConfig(path=str(folder), ref_path=str(ref) if ref else None),
+        ModelConfig(
+            path=str(folder), ref_path=str(ref) if ref else None, teacher_path=str(teacher) if teacher else None
+        ),
         TrainingConfig(**{"lr": 1e-3, "num_threads": 1, **training}),
         algorithm or AlgorithmConfig(),
         temperature=temperature,

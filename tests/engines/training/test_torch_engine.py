@@ -182,10 +182,11 @@ def test_without_old_log_probs_the_current_policy_stands_in_for_one_step_only(fo
 
 
 def test_scores_are_the_log_probs_of_each_sample_alone(folder: Path, tmp_path: Path, batch: TrainBatch) -> None:
-    other = model_folder(tmp_path / "ref", seed=1)
-    engine = make_engine(folder, algorithm=AlgorithmConfig(use_kl_loss=True), temperature=0.8, ref=other)
+    other, teacher = model_folder(tmp_path / "ref", seed=1), model_folder(tmp_path / "teacher", "llama", layers=3)
+    algorithm = AlgorithmConfig(use_kl_loss=True, use_opd=True)
+    engine = make_engine(folder, algorithm=algorithm, temperature=0.8, ref=other, teacher=teacher)
     empty = dataclasses.replace(batch.__class__(batch.input_ids[:1], [0], [np.zeros(0, np.uint8)]))
-    for role, path in (("actor", folder), ("ref", other)):
+    for role, path in (("actor", folder), ("ref", other), ("teacher", teacher)):
         model = load_causal_lm(path, torch.float32)
         for i, found in enumerate(engine.score(batch, role)):  # type: ignore[arg-type]
             ids = torch.from_numpy(batch.input_ids[i].astype(np.int64))
