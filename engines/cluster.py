@@ -102,7 +102,7 @@ class Cluster:
 
         At once: whoever touches the object store of a dead raylet first is ended by Ray without a word.
         """
-        head = {os.pidfd_open(child.pid): child.name() for child in psutil.Process().children() if child.name() in HEAD}
+        head = {os.pidfd_open(process.pid): process.name() for process in _head()}
         with contextlib.ExitStack() as stack:
             ends = select.poll()
             for descriptor in head:
@@ -191,6 +191,7 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
     cluster = Cluster(None, folder, watching)
 
     def start() -> None:
+        psutil.wait_procs(_head(), timeout)  # an earlier one's end would be taken for the end of this cluster's
         ray.init(
             address="local",  # whatever RAY_ADDRESS says
             num_cpus=num_cpus,
@@ -220,6 +221,11 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
         ) from error
     threading.Thread(target=cluster.watch, name="ray-head", daemon=True).start()
     return cluster
+
+
+def _head() -> list[psutil.Process]:
+    """The processes of the head that this process has started."""
+    return [child for child in psutil.Process().children() if child.name() in HEAD]
 
 
 def _in_lasting_thread(work: Callable[[], None], end: threading.Event, timeout: float) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,6 +166,25 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
             r"ClusterError: Ray did not start, twice \(.*object store.*\): .*ray start --head", found.stderr
         )
         assert wait_until(lambda: not os.listdir(folder), 10)
+
+
+AFTER_ANOTHER = """
+import subprocess, sys, time
+from engines.cluster import Cluster
+dying = subprocess.Popen([sys.argv[1], "10"])
+cluster = Cluster.open(None, num_cpus=1, object_store_memory=10**8, timeout=100)
+dying.wait()
+time.sleep(2)  # for the watch to see it
+print(cluster.lost)
+cluster.close()
+"""
+
+
+def test_the_end_of_a_head_that_was_given_up_is_not_taken_for_the_end_of_the_cluster(tmp_path: Path) -> None:
+    stand_in = shutil.copy("/bin/sleep", tmp_path / "gcs_server")
+    command = [sys.executable, "-c", AFTER_ANOTHER, str(stand_in)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+    assert found.stdout == "None\n"
 
 
 def test_an_address_where_nothing_answers_is_refused_with_the_way_out() -> None:
