@@ -29,14 +29,16 @@ def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = (
     _check_there_is_something_to_share(parent, iteration)
     _check_there_is_something_to_do(parent, iteration, config)
     _check_buffer(parent, iteration, config)
+    _check_critic(parent, iteration, config)
     require_restorable(parent, iteration)
     require_trusted(config, parent.store)
     sources = Sources.open(config)
-    if sources.digests["model"] != parent.manifest.inputs["model"]:
-        raise CannotFork(
-            f"model.path ({config.model.path}) is not the model that {parent.run} started from, and the weights of a "
-            "fork come from its parent; leave it out, or start a new run with `cairn train`"
-        )
+    for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
+        if sources.digests.get(name_of_input) != parent.manifest.inputs.get(name_of_input):
+            raise CannotFork(
+                f"model.{option} ({getattr(config.model, option)}) is not the model that {parent.run} started from, "
+                "and the weights of a fork come from its parent; leave it out, or start a new run with `cairn train`"
+            )
     origin = Parent(run=parent.run, iteration=iteration)
     if parent.store.exists(layout.run_manifest(name)):
         raise CannotFork(f"there is a run {name!r} already; choose another name")
@@ -77,6 +79,17 @@ def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
                 f"{waiting} groups of {size} wait after {parent.run}@{iteration}: keep {size}, or fork at an iteration "
                 "that leaves none"
             ]
+        )
+
+
+def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    """The critic is part of the state that a fork goes on from."""
+    before = RunConfig.model_validate(parent.owner(iteration).manifest.config).algorithm
+    if config.algorithm.use_critic != before.use_critic:
+        raise CannotFork(
+            f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was trained "
+            f"with {before.advantage_estimator}, {'with' if before.use_critic else 'without'} a critic: keep "
+            f"{before.advantage_estimator}, or start a new run with `cairn train`"
         )
 
 

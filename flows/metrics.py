@@ -46,6 +46,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/rollout_log_probs", "nats", "advantage", "Mean log-prob of their tokens by the rollout engine."),
     Metric("rollout/log_probs", "nats", "score", "The same by the trainer, under the policy before the update."),
     Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
+    Metric("rollout/values", "reward", "score", "Mean value of their tokens' states, of the critic before the update."),
+    Metric(
+        "rollout/kl", "nats", "advantage", "Mean KL divergence from the reference model that rewards are lowered by."
+    ),
     Metric("rollout/samples", "samples", "rollout", "Generated, in all rounds.", is_count=True),
     Metric(
         "rollout/prompt_tokens",
@@ -102,6 +106,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/tis_clipfrac", "fraction", "train", "Tokens whose importance weight was truncated."),
     Metric("train/grad_norm", "", "train", "Global gradient norm before clipping."),
     Metric("train/lr", "", "train", "Learning rate, mean over the optimizer steps."),
+    Metric("train/value_loss", "reward²", "train", "Clipped squared error of the critic's values."),
+    Metric("train/value_clipfrac", "fraction", "train", "Tokens whose value moved further than `value_clip`."),
+    Metric("train/critic_grad_norm", "", "train", "The critic's global gradient norm before clipping."),
+    Metric("train/critic_lr", "", "train", "The critic's learning rate, mean over the optimizer steps."),
     Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
     Metric("eval/<benchmark>", "reward", "eval", "Mean reward over the benchmark's samples."),
     Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response allowed."),

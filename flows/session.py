@@ -178,6 +178,8 @@ def input_digests(config: RunConfig, data: PromptData, benchmarks: Mapping[str, 
         digests["ref_model"] = folder_digest(Path(config.model.ref_path))
     if config.model.teacher_path is not None:
         digests["teacher_model"] = folder_digest(Path(config.model.teacher_path))
+    if config.model.critic_path is not None:
+        digests["critic_model"] = folder_digest(Path(config.model.critic_path))
     return digests
 
 

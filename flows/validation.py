@@ -78,7 +78,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _model_problems(config: RunConfig) -> Iterator[str]:
-    for option in ("path", "ref_path", "teacher_path"):
+    for option in ("path", "ref_path", "teacher_path", "critic_path"):
         path = getattr(config.model, option)
         if path is None:
             continue

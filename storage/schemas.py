@@ -99,9 +99,10 @@ SCORE = _schema(
     ("sample_index", pa.int32()),
     ("log_probs", _FLOATS),  # under the policy before the update
     ("ref_log_probs", _FLOATS),  # under the reference model
+    ("values", _FLOATS),  # of the critic before the update; the column is there where a critic is
     nullable=frozenset({"log_probs", "ref_log_probs"}),
 )
-"""`score`: the columns that the algorithm does not use are null."""
+"""`score`: log-probs that the algorithm does not use are null."""
 
 ADVANTAGE = _schema(
     ("group_id", pa.int64()),

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from storage.schemas import MEASURED
 
-_LOG_PROBS = ("log_probs", "ref_log_probs")
+_NOISY = ("log_probs", "ref_log_probs", "values")
 """Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""
 _PAGE_BYTES = 8 * 2**20
 """Of a page: the window in which zstd finds text and tokens again that other samples have too."""
@@ -23,7 +23,7 @@ def to_parquet(table: pa.Table) -> bytes:
     float32 log-probs.
     """
     sink = io.BytesIO()
-    noisy = [name for name in _LOG_PROBS if name in table.column_names]
+    noisy = [name for name in _NOISY if name in table.column_names]
     pq.write_table(
         table.combine_chunks().replace_schema_metadata(None),
         sink,

@@ -9,7 +9,9 @@ import pyarrow as pa
 from storage.commits import Commit, Step
 from storage.schemas import ADVANTAGE, Status
 from tasks.advantages import get_estimator
-from tasks.batch import rows_of_groups
+from tasks.advantages.kl import kl_divergence
+from tasks.advantages.normalization import normalise
+from tasks.batch import arrays, rows_of_groups
 from tasks.step import Outcome, StepCall, durable
 
 
@@ -19,6 +21,12 @@ from tasks.step import Outcome, StepCall, durable
         "algorithm.advantage_estimator",
         "algorithm.rewards_normalization",
         "algorithm.grpo_std_normalization",
+        "algorithm.normalize_advantages",
+        "algorithm.gamma",
+        "algorithm.lambd",
+        "algorithm.kl_coef",
+        "algorithm.kl_loss_type",
+        "algorithm.use_rollout_logprobs",
     ),
 )
 def advantage(
@@ -27,12 +35,26 @@ def advantage(
     """Estimate advantages with `algorithm.advantage_estimator`, one row a sample in the order of the batch."""
     run = step.run
     graded = list(rows_of_groups(run, selection, rewards, ["reward"]))
-    columns = ["response_ids", "log_probs", "status"]
+    columns = ["response_ids", "log_probs", "loss_mask", "status"]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
-    estimate = get_estimator(run.config.algorithm.advantage_estimator)
+    algorithm = run.config.algorithm
+    estimate = get_estimator(algorithm.advantage_estimator)
     rewards_per_group = [group.column("reward").to_numpy() for group in graded]
-    advantages, returns = estimate(rewards_per_group, lengths, run.config.algorithm)
+    masks = arrays(samples, "loss_mask")
+    scored = None if scores is None else run.read(scores)
+    fields: dict[str, list[np.ndarray]] = {}
+    if algorithm.use_critic:
+        assert scored is not None
+        fields["values"] = arrays(scored, "values")
+    if algorithm.kl_coef > 0:
+        assert scored is not None
+        old = arrays(samples if algorithm.use_rollout_logprobs else scored, "log_probs")
+        pairs = zip(old, arrays(scored, "ref_log_probs"), strict=True)
+        fields["kl"] = [kl_divergence(current, ref, algorithm.kl_loss_type) for current, ref in pairs]
+    advantages, returns = estimate(rewards_per_group, lengths, algorithm, loss_masks=masks, **fields)
+    if algorithm.normalize_advantages:
+        advantages = normalise(advantages, masks)
     rewards_flat = np.concatenate(rewards_per_group)
     table = pa.table(
         {
@@ -56,6 +78,7 @@ def advantage(
             "response_len/median": float(np.median(lengths)),
             "response_len/max": int(lengths.max()),
             "response_len/min": int(lengths.min()),
+            **{name: float(np.concatenate(lists).mean()) for name, lists in fields.items() if name == "kl"},
             **_constant_groups(rewards_per_group),
         },
     )

@@ -52,19 +52,23 @@ def train_batch(
     prompts, responses = arrays(samples, "prompt_ids"), arrays(samples, "response_ids")
     rollout_log_probs = arrays(samples, "log_probs")
     old_log_probs = rollout_log_probs if run.config.algorithm.use_rollout_logprobs else None
-    ref_log_probs = None
+    ref_log_probs = values = None
     if scores is not None:
         scored = run.read(scores)
         old_log_probs = optional_arrays(scored, "log_probs") or old_log_probs
         ref_log_probs = optional_arrays(scored, "ref_log_probs")
+        values = optional_arrays(scored, "values")
+    estimated = None if advantages is None else run.read(advantages)
     return TrainBatch(
         input_ids=[np.concatenate(pair) for pair in zip(prompts, responses, strict=True)],
         response_lengths=[len(response) for response in responses],
         loss_mask=arrays(samples, "loss_mask"),
-        advantages=None if advantages is None else arrays(run.read(advantages), "advantages"),
+        advantages=None if estimated is None else arrays(estimated, "advantages"),
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
         ref_log_probs=ref_log_probs,
+        values=values,
+        returns=None if values is None or estimated is None else arrays(estimated, "returns"),
     )
 
 
@@ -78,7 +82,9 @@ def arrays(table: pa.Table, column: str) -> list[np.ndarray]:
 
 def optional_arrays(table: pa.Table, column: str) -> list[np.ndarray] | None:
     """As `arrays`, or None where the step had no need of the column."""
-    return None if table.column(column).null_count else arrays(table, column)
+    if column not in table.column_names or table.column(column).null_count:
+        return None
+    return arrays(table, column)
 
 
 def _group_slices(table: pa.Table) -> dict[int, tuple[int, int]]:

@@ -120,6 +120,7 @@ def replay(run: RunContext, committed: Commit) -> None:
         num_steps=run.config.training.num_steps_per_rollout,
         expected_version=committed.weight_version_in,
         input_digest=input_digest(committed.inputs, committed.config_digest),
+        train_actor=run.config.algorithm.trains_actor(committed.iteration),
     )
     _require_state(committed, result.state_digest, committed.state_digest)
 

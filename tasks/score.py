@@ -1,9 +1,13 @@
-"""`score`: log-probs of the kept samples under the old policy and the reference, where the algorithm needs them."""
+"""`score`: log-probs of the kept samples under the old policy and the reference, and the critic's values, where the
+algorithm needs them."""
+
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from configs.schema.run import RunConfig
+from engines.types import Role
 from storage.commits import Commit, Step
 from storage.schemas import SCORE
 from tasks.batch import rows_of_groups, train_batch
@@ -12,18 +16,22 @@ from tasks.step import Outcome, StepCall, durable
 
 
 def needs_old_log_probs(config: RunConfig) -> bool:
-    """Whether the old policy must be scored: with one optimizer step a rollout it is the policy itself."""
-    return not config.algorithm.use_rollout_logprobs and config.training.num_steps_per_rollout > 1
+    """Whether the old policy must be scored: with one optimizer step a rollout it is the policy itself, which the loss
+    knows, but rewards do not."""
+    algorithm = config.algorithm
+    return not algorithm.use_rollout_logprobs and (config.training.num_steps_per_rollout > 1 or algorithm.kl_coef > 0)
 
 
 def needs_scores(config: RunConfig) -> bool:
     """Whether an iteration has a score step at all."""
-    return needs_old_log_probs(config) or config.algorithm.use_kl_loss
+    return needs_old_log_probs(config) or config.algorithm.use_reference or config.algorithm.use_critic
 
 
 @durable(
     Step.SCORE,
     reads=(
+        "algorithm.advantage_estimator",
+        "algorithm.kl_coef",
         "algorithm.use_kl_loss",
         "algorithm.use_rollout_logprobs",
         "training.engine",
@@ -35,30 +43,26 @@ def needs_scores(config: RunConfig) -> bool:
         "training.num_steps_per_rollout",
         "rollout.rollout_temperature",
     ),
-    externals=("model", "ref_model"),
+    externals=("model", "ref_model", "critic_model"),
 )
 def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: list[Commit]) -> Outcome:
     """Score every trained sample, in the order of the batch."""
-    run = step.run
+    run, config = step.run, step.run.config
     batch = train_batch(run, selection, rollouts)
+    roles: dict[str, tuple[Role, bool]] = {
+        "log_probs": ("actor", needs_old_log_probs(config)),
+        "ref_log_probs": ("ref", config.algorithm.use_reference),
+        "values": ("critic", config.algorithm.use_critic),
+    }
     with run.weights_lock:
         prepare_trainer(run, weights)
-        old = run.fleet.training.score(batch, "actor") if needs_old_log_probs(run.config) else None
-        ref = run.fleet.training.score(batch, "ref") if run.config.algorithm.use_kl_loss else None
+        scored = {name: run.fleet.training.score(batch, role) for name, (role, needed) in roles.items() if needed}
     keys = pa.concat_tables(rows_of_groups(run, selection, rollouts, []))
-    nothing = [None] * len(batch)
-    table = pa.table(
-        {
-            "group_id": keys.column("group_id"),
-            "sample_index": keys.column("sample_index"),
-            "log_probs": pa.array(nothing if old is None else old, SCORE.field("log_probs").type),
-            "ref_log_probs": pa.array(nothing if ref is None else ref, SCORE.field("ref_log_probs").type),
-        },
-        SCORE,
+    columns: dict[str, Any] = {name: keys.column(name) for name in ("group_id", "sample_index")}
+    nothing = dict.fromkeys(("log_probs", "ref_log_probs"), [None] * len(batch))
+    columns |= {name: pa.array(lists, SCORE.field(name).type) for name, lists in {**nothing, **scored}.items()}
+    schema = pa.schema([field for field in SCORE if field.name in columns])
+    return Outcome(
+        tables={"scores.parquet": pa.table(columns, schema)},
+        metrics={name: float(np.concatenate(lists).mean()) for name, lists in scored.items()},
     )
-    metrics = {}
-    if old is not None:
-        metrics["log_probs"] = float(np.concatenate(old).mean())
-    if ref is not None:
-        metrics["ref_log_probs"] = float(np.concatenate(ref).mean())
-    return Outcome(tables={"scores.parquet": table}, metrics=metrics)

@@ -21,7 +21,7 @@ READS = (
 )
 
 
-@durable(Step.TRAIN, reads=READS, externals=("model",))
+@durable(Step.TRAIN, reads=READS, externals=("model", "critic_model"))
 def train(
     step: StepCall,
     weights: Commit | None,
@@ -30,7 +30,7 @@ def train(
     advantages: Commit,
     scores: Commit | None,
 ) -> Outcome:
-    """Update the weights that `weights` left on the selected samples."""
+    """Update the weights that `weights` left, the actor's and the critic's, on the selected samples."""
     run, num_steps, version = step.run, step.run.config.training.num_steps_per_rollout, version_of(weights)
     with run.weights_lock:
         result = _uncommitted_result(step, version + num_steps)
@@ -41,6 +41,7 @@ def train(
                 num_steps=num_steps,
                 expected_version=version,
                 input_digest=step.input_digest,
+                train_actor=run.config.algorithm.trains_actor(step.iteration),
             )
     return Outcome(
         metrics={**result.metrics, "tokens": result.tokens},

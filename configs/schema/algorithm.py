@@ -103,6 +103,10 @@ class AlgorithmConfig(Section):
         """Whether the reference model is scored."""
         return self.use_kl_loss or self.kl_coef > 0
 
+    def trains_actor(self, iteration: int) -> bool:
+        """Whether an iteration trains the actor, or the critic alone."""
+        return iteration >= self.num_critic_only_steps
+
     @model_validator(mode="after")
     def _critic_is_used(self) -> "AlgorithmConfig":
         if self.use_critic:

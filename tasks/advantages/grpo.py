@@ -16,7 +16,7 @@ EPSILON = 1e-6
 
 
 def estimate(
-    rewards_per_group: Sequence[np.ndarray], response_lengths: Sequence[int], config: AlgorithmConfig
+    rewards_per_group: Sequence[np.ndarray], response_lengths: Sequence[int], config: AlgorithmConfig, **_: object
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Every token of a sample gets the sample's normalised reward, as its advantage and as its return.
 

@@ -161,6 +161,7 @@ def test_a_fork_that_trains_otherwise_needs_the_weights_its_parent_left(store: s
     ("at", "name", "overrides", "error", "says"),
     [
         (9, "x", (), CannotFork, "has not trained iteration 9"),
+        (1, "x", ("algorithm.advantage_estimator=ppo",), CannotFork, "trained with grpo, without a critic: keep grpo"),
         (3, "x", (), CannotFork, "num_rollout is 4"),
         (1, "a", (), CannotFork, "there is a run 'a' already"),
         (1, "../x", (), ValueError, "not a usable name"),

@@ -115,7 +115,13 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     config = tiny_config(
         tiny_assets,
         rollout={"dynamic_sampling_filter": "check_reward_nonzero_std_with_fallback", "num_rollout": 1},
-        algorithm={"use_rollout_logprobs": False, "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        algorithm={
+            "use_rollout_logprobs": False,
+            "use_tis": True,
+            "use_kl_loss": True,
+            "advantage_estimator": "ppo",
+            "kl_coef": 0.1,
+        },
         training={"num_steps_per_rollout": 2},
         eval={"eval_interval": 1, "benchmarks": [benchmark]},
     )

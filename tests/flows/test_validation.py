@@ -87,6 +87,13 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     assert f"knows {known - 1} token ids, and {known} are sampled" in problem
 
 
+def test_a_missing_critic_is_named_by_its_option(model: Path, tmp_path: Path, data: Path) -> None:
+    (problem,) = setup_problems(
+        config(model, data, model={"critic_path": str(tmp_path)}, algorithm={"advantage_estimator": "ppo"})
+    )
+    assert problem.startswith(f"model.critic_path: Model folder {tmp_path} has no config.json")
+
+
 def test_adapters_of_layers_that_the_model_lacks_are_named(model: Path, data: Path) -> None:
     lora: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "query"]}
     (problem,) = setup_problems(config(model, data, training={"lora": lora}))

@@ -30,6 +30,18 @@ def undisturbed(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_iterations(tmp_path_factory.mktemp("undisturbed"), config, 3)
 
 
+@pytest.fixture(scope="module")
+def ppo(config: RunConfig) -> RunConfig:
+    """The critic alone is trained in the first iteration."""
+    fields = {"advantage_estimator": "ppo", "num_critic_only_steps": 1, "lambd": 0.95}
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update=fields)})
+
+
+@pytest.fixture(scope="module")
+def undisturbed_ppo(ppo: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> list[str | None]:
+    return run_iterations(tmp_path_factory.mktemp("ppo"), ppo, 3)
+
+
 def lose(run: RunContext, fleet: LocalFleet, point: str, strike: Callable[[], None]) -> None:
     """Let `strike` interrupt the next train step at a point on its way from the update to the commit."""
     train, commit = fleet.training.train, run.commit
@@ -64,6 +76,19 @@ def lose(run: RunContext, fleet: LocalFleet, point: str, strike: Callable[[], No
 def test_a_train_step_is_one_update_whatever_is_lost_and_when(
     config: RunConfig, undisturbed: list[str | None], tmp_path: Path, lost: str, point: str
 ) -> None:
+    check_that_a_train_step_is_one_update(config, undisturbed, tmp_path, lost, point)
+
+
+@pytest.mark.parametrize(("lost", "point"), [("driver", "updated"), ("actor", "updated"), ("reply", "returned")])
+def test_actor_and_critic_are_updated_together_whatever_is_lost(
+    ppo: RunConfig, undisturbed_ppo: list[str | None], tmp_path: Path, lost: str, point: str
+) -> None:
+    check_that_a_train_step_is_one_update(ppo, undisturbed_ppo, tmp_path, lost, point)
+
+
+def check_that_a_train_step_is_one_update(
+    config: RunConfig, undisturbed: list[str | None], store: Path, lost: str, point: str
+) -> None:
     fleet = LocalFleet(config)
     reply = EngineTimeout if point in ("asked", "updated") else StoreError
     error = {"driver": KeyboardInterrupt, "actor": EngineDied, "reply": reply}[lost]
@@ -73,18 +98,18 @@ def test_a_train_step_is_one_update_whatever_is_lost_and_when(
             fleet.training.restart()
         raise error("lost")
 
-    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+    with tiny_context(str(store), config, fleet=fleet) as (run, _):
         iteration(run, DirectSteps(run), 0)
         lose(run, fleet, point, strike)
         with pytest.raises(error, match="lost"):
             iteration(run, DirectSteps(run), 1)
         if lost != "driver":
             iteration(run, DirectSteps(run), 1)  # as the retry of the step does
-    assert run_iterations(tmp_path, config, 3, fleet) == undisturbed
+    assert run_iterations(store, config, 3, fleet) == undisturbed
     # An engine that was lost replays what is committed; what was updated and not committed then is lost with it.
     again = 0 if lost != "actor" else 1 if point == "asked" else 2
     assert fleet.training.updates == 3 + again
-    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+    with tiny_context(str(store), config, fleet=fleet) as (run, _):
         trained = [run.committed(index, Step.TRAIN) for index in range(3)]
     assert [(commit.weight_version_in, commit.weight_version_out) for commit in trained] == [(0, 2), (2, 4), (4, 6)]
 

@@ -181,6 +181,17 @@ def test_a_grader_that_fails_costs_the_group_and_never_gives_a_zero(tiny_assets:
     [
         ({"use_kl_loss": True, "kl_loss_coef": 0.01, "kl_loss_type": "low_var_kl"}, {"num_steps_per_rollout": 2}),
         ({"use_tis": True, "calculate_per_token_loss": True}, {"global_batch_size": 16}),
+        (
+            {
+                "advantage_estimator": "ppo",
+                "kl_coef": 0.05,
+                "gamma": 0.99,
+                "lambd": 0.95,
+                "normalize_advantages": True,
+                "num_critic_only_steps": 1,
+            },
+            {"num_steps_per_rollout": 2, "critic_lr": 3e-3, "critic_lr_warmup_iters": 2},
+        ),
     ],
 )
 def test_scored_algorithms_train_and_resume(

@@ -19,6 +19,7 @@ EPS = 1e-5
 CLIP = 0.1
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
+PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo"})
 BATCH = make_batch(14, old=True, rollout=True, ref=True)
 """Cut into an odd number of micro-batches of uneven sizes by 120 tokens."""
 
@@ -71,6 +72,13 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
     report["not finite"] = raised(lambda: engine.train(broken, num_steps=1, expected_version=5, input_digest="d"))
     report["digest after failures"] = engine.position().state_digest
     report["single sample"] = engine.train(single, num_steps=1, expected_version=5, input_digest="d").metrics
+
+    critic = make_engine(folder, algorithm=PPO, max_tokens_per_gpu=120, adam_eps=EPS, clip_grad=CLIP, **ranks)
+    report["critic's initial digest"] = critic.state_digest()
+    report["critic's metrics"] = critic.train(BATCH, num_steps=2, expected_version=0, input_digest="d").metrics
+    report["values"] = [values.tolist() for values in critic.score(BATCH, "critic")]
+    critic.save(store, f"critic-{world_size}")
+    report["critic's digest"] = critic.state_digest()
 
     variants: dict[str, dict[str, Any]] = {
         "per token": {"algorithm": PER_TOKEN},

@@ -7,6 +7,7 @@ from engines.training.losses.aggregate import token_weights
 from engines.training.losses.kl import kl_divergence
 from engines.training.losses.policy import policy_loss
 from engines.training.losses.tis import importance_weights
+from engines.training.losses.value import value_loss
 
 
 def log_ratio(*ratios: float) -> torch.Tensor:
@@ -77,3 +78,15 @@ def test_the_sample_mean_weighs_samples_alike_and_counts_those_without_trained_t
 
 def test_the_token_mean_weighs_tokens_alike() -> None:
     assert token_weights([4, 0, 1, 5], per_token=True) == [0.1] * 4
+
+
+def test_a_value_that_moved_beyond_the_clip_towards_its_return_has_no_gradient() -> None:
+    old, returns = torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    values = torch.tensor([0.1, 0.5, 0.5, -0.5], requires_grad=True)
+    loss, clipped = value_loss(values, old, returns, 0.2)
+    # Within the range; beyond it towards the return; beyond it away; beyond it towards.
+    assert loss.tolist() == pytest.approx([0.81, 0.64, 2.25, 0.64])
+    assert clipped.tolist() == [0, 1, 0, 1]
+    loss.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([-1.8, 0, 3.0, 0])

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from engines.weights.checksum import weights_checksum
 from storage.store import open_store
 from tests.engines.training.builders import make_engine, model_folder
-from tests.engines.training.sharded_cases import ALGORITHM, CLIP, launched, run_cases
+from tests.engines.training.sharded_cases import ALGORITHM, CLIP, PPO, launched, run_cases
 
 Report = dict[str, Any]
 
@@ -98,3 +98,13 @@ def test_the_model_folder_written_by_two_ranks_loads(two: Report, folder: Path, 
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     weights = {name: torch.tensor(values) for name, values in two["weights"].items()}
     assert weights_checksum(model.named_parameters()) == weights_checksum(weights.items())
+
+
+def test_a_critic_over_two_ranks_is_that_of_one(one: Report, two: Report, folder: Path, work: Path) -> None:
+    assert two["critic's initial digest"] == one["critic's initial digest"]
+    assert two["critic's metrics"] == pytest.approx(one["critic's metrics"], rel=1e-4, abs=1e-6)
+    for found, expected in zip(two["values"], one["values"], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    engine = make_engine(folder, algorithm=PPO)
+    engine.load(open_store(str(work / "store")), "critic-2")
+    assert engine.position().state_digest == two["critic's digest"]
