@@ -1,5 +1,6 @@
-"""On-policy distillation: the teacher judges every token that the policy has sampled (Gu et al. 2024, "MiniLLM: Knowledge
-Distillation of Large Language Models", section 2.1; Agarwal et al. 2024, "On-Policy Distillation of Language Models").
+"""On-policy distillation: the teacher judges every token that the policy has sampled (Gu et al. 2024, "MiniLLM:
+Knowledge Distillation of Large Language Models", section 2.1; Agarwal et al. 2024, "On-Policy Distillation of Language
+Models").
 
     A_t ← A_t - opd_kl_coef · (log π(y_t) - log π_teacher(y_t))
 
