@@ -71,6 +71,32 @@ def test_a_checkpoint_goes_on_where_it_was_saved(folder: Path, tmp_path: Path) -
     assert engine.state_digest() == after
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_offloading_frees_the_gpu_and_updates_around_it_end_in_the_same_bits(folder: Path, distributed: bool) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "megatron": {"use_distributed_optimizer": distributed}}
+    digests = []
+    for offloads in (False, True):
+        engine = megatron(folder, **options)
+        for version in range(3):
+            engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d")
+            if not offloads:
+                continue
+            parameters = sum(t.numel() for bucket in engine.export_weights(1 << 20) for t in bucket.values())
+            held = torch.cuda.memory_allocated()
+            engine.offload()
+            # At least the trained weights, their masters, two moments and gradients: 2 + 4 × 4 bytes each.
+            assert held - torch.cuda.memory_allocated() > 18 * parameters
+            shared = {name: t for bucket in engine.export_on_device(1 << 20) for name, t in bucket.items()}
+            given = {name: t for bucket in engine.export_weights(1 << 20) for name, t in bucket.items()}
+            assert all(tensor.is_cuda and tensor.cpu().equal(given[name]) for name, tensor in shared.items())
+            del shared
+            engine.onload()
+        digests.append(engine.state_digest())
+        del engine
+        torch.cuda.empty_cache()
+    assert digests[0] == digests[1]
+
+
 def test_exported_weights_are_those_of_the_folder(folder: Path) -> None:
     from safetensors.torch import load_file
 

@@ -20,7 +20,9 @@ def value_loss(
     """
     held = old_values + (values - old_values).clamp(-value_clip, value_clip)
     clipped, unclipped = (held - returns).square(), (values - returns).square()
-    return torch.maximum(clipped, unclipped), (clipped > unclipped).float()
+    # Where nothing is clipped the two differ by rounding alone.
+    was_clipped = ((values - old_values).abs() > value_clip) & (clipped > unclipped)
+    return torch.maximum(clipped, unclipped), was_clipped.float()
 
 
 def value_objective(

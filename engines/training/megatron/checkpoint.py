@@ -2,6 +2,7 @@
 
 <folder>/__<rank>_<n>.distcp, .metadata, common.pt, metadata.json   as Megatron writes them: every rank its own part,
                                                                     read again by any layout of ranks
+<folder>/critic/…               the same of the critic, where there is one
 <folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
                                 its own digest; written last
 
@@ -13,7 +14,7 @@ import hashlib
 import queue
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ from pydantic import BaseModel, Field
 
 from engines.errors import EngineError
 from engines.training.checkpoint import Described, read_sealed
+from engines.training.megatron.learner import MegatronLearner
 from engines.training.sharding import raise_together
 from storage.canonical import seal
 from storage.errors import Damaged
@@ -51,7 +53,7 @@ _METADATA = {
 class CheckpointFile(BaseModel):
     """One file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.]+$")
+    name: str = Field(pattern=r"^(critic/)?[A-Za-z0-9_.]+$")
     bytes: int
     sha256: str
 
@@ -65,30 +67,32 @@ class MegatronState(Described):
 
 
 def save(
-    store: Store, folder: str, chunks: Sequence[Any], optimizer: Any, *, weight_version: int, state_digest: str
+    store: Store, folder: str, learners: Mapping[str, MegatronLearner], *, weight_version: int, state_digest: str
 ) -> list[str]:
-    """Write a state; all ranks take part. Returns all paths on rank 0, none elsewhere. Raises what the store raises."""
-    rank = dist.get_rank()
-    device = next(chunks[0].parameters()).device
+    """Write the state of actor and critic; all ranks take part. Returns all paths on rank 0, none elsewhere. Raises
+    what the store raises."""
+    device = next(learners["actor"].chunks[0].parameters()).device
     error: Exception | None = None
-    files: list[CheckpointFile] = []
-    with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local, Uploads(store, folder) as uploads:
-        _write(_sharded_state(chunks, optimizer, loading=False), Path(local), uploads.begin)
-        try:
-            files = uploads.end(Path(local))
-        except Exception as failure:  # raised below, once every rank has come here
-            error = failure
+    mine: list[CheckpointFile] = []
+    for role, learner in learners.items():
+        with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local, Uploads(store, folder, role) as uploads:
+            _write(_sharded_state(learner, loading=False), Path(local), uploads.begin)
+            try:
+                mine += uploads.end(Path(local))
+            except Exception as failure:  # raised below, once every rank has come here
+                error = failure
     raise_together(error, dist.get_world_size(), device)
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, files)
+    dist.all_gather_object(every, mine)
+    files = [file for held in every for file in held]
+    rank = dist.get_rank()
     try:
         if rank == 0:
-            files = [file for held in every for file in held]
             state = MegatronState(
                 format=FORMAT,
                 weight_version=weight_version,
                 state_digest=state_digest,
-                use_distributed_optimizer=optimizer.config.use_distributed_optimizer,
+                use_distributed_optimizer=learners["actor"].optimizer.config.use_distributed_optimizer,
                 files=files,
             )
             store.write(f"{folder}/{STATE}", seal(state.model_dump()))
@@ -103,35 +107,52 @@ def read_description(store: Store, folder: str) -> MegatronState:
     return read_sealed(store, folder, STATE, MegatronState, FORMAT)
 
 
-def load(store: Store, folder: str, state: MegatronState, chunks: Sequence[Any], optimizer: Any) -> None:
+def load(
+    store: Store, folder: str, state: MegatronState, learners: Mapping[str, MegatronLearner], device: torch.device
+) -> None:
     """Replace weights and moments by saved ones, of any layout of ranks; all ranks take part. Options of the optimizer
     stay those of the configuration.
 
     Raises:
         Damaged: a file is missing or altered.
-        EngineError: it was written with another setting of `use_distributed_optimizer`.
+        EngineError: it was written with another setting of `use_distributed_optimizer`, or only one of the two has a
+            critic.
     """
-    if state.use_distributed_optimizer != optimizer.config.use_distributed_optimizer:
+    own = learners["actor"].optimizer.config.use_distributed_optimizer
+    if state.use_distributed_optimizer != own:
         raise EngineError(
             f"checkpoint {folder} was written with training.megatron.use_distributed_optimizer = "
             f"{str(state.use_distributed_optimizer).lower()}: set it so, every other part of the layout may differ"
         )
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    with _fetched(store, folder, state.files, next(chunks[0].parameters()).device) as local:
-        loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(local))
-    for name, chunk in zip(_names(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[name])
-    optimizer.load_state_dict(loaded["optimizer"])
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update(options)
+    files = {role: [file for file in state.files if _role_of(file) == role] for role in ("actor", "critic")}
+    if bool(files["critic"]) != ("critic" in learners):
+        holds, wants = ("a", "none") if files["critic"] else ("no", "one")
+        raise EngineError(
+            f"checkpoint {folder} has {holds} critic, and algorithm.advantage_estimator asks for {wants}: load it with "
+            "the algorithm of the run that wrote it"
+        )
+    for role, learner in learners.items():
+        optimizer = learner.optimizer
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        with _fetched(store, folder, files[role], device) as local:
+            loaded = dist_checkpointing.load(_sharded_state(learner, loading=True), str(local))
+        for name, chunk in zip(_names(learner.chunks), learner.chunks, strict=True):
+            chunk.load_state_dict(loaded[name])
+        optimizer.load_state_dict(loaded["optimizer"])
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
 
 
-def _sharded_state(chunks: Sequence[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+def _role_of(file: CheckpointFile) -> str:
+    return "critic" if file.name.startswith("critic/") else "actor"
+
+
+def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]:
     state = {
         name: chunk.sharded_state_dict(metadata=dict(_METADATA))
-        for name, chunk in zip(_names(chunks), chunks, strict=True)
+        for name, chunk in zip(_names(learner.chunks), learner.chunks, strict=True)
     }
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
+    state["optimizer"] = learner.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
     return state
 
 
@@ -178,8 +199,8 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 class Uploads:
     """Files on their way from a folder of this machine into the store, several at a time."""
 
-    def __init__(self, store: Store, folder: str) -> None:
-        self._store, self._folder = store, folder
+    def __init__(self, store: Store, folder: str, role: str) -> None:
+        self._store, self._folder, self._below = store, folder, "" if role == "actor" else f"{role}/"
         self._pool = ThreadPoolExecutor(UPLOADS_AT_A_TIME, thread_name_prefix="checkpoint")
         self._pending: list[Future[CheckpointFile]] = []
 
@@ -203,9 +224,10 @@ class Uploads:
         with local.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             size = file.tell()
-        self._store.put_file(local, f"{self._folder}/{local.name}")
+        name = self._below + local.name
+        self._store.put_file(local, f"{self._folder}/{name}")
         local.unlink()
-        return CheckpointFile(name=local.name, bytes=size, sha256=sha256)
+        return CheckpointFile(name=name, bytes=size, sha256=sha256)
 
 
 @contextmanager
@@ -222,7 +244,7 @@ def _fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device:
         error: Exception | None = None
         try:
             for file in files[mates.index(rank) :: len(mates)]:
-                _fetch(store, f"{folder}/{file.name}", file, local / file.name)
+                _fetch(store, f"{folder}/{file.name}", file, local / Path(file.name).name)
         except Exception as failure:  # raised below, once every rank has come here
             error = failure
         raise_together(error, dist.get_world_size(), device)

@@ -14,6 +14,7 @@ from configs.schema.training import TrainingConfig
 from engines.training.batching import MicroBatch, plan_micro_batches
 from engines.training.checkpoint import in_buckets
 from engines.training.exactly_once import ExactlyOnceEngine, untrained_models
+from engines.training.losses.value import value_objective
 from engines.training.megatron import checkpoint
 from engines.training.megatron.backend import backend_for
 from engines.training.megatron.folder import write_model_folder
@@ -21,9 +22,11 @@ from engines.training.megatron.learner import MegatronLearner
 from engines.training.megatron.model import join_groups, load_model
 from engines.training.megatron.offload import Memory
 from engines.training.megatron.passes import Passes
+from engines.training.megatron.value_head import read_values
 from engines.training.megatron.vocabulary import Policy
 from engines.training.process import join_process_group, prepare_process
 from engines.training.sharding import raise_together
+from engines.weights.checksum import digest
 from storage.store import Store
 
 
@@ -63,6 +66,11 @@ class MegatronEngine(ExactlyOnceEngine):
         self._actor = MegatronLearner(actor, partial(policy.objective, algorithm=algorithm), policy.read, training)
         self._learners: dict[str, MegatronLearner] = {"actor": self._actor}
         self._scorers = {"actor": self._actor.score}
+        if algorithm.use_critic:
+            critic = load_model(Path(model.critic_path or model.path), training, backend, critic=True)
+            value = partial(value_objective, value_clip=algorithm.value_clip)
+            self._learners["critic"] = MegatronLearner(critic, value, read_values, training.of_critic, "critic.")
+            self._scorers["critic"] = self._learners["critic"].score
         self._frozen: list[torch.Tensor] = []
         self._frozen_memory = Memory(self._device)
         for role, path in untrained_models(model, algorithm).items():
@@ -91,18 +99,11 @@ class MegatronEngine(ExactlyOnceEngine):
     def save(self, store: Store, folder: str) -> list[str]:
         self._require_ready()
         # Megatron does not write a count of 0 steps, and torch's Adam does not load without one; `load` sets it anyway.
-        self._actor.set_steps(max(1, self._version))
-        try:
-            return checkpoint.save(
-                store,
-                folder,
-                self._actor.chunks,
-                self._actor.optimizer,
-                weight_version=self._version,
-                state_digest=self.state_digest(),
-            )
-        finally:
-            self._actor.set_steps(self._version)
+        for role, learner in self._learners.items():
+            learner.set_steps(max(1, self._steps_taken(role)))
+        return checkpoint.save(
+            store, folder, self._learners, weight_version=self._version, state_digest=self.state_digest()
+        )
 
     def load(self, store: Store, folder: str) -> None:
         self._require_onloaded()
@@ -113,7 +114,7 @@ class MegatronEngine(ExactlyOnceEngine):
             error = failure
         raise_together(error, self._world_size, self._device)
         self._interrupted = "load"
-        checkpoint.load(store, folder, state, self._actor.chunks, self._actor.optimizer)
+        checkpoint.load(store, folder, state, self._learners, self._device)
         self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
 
     def offload(self) -> None:
@@ -136,7 +137,9 @@ class MegatronEngine(ExactlyOnceEngine):
         return {"engine": "megatron", **super().health()}
 
     def _compute_digest(self) -> str:
-        return self._actor.state.digest(self._version)
+        parts = [learner.state.fingerprints() for learner in self._learners.values()]
+        entries = [entry for part, _ in parts for entry in part]
+        return digest(entries, torch.cat([sums for _, sums in parts]), f"weight_version {self._version}")
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
         """This rank's micro-batches, as many as all others' and, in a pipeline, a multiple of its stages."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from engines.training.megatron.weights import Block, Ownership
-from engines.weights.checksum import digest, fingerprint
+from engines.weights.checksum import fingerprint
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,14 @@ class Piece:
     blocks: list[Block]
 
 
-def sharded_digest(pieces: Iterable[Piece], kinds: Iterable[str], ownership: Ownership, dtype: str, *extra: str) -> str:
-    """SHA-256 over every tensor's name, shape, dtype and fingerprint; all ranks take part.
+Fingerprints = tuple[list[tuple[str, tuple[int, ...], str]], torch.Tensor]
+"""Name, shape and dtype of n tensors, and their fingerprints [n, 2] int64."""
+
+
+def sharded_fingerprints(
+    pieces: Iterable[Piece], kinds: Iterable[str], ownership: Ownership, dtype: str
+) -> Fingerprints:
+    """Of every whole tensor of every kind; all ranks take part.
 
     Args:
         kinds: prefixes of the tensors' names, such as "exp_avg."; every piece is of one of them.
@@ -44,7 +50,7 @@ def sharded_digest(pieces: Iterable[Piece], kinds: Iterable[str], ownership: Own
     if sums is None:
         sums = torch.zeros(len(entries), 2, dtype=torch.int64)
     dist.all_reduce(sums)
-    return digest(entries, sums, *extra)
+    return entries, sums
 
 
 def _runs(piece: Piece) -> Iterator[tuple[str, torch.Tensor, int]]:

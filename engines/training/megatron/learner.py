@@ -16,16 +16,19 @@ from engines.types import TrainBatch
 class MegatronLearner:
     """See engines.training.exactly_once.Learner."""
 
-    def __init__(self, model: Model, objective: Objective, reading: Reading, training: TrainingConfig) -> None:
+    def __init__(
+        self, model: Model, objective: Objective, reading: Reading, training: TrainingConfig, prefix: str = ""
+    ) -> None:
         """
         Args:
             objective: of what the model's output layer gives at the trained tokens.
             reading: of what it gives at response tokens, to score.
+            prefix: of its tensors' names in the engine's state.
         """
         self.chunks, self._objective, self._reading = model.chunks, objective, reading
         self._wrapped = wrap(model, training)
         self.optimizer = build_optimizer(training, model, self._wrapped)
-        self.state = State(model.parameters, self.optimizer)
+        self.state = State(model.parameters, self.optimizer, prefix)
         self._passes = Passes(model.config, self._wrapped, model.parameters[0].value.device)
 
     def accumulate_gradients(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from engines.training.megatron.families import family_of
 from engines.training.megatron.families.base import Family
 from engines.training.megatron.options import options_of
 from engines.training.megatron.post_norm import PostNorm
+from engines.training.megatron.value_head import ValueHead, source_in_critic
 from engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
+from engines.training.value_model import value_head
 
 _GROUP_SIZES = (
     "tensor_model_parallel_size",
@@ -82,8 +85,13 @@ def transformer_config(
     return TransformerConfig(**{**fields, **options})
 
 
-def load_model(folder: Path, training: TrainingConfig, backend: Backend, *, trained: bool = True) -> Model:
+def load_model(
+    folder: Path, training: TrainingConfig, backend: Backend, *, trained: bool = True, critic: bool = False
+) -> Model:
     """Build this rank's part of a model and fill it from the folder's weight files.
+
+    Args:
+        critic: give it a value head (see `engines.training.value_model`) in place of its output layer.
 
     Raises:
         BadModel: the folder cannot be used, or Megatron has no mapping for its model.
@@ -96,11 +104,15 @@ def load_model(folder: Path, training: TrainingConfig, backend: Backend, *, trai
         head_dim=config.kv_channels,
         query_heads=config.num_attention_heads // config.num_query_groups,
         groups=config.num_query_groups,
-        tied=family.model(hf)["share_embeddings_and_output_weights"],
+        tied=family.model(hf)["share_embeddings_and_output_weights"] and not critic,
     )
-    bare = _build(config, backend, family, hf)
-    parameters = parameters_of(bare, config, family, sizes)
-    load_weights(parameters, open_files(map(str, weight_files(folder))))
+    bare = _build(config, backend, family, hf, critic=critic)
+    source_of = partial(source_in_critic, family) if critic else family.parameter
+    parameters = parameters_of(bare, config, source_of, sizes)
+    given: dict[str, torch.Tensor] = {}
+    if critic:
+        given = dict(zip(("lm_head.weight", "lm_head.bias"), value_head(folder, hf.hidden_size), strict=True))
+    load_weights(parameters, open_files(map(str, weight_files(folder))), given)
     for chunk in bare:
         chunk.requires_grad_(trained)
     chunks = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in bare]
@@ -179,7 +191,9 @@ def replicas(expert: bool) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def _build(config: TransformerConfig, backend: Backend, family: Family, hf: PretrainedConfig) -> list[GPTModel]:
+def _build(
+    config: TransformerConfig, backend: Backend, family: Family, hf: PretrainedConfig, *, critic: bool
+) -> list[GPTModel]:
     virtual = config.virtual_pipeline_model_parallel_size
     ranks = config.tensor_model_parallel_size
     chunks = []
@@ -193,8 +207,10 @@ def _build(config: TransformerConfig, backend: Backend, family: Family, hf: Pret
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             vp_stage=vp_stage,
-            **family.model(hf),
+            **{**family.model(hf), **({"share_embeddings_and_output_weights": False} if critic else {})},
         )
+        if critic and chunk.post_process:
+            chunk.output_layer = ValueHead(config)
         chunks.append(chunk.to(backend.device))
     return chunks
 

@@ -92,4 +92,6 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor) -> Tok
         old_log_probs=pick(tokens.old_log_probs),
         rollout_log_probs=pick(tokens.rollout_log_probs),
         ref_log_probs=pick(tokens.ref_log_probs),
+        values=pick(tokens.values),
+        returns=pick(tokens.returns),
     )

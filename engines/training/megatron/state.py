@@ -7,18 +7,24 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from engines.training.megatron.fingerprints import Piece, sharded_digest
+from engines.training.megatron.fingerprints import Fingerprints, Piece, sharded_fingerprints
 from engines.training.megatron.model import replicas
 from engines.training.megatron.offload import Memory
 from engines.training.megatron.weights import Ownership, Parameter, gather
 from engines.training.optimizer import MOMENTS
+from engines.weights.checksum import digest
 
 
 class State:
     """Master weights and moments, float32, of this rank's parameters."""
 
-    def __init__(self, parameters: Sequence[Parameter], optimizer: Any) -> None:
-        """All ranks take part."""
+    def __init__(self, parameters: Sequence[Parameter], optimizer: Any, prefix: str) -> None:
+        """All ranks take part.
+
+        Args:
+            prefix: of the parameters' names in the state.
+        """
+        self._kinds = {"param": f"parameters.{prefix}", **{moment: f"{moment}.{prefix}" for moment in MOMENTS}}
         self._parameters, self._optimizer = parameters, optimizer
         self._ownership = Ownership.agree(parameters)
         self._rank = dist.get_rank()
@@ -27,12 +33,9 @@ class State:
         self._memory = Memory(self._device)
         self._create_moments()
 
-    def digest(self, weight_version: int) -> str:
-        """As `engines.training.digest.state_digest`; all ranks take part."""
-        kinds = ("parameters.", *(f"{moment}." for moment in MOMENTS))
-        return sharded_digest(
-            self._pieces(), kinds, self._ownership, "torch.float32", f"weight_version {weight_version}"
-        )
+    def fingerprints(self) -> Fingerprints:
+        """Of all whole tensors, as `engines.training.digest.state_digest` names them; all ranks take part."""
+        return sharded_fingerprints(self._pieces(), self._kinds.values(), self._ownership, "torch.float32")
 
     def weights_checksum(self, dtypes: Sequence[torch.dtype]) -> str:
         """`weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn; all ranks take part."""
@@ -45,7 +48,7 @@ class State:
                 blocks = [block for block in parameter.blocks if self._ownership.owner(block) == self._rank]
                 yield Piece("", values.reshape(-1), 0, blocks)
 
-        return sharded_digest(pieces(), ("",), self._ownership, "float32")
+        return digest(*sharded_fingerprints(pieces(), ("",), self._ownership, "float32"))
 
     def gather_weights(self, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights one after the other, on the CPU of rank 0 or on every rank's device, offloaded or not; see
@@ -119,7 +122,7 @@ class State:
         self, parameter: Parameter, tensors: dict[str, torch.Tensor], start: int, answering: Sequence[int]
     ) -> Iterator[Piece]:
         blocks = [block for block in parameter.blocks if self._ownership.owner(block) in answering]
-        for kind, name in (("parameters.", "param"), *((f"{moment}.", moment) for moment in MOMENTS)):
+        for name, kind in self._kinds.items():
             yield Piece(kind, tensors[name].detach().reshape(-1), start, blocks)
 
     def _model_parameter(self, part: Any, main: torch.Tensor) -> torch.Tensor:

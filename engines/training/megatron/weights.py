@@ -6,7 +6,7 @@ column). Rows that only fill a vocabulary up belong to no block.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 
 from engines.errors import BadModel
-from engines.training.megatron.families.base import Family, Layout
+from engines.training.megatron.families.base import Layout, Source
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,14 @@ def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
-def parameters_of(chunks: Sequence[Any], config: Any, family: Family, sizes: Sizes) -> list[Parameter]:
-    """All parameters of this rank's part of a model, the second copy of a tied embedding included."""
+def parameters_of(
+    chunks: Sequence[Any], config: Any, source_of: Callable[[str], Source], sizes: Sizes
+) -> list[Parameter]:
+    """All parameters of this rank's part of a model, the second copy of a tied embedding included.
+
+    Args:
+        source_of: as `Family.parameter`.
+    """
     parameters = []
     for chunk in chunks:
         for local_name, value in chunk.named_parameters():
@@ -75,17 +81,18 @@ def parameters_of(chunks: Sequence[Any], config: Any, family: Family, sizes: Siz
             if sizes.tied and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"
             expert = ".experts." in name
-            source = family.parameter(name)
+            source = source_of(name)
             blocks = list(_blocks(source.layout, source.names, tuple(as_matrix(value).shape), sizes, *_part(expert)))
             parameters.append(Parameter(value, blocks, expert, value.dim() == 1))
     return parameters
 
 
-def load_weights(parameters: Iterable[Parameter], files: dict[str, Any]) -> None:
+def load_weights(parameters: Iterable[Parameter], files: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
     """Fill parameters from weight files, reading only what this rank holds.
 
     Args:
         files: the open safetensors file of every tensor.
+        given: whole tensors, each of a parameter by itself, that are not looked for in the files.
 
     Raises:
         BadModel: a tensor is missing or of another shape.
@@ -95,6 +102,9 @@ def load_weights(parameters: Iterable[Parameter], files: dict[str, Any]) -> None
             target = parameter.matrix
             target.zero_()
             for block in parameter.blocks:
+                if block.name in given:
+                    target.copy_(as_matrix(given[block.name]))
+                    continue
                 if block.name not in files:
                     raise BadModel(f"the model's weight files lack {block.name}: copy the folder again")
                 tensor = files[block.name].get_slice(block.name)

@@ -18,6 +18,7 @@ from tests.engines.training.builders import make_batch
 
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
+PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo", "num_critic_only_steps": 1})
 BATCH = make_batch(14, old=True, rollout=True, ref=True)
 UPDATES = 5
 TRAINING: dict[str, Any] = {
@@ -40,6 +41,7 @@ class Case:
     megatron: dict[str, Any] = field(default_factory=dict)
     family: str = "qwen3"
     per_token: bool = False
+    critic: bool = False
     training: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -51,13 +53,13 @@ class Case:
         return self.dtype == "bfloat16"
 
     @property
-    def reference(self) -> tuple[str, bool, bool]:
+    def reference(self) -> tuple[str, bool, bool, bool]:
         """Cases that have it in common are held against the same updates."""
-        return self.family, self.per_token, self.bfloat16
+        return self.family, self.per_token, self.bfloat16, self.critic
 
     @property
     def algorithm(self) -> AlgorithmConfig:
-        return PER_TOKEN if self.per_token else ALGORITHM
+        return PPO if self.critic else PER_TOKEN if self.per_token else ALGORITHM
 
 
 TP, PP, CP, EP = (
@@ -92,6 +94,10 @@ CASES = [
     Case("DP 2, distributed optimizer, overlap", 2, OVERLAP),
     Case("CP 2", 2, CP),
     Case("CP 2, loss per token", 2, CP, per_token=True),
+    Case("TP 2, SP, PPO", 2, SP, critic=True),
+    Case("PP 2, PPO", 2, PP, critic=True),
+    Case("DP 2, distributed optimizer, PPO", 2, ZERO, critic=True),
+    Case("CP 2, PPO", 2, CP, critic=True),
     Case("EP 2, alltoall", 2, EP, family="qwen3_moe"),
     Case("TP 2, SP, EP 2", 2, {**SP, **EP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
@@ -102,6 +108,22 @@ CASES = [
     Case("PP 2 × DP 2", 4, {**PP, **ZERO}, per_token=True),
     Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe"),
 ]
+
+
+def five_updates(engine: Any, case: Case) -> dict[str, Any]:
+    """What scores, metrics and first digests an engine gives; with a critic, which alone is trained first, its values
+    too, before and after."""
+    roles = ["actor", *(["critic"] if case.critic else [])]
+    report: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
+    report["scores"] = [values.tolist() for role in roles for values in engine.score(BATCH, role)]
+    report["metrics"] = [
+        engine.train(
+            BATCH, num_steps=1, expected_version=version, input_digest="d", train_actor=version > 0 or not case.critic
+        ).metrics
+        for version in range(UPDATES)
+    ]
+    report["scores"] += [values.tolist() for role in roles[1:] for values in engine.score(BATCH, role)]
+    return report
 
 
 def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
@@ -119,12 +141,7 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
         rank=rank,
         world_size=case.ranks,
     )
-    report: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
-    report["scores"] = [values.tolist() for values in engine.score(BATCH, "actor")]
-    report["metrics"] = [
-        engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
-        for version in range(UPDATES)
-    ]
+    report = five_updates(engine, case)
     weights = {name: tensor for bucket in engine.export_weights(50_000) for name, tensor in bucket.items()}
     if rank == 0:
         save_file(weights, work / f"{CASES.index(case)}.safetensors")

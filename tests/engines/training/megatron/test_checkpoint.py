@@ -1,4 +1,4 @@
-"""What two ranks do with checkpoints and with updates that are refused, in one launch."""
+"""What two ranks do with checkpoints and with updates that are refused, in one launch: most of them with a critic."""
 
 import dataclasses
 import json
@@ -14,11 +14,12 @@ import torch.multiprocessing
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from storage.store import Store, open_store
 from tests.engines.training.builders import model_folder
-from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, SP, TRAINING, ZERO
+from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, PPO, SP, TRAINING, ZERO
 from tests.engines.training.sharded_cases import raised
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
@@ -26,13 +27,13 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {**SP, **ZERO}, "pipeline": {**PP, **ZERO}, "data": ZERO}
 
 
-def engine_of(folder: Path, megatron: dict[str, Any], rank: int) -> Any:
+def engine_of(folder: Path, megatron: dict[str, Any], rank: int, algorithm: AlgorithmConfig = PPO) -> Any:
     from engines.training.factory import make_engine
 
     return make_engine(
         ModelConfig(path=str(folder)),
         TrainingConfig(engine="megatron", world_size=2, megatron=megatron, **TRAINING),
-        ALGORITHM,
+        algorithm,
         temperature=1.0,
         total_steps=100,
         rank=rank,
@@ -117,7 +118,7 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         report[target]["resumed digest"] = engine.state_digest()
         engine.load(store, f"{target}-0")
         report[target]["first"] = engine.position().weight_version
-    plain = engine_of(folder, SP, rank)
+    plain = engine_of(folder, SP, rank, ALGORITHM)
     train(plain, 0, 1)
     plain.save(store, "plain")
     saved = plain.state_digest()
@@ -128,7 +129,8 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     assert plain.state_digest() == saved
     train(plain, 1, 1)
     report["plain resumed"] = plain.state_digest()
-    engine = engine_of(folder, LAYOUTS["pipeline"], rank)
+    engine = engine_of(folder, PP, rank)
+    engine.save(store, "last")
     report["wrong version"] = raised(lambda: train(engine, 7, 1))
     assert BATCH.advantages is not None
     broken = dataclasses.replace(BATCH, advantages=[np.full_like(BATCH.advantages[0], np.nan), *BATCH.advantages[1:]])
@@ -137,12 +139,13 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     report["unchanged"] = engine.position().state_digest == before
     engine.export_hf(work / "exported")
     if rank == 0:
-        file = next(path for path in store.find("tensor-2") if path.endswith(".distcp"))
+        file = next(path for path in store.find("last") if "/critic/" in path and path.endswith(".distcp"))
         data = bytearray(store.read(file))
         data[len(data) // 2] ^= 1
         store.write(file, bytes(data))
     dist.barrier()
-    report["damaged"] = raised(lambda: engine.load(store, "tensor-2"))
+    report["damaged"] = raised(lambda: engine.load(store, "last"))
+    report["without a critic"] = raised(lambda: engine.load(store, "plain"))
     report["missing"] = raised(lambda: engine.load(store, "nowhere"))
     report["after"] = raised(lambda: engine.state_digest() and engine.position())
     return report
@@ -197,6 +200,10 @@ def test_a_state_before_the_first_update_is_restored_too(report: dict[str, Any])
 
 def test_a_state_of_the_other_kind_of_optimizer_is_refused(reports: list[dict[str, Any]]) -> None:
     assert {report["of another optimizer"] for report in reports} == {"EngineError"}
+
+
+def test_a_state_without_a_critic_is_refused_by_an_engine_with_one(reports: list[dict[str, Any]]) -> None:
+    assert {report["without a critic"] for report in reports} == {"EngineError"}
 
 
 def test_an_offloaded_engine_gives_its_weights_out_and_refuses_to_work(
