@@ -46,6 +46,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/rollout_log_probs", "nats", "advantage", "Mean log-prob of their tokens by the rollout engine."),
     Metric("rollout/log_probs", "nats", "score", "The same by the trainer, under the policy before the update."),
     Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
+    Metric("rollout/teacher_log_probs", "nats", "score", "The same under the teacher."),
+    Metric("rollout/opd_reverse_kl", "nats", "advantage", "Mean log-prob of their trained tokens less the teacher's."),
     Metric("rollout/values", "reward", "score", "Mean value of their tokens' states, of the critic before the update."),
     Metric(
         "rollout/kl", "nats", "advantage", "Mean KL divergence from the reference model that rewards are lowered by."

@@ -99,6 +99,7 @@ SCORE = _schema(
     ("sample_index", pa.int32()),
     ("log_probs", _FLOATS),  # under the policy before the update
     ("ref_log_probs", _FLOATS),  # under the reference model
+    ("teacher_log_probs", _FLOATS),  # under the teacher; the column is there where a teacher is
     ("values", _FLOATS),  # of the critic before the update; the column is there where a critic is
     nullable=frozenset({"log_probs", "ref_log_probs"}),
 )

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from storage.schemas import MEASURED
 
-_NOISY = ("log_probs", "ref_log_probs", "values")
+_NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
 """Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""
 _PAGE_BYTES = 8 * 2**20
 """Of a page: the window in which zstd finds text and tokens again that other samples have too."""

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from configs.schema.algorithm import AlgorithmConfig
 from storage.commits import Commit, Step
 from storage.schemas import ADVANTAGE, Status
 from tasks.advantages import get_estimator
+from tasks.advantages.distillation import distil, reverse_kl
 from tasks.advantages.kl import kl_divergence
 from tasks.advantages.normalization import normalise
 from tasks.batch import arrays, rows_of_groups
@@ -26,6 +28,8 @@ from tasks.step import Outcome, StepCall, durable
         "algorithm.lambd",
         "algorithm.kl_coef",
         "algorithm.kl_loss_type",
+        "algorithm.use_opd",
+        "algorithm.opd_kl_coef",
         "algorithm.use_rollout_logprobs",
     ),
 )
@@ -49,10 +53,16 @@ def advantage(
         fields["values"] = arrays(scored, "values")
     if algorithm.kl_coef > 0:
         assert scored is not None
-        old = arrays(samples if algorithm.use_rollout_logprobs else scored, "log_probs")
-        pairs = zip(old, arrays(scored, "ref_log_probs"), strict=True)
+        pairs = zip(_old_log_probs(samples, scored, algorithm), arrays(scored, "ref_log_probs"), strict=True)
         fields["kl"] = [kl_divergence(current, ref, algorithm.kl_loss_type) for current, ref in pairs]
     advantages, returns = estimate(rewards_per_group, lengths, algorithm, loss_masks=masks, **fields)
+    metrics = {name: float(np.concatenate(lists).mean()) for name, lists in fields.items() if name == "kl"}
+    if algorithm.use_opd:
+        assert scored is not None
+        teacher = arrays(scored, "teacher_log_probs")
+        divergences = reverse_kl(_old_log_probs(samples, scored, algorithm), teacher)
+        advantages = distil(advantages, divergences, masks, algorithm.opd_kl_coef)
+        metrics["opd_reverse_kl"] = float(np.concatenate(divergences)[np.concatenate(masks).astype(bool)].mean())
     if algorithm.normalize_advantages:
         advantages = normalise(advantages, masks)
     rewards_flat = np.concatenate(rewards_per_group)
@@ -78,10 +88,15 @@ def advantage(
             "response_len/median": float(np.median(lengths)),
             "response_len/max": int(lengths.max()),
             "response_len/min": int(lengths.min()),
-            **{name: float(np.concatenate(lists).mean()) for name, lists in fields.items() if name == "kl"},
+            **metrics,
             **_constant_groups(rewards_per_group),
         },
     )
+
+
+def _old_log_probs(samples: pa.Table, scored: pa.Table, algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """[T_i] of each sample: under the policy before the update, as the loss has them."""
+    return arrays(samples if algorithm.use_rollout_logprobs else scored, "log_probs")
 
 
 def _constant_groups(rewards_per_group: Sequence[np.ndarray]) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""`score`: log-probs of the kept samples under the old policy and the reference, and the critic's values, where the
-algorithm needs them."""
+"""`score`: log-probs of the kept samples under the old policy, the reference and the teacher, and the critic's values,
+where the algorithm needs them."""
 
 from typing import Any
 
@@ -17,14 +17,16 @@ from tasks.step import Outcome, StepCall, durable
 
 def needs_old_log_probs(config: RunConfig) -> bool:
     """Whether the old policy must be scored: with one optimizer step a rollout it is the policy itself, which the loss
-    knows, but rewards do not."""
+    knows, but rewards and advantages do not."""
     algorithm = config.algorithm
-    return not algorithm.use_rollout_logprobs and (config.training.num_steps_per_rollout > 1 or algorithm.kl_coef > 0)
+    told = algorithm.kl_coef > 0 or algorithm.use_opd
+    return not algorithm.use_rollout_logprobs and (config.training.num_steps_per_rollout > 1 or told)
 
 
 def needs_scores(config: RunConfig) -> bool:
     """Whether an iteration has a score step at all."""
-    return needs_old_log_probs(config) or config.algorithm.use_reference or config.algorithm.use_critic
+    algorithm = config.algorithm
+    return needs_old_log_probs(config) or algorithm.use_reference or algorithm.use_opd or algorithm.use_critic
 
 
 @durable(
@@ -33,6 +35,7 @@ def needs_scores(config: RunConfig) -> bool:
         "algorithm.advantage_estimator",
         "algorithm.kl_coef",
         "algorithm.use_kl_loss",
+        "algorithm.use_opd",
         "algorithm.use_rollout_logprobs",
         "training.engine",
         "training.megatron",
@@ -43,7 +46,7 @@ def needs_scores(config: RunConfig) -> bool:
         "training.num_steps_per_rollout",
         "rollout.rollout_temperature",
     ),
-    externals=("model", "ref_model", "critic_model"),
+    externals=("model", "ref_model", "teacher_model", "critic_model"),
 )
 def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: list[Commit]) -> Outcome:
     """Score every trained sample, in the order of the batch."""
@@ -52,6 +55,7 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     roles: dict[str, tuple[Role, bool]] = {
         "log_probs": ("actor", needs_old_log_probs(config)),
         "ref_log_probs": ("ref", config.algorithm.use_reference),
+        "teacher_log_probs": ("teacher", config.algorithm.use_opd),
         "values": ("critic", config.algorithm.use_critic),
     }
     with run.weights_lock:

@@ -68,8 +68,8 @@ class DurableStep(Generic[Args]):
     reads: tuple[str, ...]
     """Configuration fields, dotted, that the body reads: their digest is part of the commit."""
     externals: tuple[str, ...]
-    """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval`, and `ref_model`
-    and `critic_model` where the run has them."""
+    """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval`, and `ref_model`,
+    `teacher_model` and `critic_model` where the run has them."""
     plugins: tuple[str, ...]
     """Configuration fields that name user code: its source is part of the configuration digest."""
 

@@ -112,8 +112,10 @@ def test_a_name_with_a_slash_in_it_does_not_fall_into_a_family() -> None:
 
 def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_path: Path) -> None:
     benchmark = {"name": "heldout", "path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 4}
+    model = str(tiny_assets / "model")
     config = tiny_config(
         tiny_assets,
+        model={"path": model, "teacher_path": model},
         rollout={"dynamic_sampling_filter": "check_reward_nonzero_std_with_fallback", "num_rollout": 1},
         algorithm={
             "use_rollout_logprobs": False,
@@ -121,6 +123,7 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
             "use_kl_loss": True,
             "advantage_estimator": "ppo",
             "kl_coef": 0.1,
+            "use_opd": True,
         },
         training={"num_steps_per_rollout": 2},
         eval={"eval_interval": 1, "benchmarks": [benchmark]},

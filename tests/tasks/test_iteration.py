@@ -192,13 +192,16 @@ def test_a_grader_that_fails_costs_the_group_and_never_gives_a_zero(tiny_assets:
             },
             {"num_steps_per_rollout": 2, "critic_lr": 3e-3, "critic_lr_warmup_iters": 2},
         ),
+        ({"use_opd": True, "opd_kl_coef": 0.5}, {"lora": {"r": 4}}),
     ],
 )
 def test_scored_algorithms_train_and_resume(
     tiny_assets: Path, tmp_path: Path, algorithm: dict[str, object], training: dict[str, object]
 ) -> None:
+    path = str(tiny_assets / "model")
     config = tiny_config(
         tiny_assets,
+        model={"path": path, "teacher_path": path if "use_opd" in algorithm else None},
         algorithm={"use_rollout_logprobs": False, **algorithm},
         training={"lr": 1e-3, "num_threads": 1, **training},
     )

@@ -47,6 +47,8 @@ FROM_TRAIN = {"train", "checkpoint", "sync"}
         ("algorithm", {"normalize_advantages": True}, FROM_TRAIN | {"advantage"}),
         ("algorithm", {"lambd": 0.9}, FROM_TRAIN | {"advantage"}),
         ("algorithm", {"num_critic_only_steps": 1}, FROM_TRAIN),
+        ("algorithm", {"use_opd": True}, FROM_TRAIN | {"advantage"}),
+        ("algorithm", {"opd_kl_coef": 0.5}, FROM_TRAIN | {"advantage"}),
         ("rollout", {"dynamic_sampling_filter": "check_reward_nonzero_std"}, FIRST - {"rollout", "reward"}),
         ("reward", {"rm_timeout": 5.0}, FIRST - {"rollout"}),
         ("rollout", {"rollout_top_k": 5}, FIRST),

@@ -1,0 +1,47 @@
+"""On-policy distillation, from the teacher's folder to the advantages."""
+
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from examples.quickstart.model import build_model
+from flows.iteration import iteration
+from storage.commits import Step
+from storage.ledger import Ledger
+from storage.store import open_store
+from tasks.batch import arrays
+from tasks.staleness import stale_steps
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+COEF = 0.3
+
+
+def test_advantages_are_lowered_by_the_reverse_kl_and_then_normalised(tiny_assets: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_assets / "model")
+    tokenizer.save_pretrained(teacher)
+    build_model(tokenizer, seed=9).save_pretrained(teacher)
+    config = tiny_config(
+        tiny_assets,
+        model={"path": str(tiny_assets / "model"), "teacher_path": str(teacher)},
+        algorithm={"use_opd": True, "opd_kl_coef": COEF, "normalize_advantages": True, "use_rollout_logprobs": False},
+    )
+    with tiny_context(str(tmp_path / "store"), config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        scored, estimated = (run.read(run.committed(0, step)) for step in (Step.SCORE, Step.ADVANTAGE))
+        metrics = run.committed(0, Step.ADVANTAGE).metrics | run.committed(0, Step.SCORE).metrics
+    difference = np.concatenate(arrays(scored, "log_probs")) - np.concatenate(arrays(scored, "teacher_log_probs"))
+    assert np.abs(difference).max() > 0.1
+    rewards = estimated.column("reward").to_numpy().reshape(-1, config.rollout.n_samples_per_prompt)
+    of_samples = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+    lengths = [len(values) for values in arrays(scored, "log_probs")]
+    distilled = np.repeat(of_samples.ravel(), lengths) - COEF * difference
+    expected = (distilled - distilled.mean()) / np.sqrt(distilled.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.concatenate(arrays(estimated, "advantages")), expected, atol=1e-5)
+    assert np.isclose(metrics["opd_reverse_kl"], difference.mean(), atol=1e-6)
+    assert np.isclose(metrics["teacher_log_probs"], np.concatenate(arrays(scored, "teacher_log_probs")).mean())
+
+    ledger = Ledger.open(open_store(str(tmp_path / "store")), "tiny")
+    stale = {step for _, step, _, _ in stale_steps(ledger, config, {"teacher_model": "0" * 64})}
+    assert stale == {"score", "advantage", "train", "sync"}
