@@ -30,6 +30,7 @@ def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = (
     _check_there_is_something_to_do(parent, iteration, config)
     _check_buffer(parent, iteration, config)
     _check_critic(parent, iteration, config)
+    _check_adapters(parent, iteration, config)
     require_restorable(parent, iteration)
     require_trusted(config, parent.store)
     sources = Sources.open(config)
@@ -90,6 +91,17 @@ def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
             f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was trained "
             f"with {before.advantage_estimator}, {'with' if before.use_critic else 'without'} a critic: keep "
             f"{before.advantage_estimator}, or start a new run with `cairn train`"
+        )
+
+
+def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    """A checkpoint holds the adapters alone, and what they add depends on how they are put into the model."""
+    before = RunConfig.model_validate(parent.owner(iteration).manifest.config).training.lora
+    lora = config.training.lora
+    if lora != before and (lora.r or before.r):
+        raise CannotFork(
+            f"training.lora is not that of {parent.run}, whose adapters (r = {before.r}) a fork goes on from: leave it "
+            "out, or start a new run with `cairn train`"
         )
 
 

@@ -202,11 +202,11 @@ def open_graders(config: RunConfig, stack: ExitStack) -> dict[str | None, Grader
     """The grader of the training samples under None, those of the benchmarks under their names."""
     graders: dict[str | None, GraderPool] = {None: stack.enter_context(GraderPool(config.reward))}
     for benchmark in config.eval.benchmarks:
-        if benchmark.rm_type in (None, config.reward.rm_type):
-            graders[benchmark.name] = graders[None]
-        else:
-            own = config.reward.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None})
-            graders[benchmark.name] = stack.enter_context(GraderPool(own))
+        own = config.reward
+        if benchmark.rm_type is not None:
+            own = own.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None})
+        same = own == config.reward
+        graders[benchmark.name] = graders[None] if same else stack.enter_context(GraderPool(own))
     return graders
 
 

@@ -162,6 +162,7 @@ def test_a_fork_that_trains_otherwise_needs_the_weights_its_parent_left(store: s
     [
         (9, "x", (), CannotFork, "has not trained iteration 9"),
         (1, "x", ("algorithm.advantage_estimator=ppo",), CannotFork, "trained with grpo, without a critic: keep grpo"),
+        (1, "x", ("training.lora.r=4",), CannotFork, "training.lora is not that of a"),
         (3, "x", (), CannotFork, "num_rollout is 4"),
         (1, "a", (), CannotFork, "there is a run 'a' already"),
         (1, "../x", (), ValueError, "not a usable name"),

@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from configs.schema.reward import RewardConfig
+from flows.session import open_graders
 from tasks.plugins import BadPlugin
 from tasks.rewards.pool import Graded, GraderFailed, GraderPool
+from tests.tiny_run import tiny_config
 
 GRADER = """
 import os, re, signal, sys, time
@@ -259,3 +262,15 @@ def _runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_benchmark_that_names_a_grader_is_not_graded_by_the_users_code(tiny_assets):
+    benchmark = {"path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 4}
+    benchmarks = [{**benchmark, "name": "own", "rm_type": "math"}, {**benchmark, "name": "shared"}]
+    config = tiny_config(tiny_assets, eval={"benchmarks": benchmarks})
+    assert config.reward.rm_type == "math"
+    assert config.reward.custom_rm_path is not None
+    with ExitStack() as stack:
+        graders = open_graders(config, stack)
+        assert graders["shared"] is graders[None]
+        assert graders["own"].grade([(r"\boxed{\frac12}", "0.5", {})])[0].reward == 1.0
