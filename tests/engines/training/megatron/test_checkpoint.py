@@ -18,20 +18,23 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from storage.store import Store, open_store
-from tests.engines.training.builders import model_folder
+from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, PPO, SP, TRAINING, ZERO
 from tests.engines.training.sharded_cases import raised
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 
+DISTILLED = ALGORITHM.model_copy(update={"use_opd": True})
 LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {**SP, **ZERO}, "pipeline": {**PP, **ZERO}, "data": ZERO}
 
 
-def engine_of(folder: Path, megatron: dict[str, Any], rank: int, algorithm: AlgorithmConfig = PPO) -> Any:
+def engine_of(
+    folder: Path, megatron: dict[str, Any], rank: int, algorithm: AlgorithmConfig = PPO, teacher: Path | None = None
+) -> Any:
     from engines.training.factory import make_engine
 
     return make_engine(
-        ModelConfig(path=str(folder)),
+        ModelConfig(path=str(folder), teacher_path=str(teacher) if teacher else None),
         TrainingConfig(engine="megatron", world_size=2, megatron=megatron, **TRAINING),
         algorithm,
         temperature=1.0,
@@ -96,12 +99,13 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         set_file_bytes(300_000)
         engine.save(store, f"{layout}-0")
         train(engine, 0, 2)
-        paths = engine.save(store, f"{layout}-2")
+        files = engine.save(store, f"{layout}-2")
         saved = engine.state_digest()
         report[layout] = {
             "saved": saved,
-            "whole": sorted(paths) == list(store.find(f"{layout}-2")),
-            "files": sum(path.endswith(".distcp") for path in paths),
+            "whole": {file.path: (file.bytes, file.sha256) for file in files}
+            == {path: store.sha256(path) for path in store.find(f"{layout}-2")},
+            "files": sum(file.path.endswith(".distcp") for file in files),
             "metrics": train(engine, 2, 2),
             "digest": engine.state_digest(),
         }
@@ -118,7 +122,8 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         report[target]["resumed digest"] = engine.state_digest()
         engine.load(store, f"{target}-0")
         report[target]["first"] = engine.position().weight_version
-    plain = engine_of(folder, SP, rank, ALGORITHM)
+    plain = engine_of(folder, SP, rank, DISTILLED, work / "teacher")
+    report["teacher"] = [values.tolist() for values in plain.score(BATCH, "teacher")]
     train(plain, 0, 1)
     plain.save(store, "plain")
     saved = plain.state_digest()
@@ -166,6 +171,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(work: Path) -> list[dict[str, Any]]:
     folder = model_folder(work / "model")
+    model_folder(work / "teacher", "llama", layers=3)
     context = torch.multiprocessing.spawn(launched, (folder, work), nprocs=2, join=False)
     while not context.join(timeout=240):
         pass
@@ -216,6 +222,13 @@ def test_an_offloaded_engine_gives_its_weights_out_and_refuses_to_work(
             assert found["refused"] == ["EngineError"] * 5
             assert found["names"] == reports[0][layout]["offloaded"]["names"] != []
             assert found["reference"]
+
+
+def test_a_teacher_of_another_family_scores_as_it_does_in_pytorch(reports: list[dict[str, Any]], work: Path) -> None:
+    expected = make_engine(work / "teacher").score(BATCH, "actor")
+    for report in reports:
+        for found, values in zip(report["teacher"], expected, strict=True):
+            np.testing.assert_allclose(found, values, atol=1e-5)
 
 
 def test_save_names_every_file_on_rank_0_alone(reports: list[dict[str, Any]]) -> None:
