@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from configs.schema.algorithm import AlgorithmConfig
-from engines.weights.checksum import fingerprint
+from engines.weights.checksum import fingerprint, weights_checksum
 from storage.store import open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
@@ -69,6 +69,20 @@ def test_fingerprints_and_digests_of_equal_bits_are_those_of_the_cpu(folder: Pat
     cpu, gpu = make_engine(folder), make_engine(folder, device="cuda")
     assert gpu.state_digest() == cpu.state_digest()
     assert gpu.weights_checksum("bfloat16") == cpu.weights_checksum("bfloat16")
+
+
+def test_adapters_are_trained_as_on_the_cpu_and_given_out_the_same_while_offloaded(folder: Path) -> None:
+    lora = {"r": 4, "lora_alpha": 12}
+    (cpu, expected), (gpu, found) = five_updates(folder, lora=lora), five_updates(folder, lora=lora, device="cuda")
+    for a, b in zip(expected, found, strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+    given, checksum = weights_of(gpu), gpu.weights_checksum()
+    for name, weight in weights_of(cpu).items():
+        assert torch.allclose(weight, given[name], atol=2e-5), name
+    gpu.offload()
+    assert weights_checksum(weights_of(gpu).items()) == weights_checksum(given.items()) == checksum
+    on_device = {name: tensor for bucket in gpu.export_on_device(50_000) for name, tensor in bucket.items()}
+    assert all(tensor.is_cuda and tensor.cpu().equal(given[name]) for name, tensor in on_device.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,5 +1,6 @@
 """Adapters in place of all weights: the updates are peft's, the engine's promises stay what they are."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,31 @@ def test_the_reference_is_the_model_without_its_adapters(folder: Path) -> None:
         assert (after == values).all()
         assert np.abs(own - values).max() > 1e-3
     assert updates(engine, 1, first=2)[0]["grad_norm"] > 0
+
+
+def test_recomputed_activations_give_the_same_update(folder: Path) -> None:
+    kept, recomputed = engine_with(folder), engine_with(folder, gradient_checkpointing=True)
+    assert updates(kept, 2) == updates(recomputed, 2)
+    assert kept.state_digest() == recomputed.state_digest()
+
+
+def test_a_critic_beside_adapters_is_trained_whole(folder: Path, store: Store) -> None:
+    algorithm = AlgorithmConfig(advantage_estimator="ppo", use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3")
+    batch = dataclasses.replace(BATCH, values=BATCH.advantages, returns=BATCH.advantages)
+    with_critic, without = engine_with(folder, algorithm=algorithm), engine_with(folder)
+    result = with_critic.train(batch, num_steps=1, expected_version=0, input_digest="0")
+    assert result.metrics["critic_grad_norm"] > 0
+    updates(without, 1)
+    assert with_critic.weights_checksum() == without.weights_checksum()
+    with_critic.save(store, "both")
+    names = {name for file in read_description(store, "both").files for name in file.tensors}
+    critics = {name for name in names if name.startswith("critic.")}
+    assert all("lora" in name for name in names - critics)
+    assert not any("lora" in name for name in critics)
+    assert len(critics) > len(names - critics)
+    loaded = engine_with(folder, algorithm=algorithm)
+    loaded.load(store, "both")
+    assert loaded.state_digest() == result.state_digest
 
 
 def test_an_offload_changes_nothing(folder: Path) -> None:
