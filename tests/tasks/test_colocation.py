@@ -31,7 +31,9 @@ ROUND = [
 
 @pytest.fixture(scope="module")
 def config(tiny_assets: Path) -> RunConfig:
-    return tiny_config(tiny_assets, fleet=SHARED, checkpoint={"save_interval": 1})
+    """With a critic, which gives and takes memory with the actor."""
+    algorithm = {"use_rollout_logprobs": True, "advantage_estimator": "ppo"}
+    return tiny_config(tiny_assets, fleet=SHARED, checkpoint={"save_interval": 1}, algorithm=algorithm)
 
 
 @pytest.fixture(scope="module")
