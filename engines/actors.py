@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engines.rollout.sglang.launch import FurtherRank
     from engines.rollout.sglang.router import Router
     from engines.training.base import TrainingEngine
+    from storage.store import StoredFile
 
 
 def device_of(num_gpus: float) -> str:
@@ -221,7 +222,7 @@ class TrainingActor(WeightSource):
         scores = self._started.score(batch, role)
         return scores if self._rank == 0 else None
 
-    def save(self, store_url: str, folder: str) -> list[str]:
+    def save(self, store_url: str, folder: str) -> "list[StoredFile]":
         from storage.store import open_store
 
         return self._started.save(open_store(store_url), folder)

@@ -28,7 +28,8 @@ def setup_problems(config: RunConfig) -> list[str]:
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
     problems += weight_problems(config)
     if config.training.engine == "megatron":
-        for path in filter(None, (config.model.path, config.model.teacher_path)):
+        model = config.model
+        for path in filter(None, (model.path, model.ref_path, model.teacher_path, model.critic_path)):
             problems += megatron_problems(config.training, path)
     if config.training.lora.r and not problems:
         from engines.training.lora import lora_problems  # imports peft, which only those runs need
@@ -130,6 +131,7 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
                 yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
         return
     yield from plan_problems(rollout)
+    yield from _served_otherwise(config.model.path)
     try:
         installation = Installation.find()
         yield from option_problems(installation, "rollout.sglang", rollout.sglang)
@@ -138,6 +140,20 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
         yield from router_problems(installation, rollout.router or {})
     except SGLangMissing as error:
         yield f"rollout.engine: {error}"
+
+
+def _served_otherwise(path: str) -> Iterator[str]:
+    """What SGLang computes otherwise than the model's config.json says, without an error."""
+    try:
+        model = check_model_folder(path)
+    except BadModel:  # told of by _model_problems
+        return
+    if model.model_type == "qwen3_moe" and (model.mlp_only_layers or model.decoder_sparse_step != 1):
+        yield (
+            f"rollout.engine is sglang, which takes every layer of a qwen3_moe model for a mixture of experts; the "
+            f"config.json of {path} has dense ones (mlp_only_layers, decoder_sparse_step): set rollout.engine to "
+            "transformers"
+        )
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:

@@ -34,7 +34,7 @@ from storage.commits import OutputFile, Step
 from storage.errors import Damaged, Retired, StoreError
 from storage.paths import check_path
 from storage.schemas import ROLLOUT
-from storage.store import Store
+from storage.store import Store, StoredFile
 
 _PARTS = "write_ahead"
 _INPUTS_KEY = b"inputs_digest"
@@ -77,12 +77,11 @@ class Attempt:
         self.store.put_file(local, self.path(name))
         return OutputFile(path=self._in_run(name), bytes=size, sha256=sha256)
 
-    def adopt(self, name: str) -> OutputFile:
-        """Describe a file that someone else, such as an engine, wrote into the folder; its bytes are read back.
-        `name` is relative to the folder, or a store path inside it. Raises FileNotFoundError."""
-        name = name.removeprefix(f"{self.folder}/")
-        size, sha256 = self.store.sha256(self.path(name))
-        return OutputFile(path=self._in_run(name), bytes=size, sha256=sha256)
+    def adopt(self, file: StoredFile) -> OutputFile:
+        """Describe a file that someone else, such as an engine, wrote into the folder. It is not read: a checkpoint may
+        be larger than what one process reads in an hour."""
+        name = file.path.removeprefix(f"{self.folder}/")
+        return OutputFile(path=self._in_run(name), bytes=file.bytes, sha256=file.sha256)
 
     def discard_superseded(self) -> None:
         """Remove the write-ahead parts that a commit made useless, in the background and as far as it succeeds:

@@ -27,6 +27,16 @@ class Unfinished:
     """The upload's id on an object store."""
 
 
+@dataclass(frozen=True)
+class StoredFile:
+    """A file that was written, as its writer knows it."""
+
+    path: str
+    bytes: int
+    sha256: str
+    """Of the bytes that were handed to the store."""
+
+
 class Store(Protocol):
     """Paths are relative to the root, with "/" between names (see `storage.paths`).
 

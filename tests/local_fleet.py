@@ -8,7 +8,7 @@ from engines.colocation import Turns
 from engines.rollout.transformers import TransformersEngine
 from engines.training.torch import TorchEngine
 from engines.types import Completion, GenerateRequest
-from storage.store import open_store
+from storage.store import StoredFile, open_store
 
 
 class LocalRollout:
@@ -55,7 +55,7 @@ class LocalTraining:
         self.updates += 1
         return self.engine.train(*args, **kwargs)
 
-    def save(self, store_url: str, folder: str) -> list[str]:
+    def save(self, store_url: str, folder: str) -> list[StoredFile]:
         return self.engine.save(open_store(store_url), folder)
 
     def load(self, store_url: str, folder: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engines.types import Position, Role, TrainBatch, TrainResult
-from storage.store import Store
+from storage.store import Store, StoredFile
 
 
 class TrainingEngine(Protocol):
@@ -76,8 +76,8 @@ class TrainingEngine(Protocol):
     def export_hf(self, folder: Path) -> None:
         """Write the weights, config and generation config as a model folder in Hugging Face format, on rank 0."""
 
-    def save(self, store: Store, folder: str) -> list[str]:
-        """Write the whole state below `folder`; returns the paths on rank 0, none elsewhere. Raises what the store
+    def save(self, store: Store, folder: str) -> list[StoredFile]:
+        """Write the whole state below `folder`; returns all files on rank 0, none elsewhere. Raises what the store
         raises."""
 
     def load(self, store: Store, folder: str) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save as save_safetensors
 from engines.training.sharding import copy_part, whole
 from storage.canonical import seal, unseal
 from storage.errors import Damaged
-from storage.store import Store
+from storage.store import Store, StoredFile
 
 FORMAT = 1
 STATE = "training_state.json"
@@ -97,8 +97,8 @@ def write_state(
     *,
     weight_version: int,
     state_digest: str,
-) -> list[str]:
-    """Write the files of a state and then its description; returns all paths. Raises what the store raises."""
+) -> list[StoredFile]:
+    """Write the files of a state and then its description; returns all of them. Raises what the store raises."""
     written: list[CheckpointFile] = []
     for kind, tensors in files:
         data = save_safetensors(tensors)
@@ -113,8 +113,15 @@ def write_state(
         store.write(f"{folder}/{file.name}", data)
         written.append(file)
     state = TrainingState(format=FORMAT, weight_version=weight_version, state_digest=state_digest, files=written)
-    store.write(f"{folder}/{STATE}", seal(state.model_dump()))
-    return [f"{folder}/{name}" for name in [*(file.name for file in written), STATE]]
+    stored = [StoredFile(f"{folder}/{file.name}", file.bytes, file.sha256) for file in written]
+    return [*stored, write_sealed(store, f"{folder}/{STATE}", state)]
+
+
+def write_sealed(store: Store, path: str, state: Described) -> StoredFile:
+    """Write the description of a checkpoint, which makes it one. Raises what the store raises."""
+    data = seal(state.model_dump())
+    store.write(path, data)
+    return StoredFile(path, len(data), hashlib.sha256(data).hexdigest())
 
 
 def read_description(store: Store, folder: str) -> TrainingState:

@@ -14,6 +14,7 @@ from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.handles import Actor, EngineHandle
 from engines.types import Position, Role, TrainBatch, TrainResult
 from engines.weights.layout import Layout
+from storage.store import StoredFile
 
 FAILURE_GRACE = 10.0
 """Seconds that the other ranks get to end a call after one of them failed."""
@@ -54,7 +55,7 @@ class TrainingHandle(EngineHandle):
         """[R_i] float32 for each sample: log-probs of its response tokens, or the critic's values."""
         return self._on_all("score", put(batch), role)[0]
 
-    def save(self, store_url: str, folder: str) -> list[str]:
+    def save(self, store_url: str, folder: str) -> list[StoredFile]:
         """Write a checkpoint below `folder`; returns its files."""
         return self._on_all("save", _absolute(store_url), folder)[0]
 

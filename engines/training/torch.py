@@ -36,7 +36,7 @@ from engines.training.process import prepare_process
 from engines.training.sharding import raise_together, shard_model, whole
 from engines.training.value_model import load_value_model
 from engines.types import TrainBatch
-from storage.store import Store
+from storage.store import Store, StoredFile
 
 
 class TorchEngine(ExactlyOnceEngine):
@@ -117,20 +117,21 @@ class TorchEngine(ExactlyOnceEngine):
             if self._rank == 0:
                 save_adapters(self._model, adapters, folder / "adapter")
 
-    def save(self, store: Store, folder: str) -> list[str]:
+    def save(self, store: Store, folder: str) -> list[StoredFile]:
         self._require_ready()
         digest = self.state_digest()
-        paths, error = [], None
+        written: list[StoredFile] = []
+        error: Exception | None = None
         files = gather_files(self._state(), keep=self._rank == 0)
         try:
             if self._rank == 0:
-                paths = write_state(store, folder, files, weight_version=self._version, state_digest=digest)
+                written = write_state(store, folder, files, weight_version=self._version, state_digest=digest)
         except Exception as failure:  # raised below, once the other ranks are free
             error = failure
         for _ in files:  # the gathering goes on to its end on every rank
             pass
         raise_together(error, self._world_size, self._device)
-        return paths
+        return written
 
     def load(self, store: Store, folder: str) -> None:
         self._require_onloaded()

@@ -12,6 +12,7 @@ from configs.loader import ConfigError, parse
 from configs.schema.run import RunConfig
 from examples.quickstart.model import build_model, build_tokenizer
 from flows.validation import data_problems, setup_problems
+from tests.engines.training.builders import model_folder
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +203,18 @@ def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_na
     sections = sections | {"rollout": base | sections.get("rollout", {})}
     problems = setup_problems(config(model, data, **sections))
     assert any(problem in found for found in problems), problems
+
+
+def test_layers_that_sglang_would_take_for_others_are_named(data: Path, tmp_path: Path) -> None:
+    rollout = {"engine": "sglang", "num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16}
+    mixed = model_folder(tmp_path / "mixed", "qwen3_moe")
+    problems = setup_problems(config(mixed, data, rollout=rollout))
+    assert any("takes every layer of a qwen3_moe model for a mixture of experts" in found for found in problems)
+    text = (mixed / "config.json").read_text()
+    (mixed / "config.json").write_text(text.replace('"mlp_only_layers": [\n    1\n  ]', '"mlp_only_layers": []'))
+    assert (mixed / "config.json").read_text() != text
+    problems = setup_problems(config(mixed, data, rollout=rollout))
+    assert not any("mixture of experts" in found for found in problems)
 
 
 def test_the_disk_needs_a_folder_and_a_comparison_needs_the_trainer_awake(model: Path, data: Path) -> None:

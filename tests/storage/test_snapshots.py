@@ -17,7 +17,7 @@ from storage.errors import Damaged, StoreError
 from storage.ledger import Ledger
 from storage.schemas import ADVANTAGE, ROLLOUT
 from storage.snapshots import Attempt, WriteAhead, read_table
-from storage.store import Store, open_store
+from storage.store import Store, StoredFile, open_store
 from storage.tables import to_parquet
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
@@ -64,10 +64,10 @@ def test_files_put_or_adopted_have_the_digest_of_their_bytes(ledger: Ledger, tmp
     attempt = _attempt(ledger)
     put = attempt.put_file("hf/model.safetensors", tmp_path / "weights")
     ledger.store.write(f"{attempt.folder}/by-engine/rank-0", data)
-    adopted = attempt.adopt("by-engine/rank-0")
+    adopted = attempt.adopt(StoredFile(f"{attempt.folder}/by-engine/rank-0", len(data), put.sha256))
+    assert adopted.path == put.path.replace("hf/model.safetensors", "by-engine/rank-0")
     assert put.sha256 == adopted.sha256 == hashlib.sha256(data).hexdigest()
     assert put.bytes == adopted.bytes == len(data)
-    assert attempt.adopt(f"{attempt.folder}/by-engine/rank-0") == adopted
     assert ledger.store.read(layout.in_run(ledger.run, put.path)) == data
 
 

@@ -30,12 +30,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from pydantic import BaseModel, Field
 
 from engines.errors import EngineError
-from engines.training.checkpoint import Described, read_sealed
+from engines.training.checkpoint import Described, read_sealed, write_sealed
 from engines.training.megatron.learner import MegatronLearner
 from engines.training.sharding import raise_together
-from storage.canonical import seal
 from storage.errors import Damaged
-from storage.store import Store
+from storage.store import Store, StoredFile
 
 FORMAT = 1
 STATE = "megatron_state.json"
@@ -68,8 +67,8 @@ class MegatronState(Described):
 
 def save(
     store: Store, folder: str, learners: Mapping[str, MegatronLearner], *, weight_version: int, state_digest: str
-) -> list[str]:
-    """Write the state of actor and critic; all ranks take part. Returns all paths on rank 0, none elsewhere. Raises
+) -> list[StoredFile]:
+    """Write the state of actor and critic; all ranks take part. Returns all files on rank 0, none elsewhere. Raises
     what the store raises."""
     device = next(learners["actor"].chunks[0].parameters()).device
     error: Exception | None = None
@@ -85,9 +84,9 @@ def save(
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     files = [file for held in every for file in held]
-    rank = dist.get_rank()
+    stored: list[StoredFile] = []
     try:
-        if rank == 0:
+        if dist.get_rank() == 0:
             state = MegatronState(
                 format=FORMAT,
                 weight_version=weight_version,
@@ -95,11 +94,12 @@ def save(
                 use_distributed_optimizer=learners["actor"].optimizer.config.use_distributed_optimizer,
                 files=files,
             )
-            store.write(f"{folder}/{STATE}", seal(state.model_dump()))
+            stored = [StoredFile(f"{folder}/{file.name}", file.bytes, file.sha256) for file in files]
+            stored.append(write_sealed(store, f"{folder}/{STATE}", state))
     except Exception as failure:
         error = failure
     raise_together(error, dist.get_world_size(), device)
-    return [f"{folder}/{name}" for name in [*(file.name for file in files), STATE]] if rank == 0 else []
+    return stored
 
 
 def read_description(store: Store, folder: str) -> MegatronState:

@@ -27,7 +27,7 @@ from engines.training.megatron.vocabulary import Policy
 from engines.training.process import join_process_group, prepare_process
 from engines.training.sharding import raise_together
 from engines.weights.checksum import digest
-from storage.store import Store
+from storage.store import Store, StoredFile
 
 
 class MegatronEngine(ExactlyOnceEngine):
@@ -96,7 +96,7 @@ class MegatronEngine(ExactlyOnceEngine):
         weights = self._actor.state.gather_weights(self._dtype)
         write_model_folder(self._folder, weights, folder, dtype=self._dtype, write=self._rank == 0)
 
-    def save(self, store: Store, folder: str) -> list[str]:
+    def save(self, store: Store, folder: str) -> list[StoredFile]:
         self._require_ready()
         # Megatron does not write a count of 0 steps, and torch's Adam does not load without one; `load` sets it anyway.
         for role, learner in self._learners.items():
