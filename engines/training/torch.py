@@ -88,7 +88,7 @@ class TorchEngine(ExactlyOnceEngine):
         if algorithm.use_critic:
             critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
             self._learners["critic"] = TorchLearner(
-                critic, partial(value_objective, value_clip=algorithm.value_clip), training.of_critic, world_size
+                critic, partial(value_objective, value_clip=algorithm.value_clip), training, world_size
             )
             self._scorers["critic"] = partial(self._responses, critic, read_values)
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,24 @@ def test_fingerprints_and_digests_of_equal_bits_are_those_of_the_cpu(folder: Pat
     cpu, gpu = make_engine(folder), make_engine(folder, device="cuda")
     assert gpu.state_digest() == cpu.state_digest()
     assert gpu.weights_checksum("bfloat16") == cpu.weights_checksum("bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_is_trained_as_on_the_cpu_and_moves_out_of_the_way_with_the_actor(folder: Path, dtype: str) -> None:
+    options: dict[str, Any] = {"algorithm": AlgorithmConfig(advantage_estimator="ppo"), "dtype": dtype}
+    (cpu, expected), (gpu, found) = five_updates(folder, **options), five_updates(folder, **options, device="cuda")
+    for a, b in zip(expected, found, strict=True):
+        assert b["value_loss"] == pytest.approx(a["value_loss"], rel=1e-3 if dtype == "float32" else 0.05)
+    values = gpu.score(BATCH, "critic")
+    if dtype == "float32":
+        for a, b in zip(cpu.score(BATCH, "critic"), values, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-3)
+    held = torch.cuda.memory_allocated()
+    gpu.offload()
+    assert torch.cuda.memory_allocated() < held
+    gpu.onload()
+    for a, b in zip(gpu.score(BATCH, "critic"), values, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_adapters_are_trained_as_on_the_cpu_and_given_out_the_same_while_offloaded(folder: Path) -> None:

@@ -145,11 +145,13 @@ def test_without_training_the_actor_the_critic_alone_learns_and_the_actors_sched
     assert engine.weights_checksum() == plain.weights_checksum()  # as from a first step: bias correction included
 
 
+@pytest.mark.parametrize(("dtype", "announced"), [("float32", 1), ("bfloat16", 1), ("float32", 0)])
 def test_both_roles_go_on_bitwise_after_a_load_and_around_an_offload(
-    folder: Path, tmp_path: Path, batch: TrainBatch
+    folder: Path, tmp_path: Path, batch: TrainBatch, dtype: str, announced: int
 ) -> None:
-    waiting = PPO.model_copy(update={"num_critic_only_steps": 1})
-    engine, loaded = (make_engine(folder, algorithm=waiting, max_tokens_per_gpu=120) for _ in range(2))
+    """Also where the actor waited without an option that says so."""
+    waiting = PPO.model_copy(update={"num_critic_only_steps": announced})
+    engine, loaded = (make_engine(folder, algorithm=waiting, max_tokens_per_gpu=120, dtype=dtype) for _ in range(2))
     store = open_store(str(tmp_path))
     engine.train(batch, num_steps=1, expected_version=0, input_digest="d", train_actor=False)
     engine.train(batch, num_steps=1, expected_version=1, input_digest="d")
