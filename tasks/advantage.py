@@ -56,13 +56,13 @@ def advantage(
         pairs = zip(_old_log_probs(samples, scored, algorithm), arrays(scored, "ref_log_probs"), strict=True)
         fields["kl"] = [kl_divergence(current, ref, algorithm.kl_loss_type) for current, ref in pairs]
     advantages, returns = estimate(rewards_per_group, lengths, algorithm, loss_masks=masks, **fields)
-    metrics = {name: float(np.concatenate(lists).mean()) for name, lists in fields.items() if name == "kl"}
+    metrics = {"kl": _mean_of_trained(fields["kl"], masks)} if "kl" in fields else {}
     if algorithm.use_opd:
         assert scored is not None
         teacher = arrays(scored, "teacher_log_probs")
         divergences = reverse_kl(_old_log_probs(samples, scored, algorithm), teacher)
         advantages = distil(advantages, divergences, masks, algorithm.opd_kl_coef)
-        metrics["opd_reverse_kl"] = float(np.concatenate(divergences)[np.concatenate(masks).astype(bool)].mean())
+        metrics["opd_reverse_kl"] = _mean_of_trained(divergences, masks)
     if algorithm.normalize_advantages:
         advantages = normalise(advantages, masks)
     rewards_flat = np.concatenate(rewards_per_group)
@@ -97,6 +97,10 @@ def advantage(
 def _old_log_probs(samples: pa.Table, scored: pa.Table, algorithm: AlgorithmConfig) -> list[np.ndarray]:
     """[T_i] of each sample: under the policy before the update, as the loss has them."""
     return arrays(samples if algorithm.use_rollout_logprobs else scored, "log_probs")
+
+
+def _mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
+    return float(np.concatenate(fields)[np.concatenate(masks).astype(bool)].mean())
 
 
 def _constant_groups(rewards_per_group: Sequence[np.ndarray]) -> dict[str, int]:
