@@ -31,11 +31,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return builders.model_folder(tmp_path_factory.mktemp("model"), request.param)
 
 
-def megatron(folder: Path, **options: Any) -> Any:
+def megatron(folder: Path, algorithm: AlgorithmConfig = ALGORITHM, **options: Any) -> Any:
     return make_engine(
         ModelConfig(path=str(folder)),
         TrainingConfig.model_validate({"engine": "megatron", "num_gpus_per_rank": 1, **OPTIONS, **options}),
-        ALGORITHM,
+        algorithm,
         temperature=1.0,
         total_steps=100,
         device="cuda",
@@ -56,6 +56,19 @@ def test_updates_are_near_those_of_the_torch_engine(folder: Path, dtype: str) ->
     for found, expected in zip(five_updates(engine), five_updates(reference), strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=bound, abs=bound)
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=bound)
+
+
+def test_values_and_updates_of_a_critic_are_near_those_of_the_torch_engine(folder: Path) -> None:
+    ppo = ALGORITHM.model_copy(update={"advantage_estimator": "ppo"})
+    engines = (
+        builders.make_engine(folder, algorithm=ppo, device="cuda", **OPTIONS),
+        megatron(folder, algorithm=ppo, dtype="float32"),
+    )
+    for expected, found in zip(*(engine.score(BATCH, "critic") for engine in engines), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    for expected, found in zip(*map(five_updates, engines), strict=True):
+        assert found["value_loss"] == pytest.approx(expected["value_loss"], rel=1e-3, abs=1e-3)
+        assert found["critic_grad_norm"] == pytest.approx(expected["critic_grad_norm"], rel=1e-3)
 
 
 def test_a_checkpoint_goes_on_where_it_was_saved(folder: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
+from storage.errors import StoreRefused
 from storage.store import Store, open_store
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, PPO, SP, TRAINING, ZERO
@@ -55,6 +56,21 @@ def train(engine: Any, first: int, count: int) -> list[dict[str, float]]:
         engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
         for version in range(first, first + count)
     ]
+
+
+class FullStore:
+    """A store that has no room for what one rank writes of the critic."""
+
+    def __init__(self, store: Store, *, full: bool) -> None:
+        self._store, self._full = store, full
+
+    def put_file(self, local: Path, path: str) -> None:
+        if self._full and "/critic/" in path:
+            raise StoreRefused("no space left")
+        self._store.put_file(local, path)
+
+    def write(self, path: str, data: bytes) -> None:
+        self._store.write(path, data)
 
 
 def offloaded(engine: Any, store: Store) -> dict[str, Any]:
@@ -135,6 +151,9 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     train(plain, 1, 1)
     report["plain resumed"] = plain.state_digest()
     engine = engine_of(folder, PP, rank)
+    full: Any = FullStore(store, full=rank == 1)
+    report["failed save"] = raised(lambda: engine.save(full, "full"))
+    report["described"] = store.exists("full/megatron_state.json")
     engine.save(store, "last")
     report["wrong version"] = raised(lambda: train(engine, 7, 1))
     assert BATCH.advantages is not None
@@ -234,6 +253,13 @@ def test_a_teacher_of_another_family_scores_as_it_does_in_pytorch(reports: list[
 def test_save_names_every_file_on_rank_0_alone(reports: list[dict[str, Any]]) -> None:
     assert [report["tensor"]["whole"] for report in reports] == [True, False]
     assert reports[0]["tensor"]["files"] > 2 * 2
+
+
+def test_a_save_that_one_rank_cannot_finish_fails_on_all_and_leaves_no_checkpoint(
+    reports: list[dict[str, Any]],
+) -> None:
+    assert [report["failed save"] for report in reports] == ["EngineError", "StoreRefused"]
+    assert not any(report["described"] for report in reports)
 
 
 def test_refused_updates_change_nothing(reports: list[dict[str, Any]]) -> None:
