@@ -178,7 +178,5 @@ class TrainingConfig(Section):
             raise ValueError(f"min_lr ({self.min_lr}) is above critic_lr ({self.critic_lr})")
         for name in ("lr_warmup_iters", "critic_lr_warmup_iters"):
             if self.lr_decay_iters is not None and getattr(self, name) >= self.lr_decay_iters:
-                raise ValueError(
-                    f"{name} ({getattr(self, name)}) must be below lr_decay_iters ({self.lr_decay_iters})"
-                )
+                raise ValueError(f"{name} ({getattr(self, name)}) must be below lr_decay_iters ({self.lr_decay_iters})")
         return self
