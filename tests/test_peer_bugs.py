@@ -22,7 +22,7 @@ from storage.errors import RunDiffers, StoreError
 from storage.ledger import Ledger
 from storage.schemas import Status
 from storage.snapshots import read_table
-from storage.store import open_store
+from storage.store import StoredFile, open_store
 from storage.verification import verify
 from tasks.context import RunContext
 from tasks.data import BadData
@@ -354,9 +354,9 @@ def test_a_torn_upload_is_no_checkpoint(tiny_assets: Path, tmp_path: Path) -> No
     fleet = LocalFleet(config)
     save = fleet.training.save
 
-    def torn(store_url: str, folder: str) -> list[str]:
+    def torn(store_url: str, folder: str) -> list[StoredFile]:
         written = save(store_url, folder)
-        last = tmp_path / "torn" / written[-2]
+        last = tmp_path / "torn" / written[-2].path
         last.write_bytes(last.read_bytes()[:1000])
         raise Dies
 
