@@ -1,5 +1,6 @@
 """The command that turns checkpoints into model folders and back: convert."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,8 @@ def convert(
         raise BadInput(f"{source} is a checkpoint: give --model, the model folder that its run began with")
     if dtype not in ("float32", "bfloat16"):
         raise BadInput(f"--dtype is {dtype}; it is float32 or bfloat16")
+    # Of packages that it can do without, and of how it uses PyTorch: nobody who converts can mend that.
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     engine = make_engine(
         ModelConfig(path=str(source if from_model else model)),
         TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype}),
