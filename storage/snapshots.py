@@ -79,8 +79,10 @@ class Attempt:
 
     def adopt(self, file: StoredFile) -> OutputFile:
         """Describe a file that someone else, such as an engine, wrote into the folder. It is not read: a checkpoint may
-        be larger than what one process reads in an hour."""
+        be larger than what one process reads in an hour. Raises FileNotFoundError if it is not there."""
         name = file.path.removeprefix(f"{self.folder}/")
+        if not self.store.exists(self.path(name)):
+            raise FileNotFoundError(f"{self.path(name)} is not in the store, although its writer says so")
         return OutputFile(path=self._in_run(name), bytes=file.bytes, sha256=file.sha256)
 
     def discard_superseded(self) -> None:

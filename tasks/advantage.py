@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from configs.schema.algorithm import AlgorithmConfig
+from engines.training.losses.kl import kl_divergence
 from storage.commits import Commit, Step
 from storage.schemas import ADVANTAGE, Status
 from tasks.advantages import get_estimator
 from tasks.advantages.distillation import distil, reverse_kl
-from tasks.advantages.kl import kl_divergence
 from tasks.advantages.normalization import normalise
 from tasks.batch import arrays, rows_of_groups
 from tasks.step import Outcome, StepCall, durable
@@ -54,7 +55,10 @@ def advantage(
     if algorithm.kl_coef > 0:
         assert scored is not None
         pairs = zip(_old_log_probs(samples, scored, algorithm), arrays(scored, "ref_log_probs"), strict=True)
-        fields["kl"] = [kl_divergence(current, ref, algorithm.kl_loss_type) for current, ref in pairs]
+        fields["kl"] = [
+            kl_divergence(torch.tensor(current).double(), torch.tensor(ref).double(), algorithm.kl_loss_type).numpy()
+            for current, ref in pairs
+        ]
     advantages, returns = estimate(rewards_per_group, lengths, algorithm, loss_masks=masks, **fields)
     metrics = {"kl": _mean_of_trained(fields["kl"], masks)} if "kl" in fields else {}
     if algorithm.use_opd:

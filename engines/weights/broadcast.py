@@ -63,6 +63,8 @@ def _leaving_on_failure(source: TrainingHandle, targets: Sequence[RolloutHandle]
                     engine.health()
                 except EngineDied as died:
                     raise died from failure
+                except EngineError:
+                    continue  # what it lacks is a consequence; the failure itself says more
         raise
 
 

@@ -69,6 +69,8 @@ def test_files_put_or_adopted_have_the_digest_of_their_bytes(ledger: Ledger, tmp
     assert put.sha256 == adopted.sha256 == hashlib.sha256(data).hexdigest()
     assert put.bytes == adopted.bytes == len(data)
     assert ledger.store.read(layout.in_run(ledger.run, put.path)) == data
+    with pytest.raises(FileNotFoundError, match="although its writer says so"):
+        attempt.adopt(StoredFile(f"{attempt.folder}/by-engine/rank-1", len(data), put.sha256))
 
 
 def test_equal_tables_have_equal_bytes() -> None:

@@ -5,14 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.algorithm import AlgorithmConfig, KLType
-from engines.training.losses.kl import kl_divergence as kl_of_the_loss
+from configs.schema.algorithm import AlgorithmConfig
 from tasks.advantages import get_estimator
-from tasks.advantages.kl import kl_divergence
 from tasks.advantages.normalization import normalise
 
 
@@ -95,14 +92,6 @@ def test_a_sample_without_a_trained_token_takes_no_part() -> None:
     assert not advantages[1].any()
     assert not returns[1].any()
     assert [len(a) for a in advantages] == [4, 3, 5]
-
-
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
-def test_the_divergence_that_rewards_are_lowered_by_is_that_of_the_loss(kind: KLType) -> None:
-    draw = np.random.default_rng(1)
-    ours, theirs = draw.normal(-3, 2, (2, 100)).astype(np.float32)
-    expected = kl_of_the_loss(torch.from_numpy(ours).double(), torch.from_numpy(theirs).double(), kind)
-    np.testing.assert_allclose(kl_divergence(ours, theirs, kind), expected, rtol=1e-12)
 
 
 def test_normalised_advantages_have_mean_0_and_variance_1_over_the_trained_tokens_of_the_batch() -> None:
