@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configs.schema.run import RunConfig
@@ -10,6 +11,7 @@ from flows.iteration import iteration, last_selection
 from storage.commits import Step
 from storage.errors import Damaged
 from storage.schemas import Disposition
+from tasks.batch import arrays
 from tasks.context import RunContext
 from tasks.filter import BatchNotFilled, trained_groups
 from tasks.recovery import ReplayDiverged, restore_trainer
@@ -210,6 +212,22 @@ def test_scored_algorithms_train_and_resume(
     assert run_iterations(tmp_path / "resumed", config, 3) == undisturbed
     with tiny_context(str(tmp_path / "resumed"), config) as (run, _):
         assert run.committed(2, Step.TRAIN).weight_version_out == 3 * config.training.num_steps_per_rollout
+
+
+def test_rewards_are_lowered_where_the_policy_has_left_the_reference(tiny_assets: Path, tmp_path: Path) -> None:
+    algorithm = {"advantage_estimator": "ppo", "kl_coef": 0.5, "use_rollout_logprobs": False}
+    config = tiny_config(tiny_assets, algorithm=algorithm, training={"lr": 1e-2, "num_threads": 1})
+    run_iterations(tmp_path, config, 2)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        scored = run.read(run.committed(1, Step.SCORE))
+        estimated = run.read(run.committed(1, Step.ADVANTAGE))
+    policy, ref = (arrays(scored, name) for name in ("log_probs", "ref_log_probs"))
+    divergences = [(ours.astype(float) - theirs).sum() for ours, theirs in zip(policy, ref, strict=True)]
+    assert max(map(abs, divergences)) > 1e-3
+    # With gamma and lambd 1 the return of a sample's first token is all that follows.
+    returns = [sample[0] for sample in arrays(estimated, "returns")]
+    expected = estimated.column("reward").to_numpy() - 0.5 * np.array(divergences)
+    np.testing.assert_allclose(returns, expected, atol=1e-5)
 
 
 def _dies_at(run: RunContext, step: Step):  # type: ignore[no-untyped-def]
