@@ -182,11 +182,12 @@ class LocalStore:
 
     def unfinished(self, folder: str) -> list[Unfinished]:
         found = []
-        for path in sorted(self._path(folder).rglob(".*.tmp")):
-            with suppress(FileNotFoundError):  # finished since it was listed
-                status = path.stat()
-                found.append(Unfinished(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime))
-        return found
+        for parent, _, names in os.walk(self._path(folder)):
+            for path in (Path(parent, name) for name in names if _is_temporary(name)):
+                with suppress(FileNotFoundError):  # finished since it was listed
+                    status = path.stat()
+                    found.append(Unfinished(path.relative_to(self.root).as_posix(), status.st_size, status.st_mtime))
+        return sorted(found, key=lambda write: write.path)
 
     def list(self, folder: str) -> list[str]:
         target = self._path(folder)

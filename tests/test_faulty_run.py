@@ -161,12 +161,13 @@ def await_end(driver: "subprocess.Popen[bytes]", temporary: Path, copy: Path) ->
     deadline = time.monotonic() + DEADLINE
     while driver.poll() is None:
         assert time.monotonic() < deadline
-        for log in temporary.glob("**/logs/**/*"):
-            with suppress(FileNotFoundError):
-                if log.is_file():
-                    target = copy / log.relative_to(temporary)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(log, target)
+        for folder, _, names in os.walk(temporary):  # unlike glob, it minds no folder that goes away meanwhile
+            if "logs" in Path(folder).parts:
+                target = copy / Path(folder).relative_to(temporary)
+                target.mkdir(parents=True, exist_ok=True)
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        shutil.copyfile(Path(folder, name), target / name)
         time.sleep(1)
 
 
