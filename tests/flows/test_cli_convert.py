@@ -8,11 +8,13 @@ from safetensors.torch import load_file
 
 from tests.engines.training.builders import model_folder
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def cairn(*arguments: object) -> subprocess.CompletedProcess[str]:
     """In a process of its own, in which Megatron is made ready for the CPU."""
     command = [Path(sys.executable).with_name("cairn"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
 @pytest.fixture(scope="module")

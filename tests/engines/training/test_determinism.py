@@ -3,7 +3,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.engines.training.builders import model_folder
+
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_updates_resumed_by_a_fresh_process_end_bitwise_where_uninterrupted_ones_do(tmp_path: Path) -> None:
@@ -20,7 +24,7 @@ def test_updates_resumed_by_a_fresh_process_end_bitwise_where_uninterrupted_ones
         ]
         # Threads that spin while they wait are slow beyond measure on a busy machine.
         environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 

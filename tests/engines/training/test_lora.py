@@ -26,6 +26,8 @@ from storage.store import Store, open_store
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the launches
+
 EPS = 1e-5  # of Adam, large enough for a gradient near zero not to turn its rounding into a step of full size
 LORA = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 REFERENCE = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.05, kl_loss_type="k3")

@@ -13,6 +13,8 @@ from storage.store import open_store
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.sharded_cases import ALGORITHM, CLIP, PPO, launched, run_cases
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch
+
 Report = dict[str, Any]
 
 

@@ -15,7 +15,7 @@ from tests.engines.training.builders import make_batch, model_folder
 from tests.engines.training.megatron.cases import EP
 from tests.ray_fixtures import fleet_config
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 ASKED = [GenerateRequest(row, [5 + row, 6, 7, 90 - row], (1, 2), SamplingParams(12)) for row in range(4)]
 
@@ -24,8 +24,8 @@ ASKED = [GenerateRequest(row, [5 + row, 6, 7, 90 - row], (1, 2), SamplingParams(
 def fleet(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     config = fleet_config(
         model_folder(tmp_path_factory.mktemp("experts"), "qwen3_moe"),
-        training={"engine": "megatron", "world_size": 2, "megatron": EP, "lr": 1e-2, "timeout": 120},
-        fleet={"colocate": True, "start_timeout": 240, "call_timeout": 60, "update_weight_buffer_size": 64 * 1024},
+        training={"engine": "megatron", "world_size": 2, "megatron": EP, "lr": 1e-2, "timeout": 500},
+        fleet={"colocate": True, "start_timeout": 500, "call_timeout": 300, "update_weight_buffer_size": 64 * 1024},
     )
     with Fleet.start(config, name="megatron", total_steps=4) as fleet:
         yield fleet

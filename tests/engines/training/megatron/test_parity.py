@@ -23,6 +23,9 @@ BFLOAT16_BOUNDS = {"log-probs": 1e-1, "loss": 3e-3, "gradient norm": 1e-2, "weig
 """The same where forward and backward run in bfloat16, which has 8 bits of precision; loss and norm of the first update
 alone, since which tokens are clipped in the next ones turns on the last of them."""
 
+CLIPFRACS = {"pg_clipfrac", "tis_clipfrac", "value_clipfrac"}
+"""Shares of tokens, in which the last bit of a ratio may bring one over the bound."""
+
 LOSSES, NORMS = ("loss", "value_loss"), ("grad_norm", "critic_grad_norm")
 
 References = dict[tuple[str, bool, bool, bool], dict[str, Any]]
@@ -105,7 +108,9 @@ def test_five_clipped_updates_are_those_of_pytorch(
     if case.bfloat16:
         return
     for metrics, right in zip(report["metrics"], expected["metrics"], strict=True):
-        assert metrics == pytest.approx(right, rel=1e-4, abs=1e-5)
+        assert metrics.keys() == right.keys()
+        for name, value in metrics.items():
+            assert value == pytest.approx(right[name], rel=1e-4, abs=5e-2 if name in CLIPFRACS else 1e-5), name
 
 
 def test_all_ranks_report_the_same(reports: dict[str, list[dict[str, Any]]]) -> None:
