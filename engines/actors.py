@@ -251,8 +251,8 @@ class TrainingActor(WeightSource):
         timeout = timedelta(seconds=training.timeout)
         host, port = store_address
         store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
-        if device == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(ray.util.get_node_ip_address()))
+        # On GPUs too: Megatron makes groups over gloo beside those over NCCL.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(ray.util.get_node_ip_address()))
         distributed.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             store=store,
