@@ -1,12 +1,16 @@
 """One SGLang server for all tests of a session: it takes most of a minute to start."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.schema.rollout import RolloutConfig
 from engines.rollout.sglang.engine import SGLangEngine
+from tests.waiting import wait_for
 
 START_TIMEOUT = 240.0
 
@@ -35,3 +39,27 @@ def engine(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     engine = SGLangEngine(str(sglang_model), sglang_config(), "cpu", log, START_TIMEOUT)
     yield engine
     engine.close()
+
+
+def running(health: dict[str, Any]) -> int:
+    """Requests that a server runs or queues, by what its engine says of itself."""
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in health["loads"]["loads"])
+
+
+def is_decoding(health: dict[str, Any]) -> bool:
+    """Whether the server has sampled some tokens of what it runs: prompts of up to four tokens count for less."""
+    return any(load["num_used_tokens"] > 10 * load["num_running_reqs"] > 0 for load in health["loads"]["loads"])
+
+
+@contextmanager
+def once_decoding(health: Callable[[], dict[str, Any]], act: Callable[[], Any]) -> Iterator[None]:
+    """Have another thread do something as soon as the server is at work on what the body asks of it."""
+
+    def wait_and_act() -> None:
+        wait_for(lambda: is_decoding(health()), 60)
+        act()
+
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(wait_and_act)
+        yield
+        acting.result()

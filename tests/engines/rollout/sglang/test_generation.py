@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +22,13 @@ from engines.rollout.sglang.loads import Loads
 from engines.rollout.sglang.route import Route
 from engines.rollout.sglang.router import Router
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from tests.sglang_server import once_decoding, running
+from tests.waiting import wait_for
 
 CONTEXT = 1024
 Samples = dict[tuple[int, int], Completion]
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def requests(count: int, samples: int = 4, **params: object) -> list[GenerateRequest]:
@@ -55,44 +59,24 @@ def log_probs(model: PreTrainedModel, prompt: list[int], response: np.ndarray, t
     return found.gather(1, torch.tensor(response, dtype=torch.int64)[:, None])[:, 0].numpy()
 
 
-def running(engine: SGLangEngine) -> int:
-    """Requests that the server runs or queues."""
-    loads = engine.health()["loads"]
-    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads["loads"])
-
-
 @pytest.fixture
 def route(engine: SGLangEngine) -> Route:
     return Route.to(engine.server.url)
 
 
-@pytest.fixture(scope="module")
-def model(sglang_model: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
-
-
-@pytest.fixture(autouse=True)
-def initial_weights(engine: SGLangEngine, model: PreTrainedModel) -> None:
-    """Whatever another test left the server with."""
-    engine.begin_weight_update(0)
-    engine.update_weights({name: value.detach() for name, value in model.named_parameters()})
-    engine.end_weight_update()
-
-
-@pytest.mark.timeout(600)
 def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weights(
     engine: SGLangEngine, route: Route, model: PreTrainedModel
 ) -> None:
     asked = requests(12, max_new_tokens=300, temperature=0.9)
     aborted = threading.Event()
-    threading.Timer(1.0, aborted.set).start()
-    first = collect(generation(route, aborted, concurrency=24).run(asked))
+    with once_decoding(engine.health, aborted.set):
+        first = collect(generation(route, aborted, concurrency=24).run(asked))
     assert first.keys() == {(r, i) for r in range(12) for i in range(4)}
     parts = {key: sample for key, sample in first.items() if sample.finish_reason == FinishReason.ABORT}
     lengths = sorted(len(sample.response_ids) for sample in parts.values())
     assert lengths[0] == 0, "some waited with the client"
     assert 0 < lengths[-1] < 300, "some were under way"
-    assert running(engine) == 0
+    wait_until_idle(engine)
 
     changed = {name: value.detach() * 1.1 for name, value in model.named_parameters()}
     engine.begin_weight_update(1)
@@ -129,14 +113,12 @@ def _original(asked: list[GenerateRequest], part: GenerateRequest, index: int) -
 
 def test_an_abort_does_not_touch_what_others_asked_of_the_server(engine: SGLangEngine, route: Route) -> None:
     aborted = threading.Event()
-    others: Samples = {}
-    worker = threading.Thread(
-        target=lambda: others.update(collect(generation(route).run(requests(4, max_new_tokens=120))))
-    )
-    worker.start()
-    threading.Timer(0.5, aborted.set).start()
-    mine = collect(generation(route, aborted).run(requests(4, max_new_tokens=900)))
-    worker.join()
+    with ThreadPoolExecutor(2) as pool:
+        asked_by_others = pool.submit(lambda: collect(generation(route).run(requests(4, max_new_tokens=400))))
+        asked_by_me = pool.submit(lambda: collect(generation(route, aborted).run(requests(4, max_new_tokens=900))))
+        wait_for(lambda: running(engine.health()) >= 20, 60)  # some of either, of 16 and 16
+        aborted.set()
+        mine, others = asked_by_me.result(), asked_by_others.result()
     assert FinishReason.ABORT in {sample.finish_reason for sample in mine.values()}
     assert len(others) == 16
     assert {sample.finish_reason for sample in others.values()} <= {FinishReason.STOP, FinishReason.LENGTH}
@@ -147,24 +129,21 @@ def test_an_abort_reaches_the_servers_behind_a_router(engine: SGLangEngine, rout
     try:
         router.serve([engine.worker])
         aborted = threading.Event()
-        threading.Timer(1.0, aborted.set).start()
-        began = time.monotonic()
-        asked = requests(4, max_new_tokens=900)
-        done = collect(generation(Route(router.url, route.servers), aborted).run(asked))
-        assert time.monotonic() - began < 20
+        with once_decoding(engine.health, aborted.set):
+            done = collect(generation(Route(router.url, route.servers), aborted).run(requests(4, max_new_tokens=900)))
     finally:
         router.close()
     assert done.keys() == {(r, i) for r in range(4) for i in range(4)}
     parts = [sample for sample in done.values() if sample.finish_reason == FinishReason.ABORT]
     assert max(len(sample.response_ids) for sample in parts) > 0
-    assert running(engine) == 0
+    wait_until_idle(engine)
 
 
 def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, route: Route) -> None:
     most = 0
     streamed = generation(route, concurrency=3).run(requests(3, max_new_tokens=100))
     for _ in streamed:
-        most = max(most, running(engine))
+        most = max(most, running(engine.health()))
     assert 0 < most <= 3
 
 
@@ -202,10 +181,7 @@ def test_giving_up_the_stream_leaves_the_server_idle(engine: SGLangEngine, route
 
 
 def wait_until_idle(engine: SGLangEngine) -> None:
-    deadline = time.monotonic() + 5
-    while running(engine) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert running(engine) == 0
+    wait_for(lambda: running(engine.health()) == 0, 30)
 
 
 @contextmanager
@@ -243,10 +219,10 @@ def relay(server: str, answers: list[int | None]) -> Iterator[tuple[str, list[st
             await asyncio.sleep(0.05)
         await runner.cleanup()
 
-    worker = threading.Thread(target=lambda: asyncio.run(serve()))
+    worker = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     worker.start()
-    assert ready.wait(10)
     try:
+        assert ready.wait(60)
         yield address[0], seen
     finally:
         stop.set()

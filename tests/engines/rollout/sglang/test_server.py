@@ -14,10 +14,12 @@ from engines.rollout.sglang.server import Server
 OWNER = """
 import sys, time
 from pathlib import Path
+import psutil
 from engines.rollout.sglang.server import Server
 sleeping = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
 server = Server([sys.executable, "-c", sleeping], {}, 1, Path(sys.argv[1]))
-time.sleep(1)
+while not (server.pid and psutil.Process(server.pid).children()):
+    time.sleep(0.05)
 print(server.pid, flush=True)
 time.sleep(600)
 """
@@ -31,7 +33,7 @@ def test_a_server_dies_with_an_owner_that_is_killed(tmp_path: Path) -> None:
         family = [server, *server.children(recursive=True), server.parent()]
         assert len(family) == 3
         owner.kill()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
 
 

@@ -1,6 +1,7 @@
 """An engine of two tensor-parallel ranks in two processes that meet as if they were on two machines."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,9 @@ def assert_served(completions: list[Completion], reference: PreTrainedModel) -> 
 @torch.no_grad()
 def shaken(model: PreTrainedModel) -> PreTrainedModel:
     """The model with other weights."""
+    draw = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        parameter.add_(0.1 * torch.randn_like(parameter))
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
     return model
 
 
@@ -48,22 +50,21 @@ def test_two_machines_serve_and_take_weights_as_one_and_death_is_noticed(sglang_
     config, model = sglang_config(), str(sglang_model)
     plan = EnginePlan(nnodes=2, options={**config.sglang, "tp_size": 2})
     meeting = f"127.0.0.1:{free_port()}"
-    with ThreadPoolExecutor() as pool:
-        second = pool.submit(
-            launch,
-            model,
-            config,
-            "cpu",
-            plan,
-            Place(node_rank=1, dist_init_addr=meeting),
-            tmp_path / "1",
-            START_TIMEOUT,
-        )
-        place = Place(dist_init_addr=meeting)
-        engine = SGLangEngine(model, config, "cpu", tmp_path / "0", START_TIMEOUT, plan, place)
-        rank = FurtherRank(second.result().server)
-    reference = AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
-    try:
+    second_place = Place(node_rank=1, dist_init_addr=meeting)
+    with ExitStack() as closing:
+
+        def start_second() -> FurtherRank:
+            launched = launch(model, config, "cpu", plan, second_place, tmp_path / "1", START_TIMEOUT)
+            closing.callback(launched.server.stop)
+            return FurtherRank(launched.server)
+
+        with ThreadPoolExecutor() as pool:
+            second = pool.submit(start_second)
+            place = Place(dist_init_addr=meeting)
+            engine = SGLangEngine(model, config, "cpu", tmp_path / "0", START_TIMEOUT, plan, place)
+            closing.callback(engine.close)
+            rank = second.result()
+        reference = AutoModelForCausalLM.from_pretrained(sglang_model, dtype=torch.float32).eval()
         assert_served(greedy(engine), reference)
         shaken(reference).save_pretrained(tmp_path / "new")
         engine.begin_weight_update(1)
@@ -76,9 +77,6 @@ def test_two_machines_serve_and_take_weights_as_one_and_death_is_noticed(sglang_
         assert_served(greedy(engine), reference)
         server = psutil.Process(rank.health()["server_pid"])
         server.kill()
-        wait_for(lambda: not server.is_running(), 30)
+        wait_for(lambda: not server.is_running(), 60)
         with pytest.raises(EngineDied, match="a process of an SGLang server is gone"):
-            wait_for(lambda: rank.health() is None, 10)
-    finally:
-        rank.close()
-        engine.close()
+            wait_for(lambda: rank.health() is None, 60)
