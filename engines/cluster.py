@@ -102,18 +102,21 @@ class Cluster:
 
         At once: whoever touches the object store of a dead raylet first is ended by Ray without a word.
         """
-        head = {os.pidfd_open(process.pid): process.name() for process in _head()}
         with contextlib.ExitStack() as stack:
             ends = select.poll()
-            for descriptor in head:
-                stack.callback(os.close, descriptor)
-                ends.register(descriptor, select.POLLIN)
-            while not (died := ends.poll(LOOK_INTERVAL * 1000)):
-                if self._closing.is_set():
-                    return
+            names: dict[int, str] = {}
+            for process in _head():
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    descriptor = os.pidfd_open(process.pid)
+                    stack.callback(os.close, descriptor)
+                    names[descriptor] = process.name()
+                    ends.register(descriptor, select.POLLIN)
+            died = [name for name in HEAD if name not in names.values()]
+            while not died and not self._closing.is_set():
+                died = [names[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
         if self._closing.is_set():
             return
-        name = head[died[0][0]]
+        name = died[0]
         self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
         reaper.end_processes_with_files_in(str(self.folder))
 
@@ -225,7 +228,12 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
 
 def _head() -> list[psutil.Process]:
     """The processes of the head that this process has started."""
-    return [child for child in psutil.Process().children() if child.name() in HEAD]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if child.name() in HEAD:
+                found.append(child)
+    return found
 
 
 def _in_lasting_thread(work: Callable[[], None], end: threading.Event, timeout: float) -> None:

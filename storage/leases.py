@@ -16,9 +16,10 @@ runs/<run>/leases/000003.end.json       its outcome, when it gives the run back
 | elsewhere, not renewed any more | creates the next epoch |
 | any, with takeover | creates the next epoch |
 
-Of several drivers that create one epoch exactly one wins. A driver asks before each commit whether a newer epoch exists
-and stops if so; one that was suspended and taken over commits nothing when it wakes. Clocks of two machines may differ:
-a lease from elsewhere that looks expired is watched for a while first, and counts as expired only if nothing changes.
+Of several drivers that create one epoch exactly one wins. Right before each try at a commit a driver asks whether its
+own epoch is still there and a newer one is not, and stops otherwise: one that was suspended and taken over commits
+nothing when it wakes, but for a request that it had sent. Clocks of two machines may differ: a lease from elsewhere
+that looks expired is watched for a while first, and counts as expired only if nothing changes.
 """
 
 import itertools
@@ -203,7 +204,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise LeaseLost if this driver does not own the run any more, StoreError if its signs of life have not
-        reached the store for longer than the time to live. One request."""
+        reached the store for longer than the time to live. Two requests."""
         if self._ended.is_set():
             raise LeaseLost(f"this driver has given run {self.run!r} back")
         if self._store.exists(layout.lease(self.run, self.epoch + 1)):
@@ -216,6 +217,14 @@ class Lease:
             raise StoreError(
                 f"the lease on run {self.run!r} could not be renewed for {silent:.0f} s: {self._failure}"
             ) from self._failure
+        # Deleting a run ends its epochs, and the next run of its name begins with the first again.
+        try:
+            holder = _read(self._store, layout.lease(self.run, self.epoch))["holder"]["id"]
+        except FileNotFoundError:
+            holder = None
+        if holder != self.holder.id:
+            self._ended.set()  # no sign of life of this driver belongs to that epoch
+            raise LeaseLost(f"run {self.run!r} was deleted while this driver had it; this driver stops")
 
     def release(self, outcome: Outcome) -> None:
         """Give the run back and say how it went. A second call does nothing."""

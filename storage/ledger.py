@@ -217,7 +217,7 @@ class Ledger:
         """Make a snapshot exist: create its commit exclusively. Returns the commit that the ledger now has, which is
         another driver's if that was first (its `attempt` then differs). See `Commit` for the fields.
 
-        Raises LeaseLost, without writing, if a newer driver owns the run.
+        Raises LeaseLost, without creating it, if this driver does not own the run any more: it looks before each try.
         """
         lease = self._held_lease()
         commit = Commit(
@@ -240,9 +240,8 @@ class Ledger:
             committed_at=time.time(),
             environment=environment,
         )
-        lease.check()
         path = layout.commit(self.run, iteration, step, shard)
-        if not self.store.create(path, commit.to_bytes()):
+        if not self.store.create(path, commit.to_bytes(), lease.check):
             first = self._read(path)
             if first is None:
                 raise StoreError(f"{path} could not be created, yet it is not there")

@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -145,12 +145,13 @@ class LocalStore:
             _write_synced(temporary, data)
             os.replace(temporary, target)
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         target = self._path(path)
         if not data:
             raise ValueError(f"cannot create {path} without content")
         with _named_errors("create", target), self._replacing(target) as temporary:
             _write_synced(temporary, data)
+            guard()
             try:
                 os.link(temporary, target)
                 return True

@@ -122,11 +122,12 @@ class S3Store:
     def write(self, path: str, data: bytes) -> None:
         self._retrying(lambda: self._call(path, self._s3.pipe_file, self._full(path), data))
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if not 0 < len(data) <= _LARGEST_MARKER:
             raise ValueError(f"cannot create {path} from {len(data)} bytes: one to {_LARGEST_MARKER} are possible")
 
         def create_once() -> bool:
+            guard()
             try:
                 self._call(path, self._s3.pipe_file, self._full(path), data, mode="create")
                 return True

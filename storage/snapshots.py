@@ -197,7 +197,13 @@ class WriteAhead:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as second:  # what broke the work off is what its caller must hear of
+            error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
     def append(self, table: pa.Table) -> None:
         """Hand over finished groups, each of them whole, in the ROLLOUT schema. Returns at once."""

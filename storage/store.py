@@ -5,6 +5,7 @@ all, and of several creators of one path exactly one wins.
 """
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -65,13 +66,15 @@ class Store(Protocol):
         """Write or replace a file. Atomic: a reader sees the old bytes or the new. Durable when it returns. Of several
         writers the last wins; nothing says which was last."""
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         """Write a file unless one is there; True if this call created it. Atomic, durable, and exclusive: of all who
         create a path exactly one wins.
 
         On an object store the reply may be lost after the object was made. Then, as after any refusal, the object is
         read again and this call has won if it holds exactly `data`. So data must be unlike anyone else's (a random id
         or a digest in it makes sure), small (one PUT carries it) and not empty.
+
+        `guard` is called right before each try; what it raises ends the creation and is raised.
         """
 
     def exists(self, path: str) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from engines.cluster import Cluster, ClusterError
+from engines import cluster
+from engines.cluster import HEAD, Cluster, ClusterError
 from engines.reaper import end_processes_with_files_in, processes_with_files_in
 from tests.engines.training.builders import model_folder
 from tests.shared_memory import orphans_since, segments
@@ -249,3 +250,22 @@ def resources_in_use(address: str) -> dict[str, float]:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     return json.loads(found.stdout)
+
+
+@pytest.mark.parametrize("head", ["gcs_server", "raylet"])
+def test_a_part_of_the_head_that_ended_before_it_was_watched_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    stand_ins = {name: subprocess.Popen([shutil.copy("/bin/sleep", tmp_path / name), "60"]) for name in HEAD}
+    listed = [psutil.Process(stand_in.pid) for stand_in in stand_ins.values()]
+    monkeypatch.setattr(cluster, "_head", lambda: listed)
+    stand_ins[head].kill()
+    stand_ins[head].wait()
+    started = Cluster(None, tmp_path)
+    try:
+        started.watch()
+    finally:
+        for stand_in in stand_ins.values():
+            stand_in.kill()
+            stand_in.wait()
+    assert started.lost == f"the Ray cluster of this driver is gone: its {head} died, and all engines with it"

@@ -5,8 +5,8 @@ import pytest
 from storage import layout
 from storage.commits import Step
 from storage.deletion import delete_run
-from storage.errors import BeingDeleted, LeaseHeld, SharedWithForks
-from storage.leases import Outcome
+from storage.errors import BeingDeleted, LeaseHeld, LeaseLost, SharedWithForks
+from storage.leases import Holder, Outcome, newest_lease
 from storage.ledger import Ledger, Parent, list_runs
 from storage.local import LocalStore
 from storage.store import Store
@@ -20,6 +20,11 @@ def _write_run(store: Store, run: str = "run-1") -> Ledger:
         commit_step(ledger, iteration, Step.ROLLOUT, "00-000", table=rollout_table([iteration]))
     lease.release(Outcome.COMPLETED)
     return ledger
+
+
+def _commits_and_files(store: Store) -> set[str]:
+    """All but leases, which are renewed all the time."""
+    return {path for path in store.find("runs") if "/leases/" not in path}
 
 
 def test_nothing_of_a_deleted_run_is_left_and_another_run_is_whole(store: Store) -> None:
@@ -38,10 +43,10 @@ def test_nothing_of_a_deleted_run_is_left_and_another_run_is_whole(store: Store)
 def test_a_run_with_a_live_driver_is_left_alone(store: Store) -> None:
     ledger = _write_run(store)
     ledger.acquire()
-    before = set(store.find("runs"))
+    before = _commits_and_files(store)
     with pytest.raises(LeaseHeld):
         delete_run(store, "run-1")
-    assert set(store.find("runs")) == before
+    assert _commits_and_files(store) == before
 
 
 def test_a_run_that_forks_share_is_left_alone(store: Store) -> None:
@@ -95,3 +100,23 @@ def test_a_deletion_that_crashed_anywhere_can_be_finished_and_nothing_opens_the_
         delete_run(store, "run-1")
         assert store.find("runs") == {}
     assert moments >= 9, "three commits, their files, the lease and the manifest"
+
+
+def test_a_driver_whose_run_was_deleted_touches_nothing_of_the_next_run_of_that_name(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten = Ledger.create(store, "run-1", CONFIG)
+    forgotten.acquire()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(Holder, "is_gone", lambda holder: True)
+        delete_run(store, "run-1")
+    heir = Ledger.create(store, "run-1", CONFIG)
+    heir.acquire()
+    with pytest.raises(LeaseLost, match="'run-1' was deleted while this driver had it"):
+        commit_step(forgotten, 0, Step.SYNC)
+    assert forgotten.lease is not None
+    forgotten.lease.release(Outcome.FAILED)
+    assert heir.find(0, Step.SYNC) is None
+    state = newest_lease(store, "run-1")
+    assert state is not None
+    assert (state.epoch, state.outcome) == (1, None)

@@ -1,5 +1,6 @@
 """`retention`: what a run may lose, that it loses nothing else, and that it says so."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -163,11 +164,11 @@ class _ForkingStore(LocalStore):
 
     armed = False
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if self.armed and "/retired/" in path:
             self.armed = False
             Ledger.create(self, "fork", CONFIG, parent=Parent(run="run-1", iteration=6))
-        return super().create(path, data)
+        return super().create(path, data, guard)
 
 
 def test_a_fork_made_while_files_are_retired_keeps_them_or_is_refused(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import pytest
 
 from storage import layout, s3
 from storage.commits import Step
-from storage.errors import StoreError, StoreRefused
+from storage.errors import LeaseLost, StoreError, StoreRefused
 from storage.ledger import Ledger
 from storage.s3 import S3Store
 from storage.store import open_store, probe
 from tests.faulty_s3 import Fault, FaultyProxy, faulty_proxy, proxy_process
 from tests.s3 import S3Server, moto_server, use_server
+from tests.storage.builders import commit_step
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -171,3 +173,23 @@ def test_keys_in_the_address_are_refused_and_not_repeated() -> None:
         open_store("s3://AKIAEXAMPLE:hunter2@bucket/prefix")
     assert "hunter2" not in str(caught.value)
     assert "AKIAEXAMPLE" not in str(caught.value)
+
+
+def test_a_driver_that_is_taken_over_while_it_tries_a_commit_again_commits_nothing(
+    faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "_REQUEST_ATTEMPTS", 1)
+    ledger = Ledger.create(faulty_store, "run-1", {})
+    ledger.acquire()
+    proxy.plan = lambda method, path: Fault.UNAVAILABLE if method == "PUT" and path.endswith("sync.json") else None
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit_step, ledger, 0, Step.SYNC)
+        wait_for(lambda: proxy.happened)
+        successor = Ledger.open(faulty_store, "run-1")
+        successor.acquire(takeover=True)
+        on_the_way = proxy.happened.total() + 1  # when the run was taken over
+        wait_for(lambda: committing.done() or proxy.happened.total() > on_the_way)
+        proxy.plan = lambda method, path: None
+        with pytest.raises(LeaseLost, match="was taken over by"):
+            committing.result(60)
+    assert successor.find(0, Step.SYNC) is None

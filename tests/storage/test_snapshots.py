@@ -190,6 +190,24 @@ def test_an_error_of_the_background_writer_is_raised(tmp_path: Path) -> None:
         log.append(rollout_table([2]))
 
 
+def test_what_broke_the_work_off_is_raised_and_an_error_of_the_background_writer_noted_on_it(tmp_path: Path) -> None:
+    ledger = Ledger.create(open_store(str(tmp_path)), "run-1", CONFIG)
+    ledger.acquire()
+    attempt = _attempt(ledger)
+    (tmp_path / attempt.folder).parent.mkdir(parents=True)
+    (tmp_path / attempt.folder).write_bytes(b"a file in the way")
+
+    def generate() -> None:
+        with WriteAhead(attempt, "inputs") as log:
+            log.append(rollout_table([1]))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        generate()
+    (note,) = caught.value.__notes__
+    assert note.startswith("StoreRefused meanwhile: ")
+
+
 _GENERATE = """
 import sys, time
 sys.path.insert(0, {root!r})
