@@ -38,9 +38,9 @@ def fleet_config(model: Path | str, **sections: dict[str, Any]) -> RunConfig:
             "rollout_batch_size": 3,
             "n_samples_per_prompt": 4,
             "rollout_max_response_len": 24,
-            "timeout": 60,
+            "timeout": 120,
         },
-        "training": {"num_threads": 1, "lr": 1e-2, "timeout": 60},
-        "fleet": {"start_timeout": 240, "call_timeout": 30, "update_weight_buffer_size": 64 * 1024},
+        "training": {"num_threads": 1, "lr": 1e-2, "timeout": 120},
+        "fleet": {"start_timeout": 240, "call_timeout": 60, "update_weight_buffer_size": 64 * 1024},
     }
     return RunConfig.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})

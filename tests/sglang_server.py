@@ -23,7 +23,7 @@ def sglang_config(**options: object) -> RolloutConfig:
         rollout_batch_size=1,
         rollout_max_response_len=32,
         max_running_requests=32,
-        timeout=60,
+        timeout=180,
         sglang={"max_total_tokens": 8192, **options},
     )
 

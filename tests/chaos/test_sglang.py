@@ -75,4 +75,4 @@ def test_servers_killed_and_stopped_in_mid_rollout_cost_nothing_that_had_finishe
         assert commit.metrics["recovered_groups"] + commit.metrics["generated_groups"] == GROUPS / 2
     assert kept[2] >= 1, "its rollouts broke off with the router, after a group had finished"
     asked = Counter(group for line in (tmp_path / "asked.jsonl").open() for group in json.loads(line))
-    assert asked.total() <= ITERATIONS * GROUPS + sum(GROUPS - kept[index] for index in (1, 2, 3))
+    assert asked.total() <= ITERATIONS * GROUPS + sum(GROUPS - kept[index] for index in range(ITERATIONS))

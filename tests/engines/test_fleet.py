@@ -21,6 +21,7 @@ from engines.training.torch import TorchEngine
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
 from tests.ray_fixtures import fleet_config
+from tests.waiting import wait_for
 
 TOTAL_STEPS = 4
 
@@ -127,9 +128,12 @@ def test_what_an_engine_raises_comes_through_as_itself(fleet: Fleet) -> None:
 def test_a_bad_model_folder_is_named_and_leaves_no_actor(ray_cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="nowhere does not exist"):
         Fleet.start(fleet_config(tmp_path / "nowhere"), name="bad", total_steps=1)
-    assert not [name for name in ray.util.list_named_actors() if name.startswith("cairn:bad:")]
-    states = [g["state"] for g in ray.util.placement_group_table().values() if g["name"].startswith("cairn:bad:")]
-    assert states == ["REMOVED", "REMOVED"]
+
+    def states() -> list[str]:
+        return [g["state"] for g in ray.util.placement_group_table().values() if g["name"].startswith("cairn:bad:")]
+
+    wait_for(lambda: not [name for name in ray.util.list_named_actors() if name.startswith("cairn:bad:")], 60)
+    wait_for(lambda: states() == ["REMOVED", "REMOVED"], 60)
 
 
 def test_gpus_that_the_cluster_lacks_are_refused_at_once_with_what_it_has(ray_cluster: Cluster, model: Path) -> None:
@@ -165,10 +169,10 @@ def test_a_stopped_rollout_engine_is_a_timeout_and_is_killed_hard(fleet: Fleet, 
     process.suspend()
     with pytest.raises(EngineTimeout, match="cairn:fleet:rollout:1"):
         generate(engine, requests())
-    engine.restart()
+    fleet.rollout[1].restart()
     assert pid_of(fleet, 1) != process.pid
     assert not process.is_running()
-    assert len(generate(engine, requests())) == 15
+    assert len(generate(fleet.rollout[1], requests())) == 15
 
 
 def test_a_generation_that_takes_too_long_is_a_timeout_and_its_engine_is_replaced(fleet: Fleet, model: Path) -> None:

@@ -2,9 +2,9 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -17,10 +17,10 @@ from engines.rollout.handle import RolloutHandle
 from engines.types import Completion, GenerateRequest, SamplingParams
 from tests.engines.training.builders import make_batch
 from tests.ray_fixtures import fleet_config
-from tests.sglang_server import sglang_config
+from tests.sglang_server import running, sglang_config
 from tests.waiting import wait_for
 
-GROUPS, SAMPLES = 8, 4
+GROUPS, SAMPLES = 32, 2  # so many that no drawing of ports leaves a server without a group
 HANGS_AFTER = 15.0
 pytestmark = pytest.mark.timeout(600)
 
@@ -117,19 +117,18 @@ def test_samples_of_a_server_that_dies_or_hangs_come_from_the_others_and_it_is_r
     before = engine.health()
     server = psutil.Process(before["server_pid"])
     struck = victim(server)
-    seconds: list[float] = []
 
-    def hit() -> None:
+    def hit() -> float:
+        wait_for(lambda: running(engine.health()), 60)
         struck.send_signal(strike)
         began = time.monotonic()
-        server.wait(60)
-        seconds.append(time.monotonic() - began)
+        server.wait(180)
+        return time.monotonic() - began
 
-    timer = threading.Timer(0.3, hit)
-    timer.start()
-    assert len(generate(fleet.rollout[0], max_new_tokens=200)) == GROUPS * SAMPLES
-    timer.join()
-    assert seconds[0] < 1.0 + HANGS_AFTER + 3  # the interval between questions, the silence, and a busy machine
+    with ThreadPoolExecutor(1) as pool:
+        hitting = pool.submit(hit)
+        assert len(generate(fleet.rollout[0], max_new_tokens=200)) == GROUPS * SAMPLES
+        assert hitting.result() < 4 * HANGS_AFTER
     with pytest.raises(EngineError):
         engine.health()
     bring_up_to_date(fleet)
@@ -156,4 +155,4 @@ def test_a_router_dies_with_its_actor(fleet: Fleet) -> None:
     health = fleet.router.health()
     router = psutil.Process(health["server_pid"])
     os.kill(health["pid"], signal.SIGKILL)
-    wait_for(lambda: not router.is_running(), 10)
+    wait_for(lambda: not router.is_running(), 30)

@@ -43,7 +43,7 @@ def fleet(sglang_model: Path, ray_cluster: Cluster, tmp_path_factory: pytest.Tem
 def by(transport: str, folder: Path, **options: Any) -> FleetConfig:
     disk = {"update_weight_disk_dir": str(folder)} if transport == "disk" else {}
     return fleet_config(
-        "model", fleet={"update_weight_transport": transport, "call_timeout": 30, **disk, **options}
+        "model", fleet={"update_weight_transport": transport, "call_timeout": 120, **disk, **options}
     ).fleet
 
 
@@ -123,7 +123,7 @@ def test_a_trainer_that_dies_between_buckets_leaves_no_engine_that_serves_a_mixt
         began = time.monotonic()
         with pytest.raises(EngineDied):
             send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
     assert serves_nothing(fleet)
     fleet.training.ensure_alive()
     assert fleet.sync_weights(verify=True) == [0]
@@ -146,13 +146,22 @@ def test_a_refused_bucket_releases_the_trainer_that_broadcasts_it(
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"no weight model\.nothing"):
             send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
     assert serves_nothing(fleet)
     send(fleet, version, by("distributed", tmp_path))
     fleet.verify_weights()
     assert fleet.training.health()["pid"] == pid
 
 
+@pytest.fixture
+def _no_turns(fleet: Fleet) -> Iterator[None]:
+    """Afterwards the engines share no memory."""
+    yield
+    for handle in (*fleet.rollout, fleet.training):
+        handle.make_room = lambda: None
+
+
+@pytest.mark.usefixtures("_no_turns")
 def test_a_server_gives_and_takes_its_memory_in_slimes_order(fleet: Fleet, tmp_path: Path) -> None:
     """Without a GPU a server answers the calls and keeps its memory: what is seen here is their order."""
     (engine,) = fleet.rollout
@@ -185,15 +194,13 @@ def test_a_server_gives_and_takes_its_memory_in_slimes_order(fleet: Fleet, tmp_p
         "resume_memory_occupation",
         "generate",
     ]
-    for handle in (engine, fleet.training):
-        handle.make_room = lambda: None
 
 
 def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
     engine: SGLangEngine, sglang_model: Path, ray_cluster: Cluster, tmp_path: Path
 ) -> None:
     rollout = sglang_config().model_dump(include={"engine", "timeout"}) | {"external_urls": [engine.server.url]}
-    options = {"update_weight_transport": "distributed", "start_timeout": 240, "call_timeout": 30}
+    options = {"update_weight_transport": "distributed", "start_timeout": 240, "call_timeout": 60}
     config = fleet_config(sglang_model, rollout=rollout, fleet=options)
     with Fleet.start(config, name="elsewhere", total_steps=2) as outside:
         version = train_once(outside)
@@ -221,7 +228,7 @@ def test_a_server_that_dies_in_an_update_is_replaced_and_joins_the_next_group(
         began = time.monotonic()
         with pytest.raises(EngineError):
             send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
     fleet.ensure_rollout_alive()
     assert fleet.rollout[0].health()["server_pid"] != server.pid
     send(fleet, version, by("distributed", tmp_path))
