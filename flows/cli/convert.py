@@ -19,18 +19,23 @@ def convert(
 ) -> None:
     """Convert between model folders in Hugging Face format and checkpoints of the Megatron engine.
 
-    A model folder becomes a training state before its first update; a checkpoint, of any layout of ranks, becomes a
-    model folder. What is read is checked by its digest. One process holds the whole state: 16 bytes a parameter.
+    A model folder becomes a training state before its first update; a checkpoint, of any layout of ranks, optimizer
+    and algorithm, becomes a model folder of the actor's weights. Every file that is read is checked by its SHA-256. One
+    process does it, on a GPU where there is one: it holds 16 bytes a parameter to make a checkpoint, and the weights
+    alone to read one.
 
     Examples:
 
     - `cairn convert runs/math/iterations/000009/checkpoint/ATTEMPT out --model models/qwen3`
     - `cairn convert models/qwen3 out`
     """
+    import torch
+
     from configs.schema.algorithm import AlgorithmConfig
     from configs.schema.run import ModelConfig
     from configs.schema.training import TrainingConfig
     from engines.training.factory import make_engine
+    from engines.training.megatron.backend import backend_for
     from storage.store import open_store
 
     if target.exists():
@@ -44,16 +49,21 @@ def convert(
         raise BadInput(f"--dtype is {dtype}; it is float32 or bfloat16")
     # Of packages that it can do without, and of how it uses PyTorch: nobody who converts can mend that.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    engine = make_engine(
-        ModelConfig(path=str(source if from_model else model)),
-        TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype}),
-        AlgorithmConfig(),
-        temperature=1.0,
-        total_steps=1,
-    )
-    if from_model:
-        engine.save(open_store(str(target.parent)), target.name)
+    # What makes Megatron run on the CPU refuses to be installed where there is a GPU.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend_for(device)  # prepares megatron-core before anything imports it
+    if model is not None and not from_model:
+        from engines.training.megatron.convert import export_checkpoint
+
+        export_checkpoint(open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device)
     else:
-        engine.load(open_store(str(source.parent)), source.name)
-        engine.export_hf(target)
+        engine = make_engine(
+            ModelConfig(path=str(source)),
+            TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype}),
+            AlgorithmConfig(),
+            temperature=1.0,
+            total_steps=1,
+            device=str(device),
+        )
+        engine.save(open_store(str(target.parent)), target.name)
     tell(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")

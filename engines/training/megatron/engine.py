@@ -98,9 +98,6 @@ class MegatronEngine(ExactlyOnceEngine):
 
     def save(self, store: Store, folder: str) -> list[StoredFile]:
         self._require_ready()
-        # Megatron does not write a count of 0 steps, and torch's Adam does not load without one; `load` sets it anyway.
-        for role, learner in self._learners.items():
-            learner.set_steps(max(1, self._steps_taken(role)))
         return checkpoint.save(
             store, folder, self._learners, weight_version=self._version, state_digest=self.state_digest()
         )
@@ -109,7 +106,7 @@ class MegatronEngine(ExactlyOnceEngine):
         self._require_onloaded()
         error = None
         try:
-            state = checkpoint.read_description(store, folder)
+            state = checkpoint.read_description(store, folder, self._learners)
         except Exception as failure:  # raised below, once every rank has come here
             error = failure
         raise_together(error, self._world_size, self._device)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,22 @@ from transformers import AutoModelForCausalLM
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
+from engines.errors import EngineError
+from engines.weights.checksum import weights_checksum
 from storage.errors import StoreRefused
 from storage.store import Store, open_store
 from tests.engines.training.builders import make_engine, model_folder
-from tests.engines.training.megatron.cases import ALGORITHM, BATCH, PP, PPO, SP, TRAINING, ZERO
+from tests.engines.training.megatron.cases import ALGORITHM, BATCH, CP, EP, LAYERS, PP, PPO, SP, TRAINING, VPP, ZERO
 from tests.engines.training.sharded_cases import raised
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 
 DISTILLED = ALGORITHM.model_copy(update={"use_opd": True})
 LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {**SP, **ZERO}, "pipeline": {**PP, **ZERO}, "data": ZERO}
+HANDED_ON: dict[str, list[dict[str, Any]]] = {
+    "whole": [EP, VPP, EP],
+    "distributed": [{**EP, **ZERO}, {**CP, **ZERO}, {**EP, **ZERO}],
+}
 
 
 def engine_of(
@@ -56,6 +63,12 @@ def train(engine: Any, first: int, count: int) -> list[dict[str, float]]:
         engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
         for version in range(first, first + count)
     ]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(EngineError) as error:
+        call()
+    return str(error.value)
 
 
 class FullStore:
@@ -107,9 +120,28 @@ def offloaded(engine: Any, store: Store) -> dict[str, Any]:
     return report
 
 
+def handed_on(folder: Path, store: Store, rank: int, optimizer: str) -> dict[str, Any]:
+    """One update by each layout, which goes on from the one before, and the same updates by the first alone."""
+    report: dict[str, Any] = {"metrics": [], "straight": [], "saved": [], "read": []}
+    for version, megatron in enumerate(HANDED_ON[optimizer]):
+        engine = engine_of(folder, megatron, rank, AlgorithmConfig())
+        if version:
+            engine.load(store, f"{optimizer}-{version}")
+            report["read"].append(engine.position().state_digest)
+        report["metrics"] += train(engine, version, 1)
+        engine.save(store, f"{optimizer}-{version + 1}")
+        report["saved"].append(engine.state_digest())
+        report["weights"] = engine.weights_checksum()
+        if version == 0:
+            report["straight"] = report["metrics"] + train(engine, 1, len(HANDED_ON[optimizer]) - 1)
+    return report
+
+
 def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     store = open_store(str(work / "store"))
     report: dict[str, Any] = {}
+    for optimizer in HANDED_ON:
+        report[optimizer] = handed_on(work / "experts", store, rank, optimizer)
     for layout in LAYOUTS:
         engine = engine_of(folder, LAYOUTS[layout], rank)
         set_file_bytes(300_000)
@@ -119,6 +151,7 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         saved = engine.state_digest()
         report[layout] = {
             "saved": saved,
+            "weights": engine.weights_checksum(),
             "whole": {file.path: (file.bytes, file.sha256) for file in files}
             == {path: store.sha256(path) for path in store.find(f"{layout}-2")},
             "files": sum(file.path.endswith(".distcp") for file in files),
@@ -138,18 +171,6 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         report[target]["resumed digest"] = engine.state_digest()
         engine.load(store, f"{target}-0")
         report[target]["first"] = engine.position().weight_version
-    plain = engine_of(folder, SP, rank, DISTILLED, work / "teacher")
-    report["teacher"] = [values.tolist() for values in plain.score(BATCH, "teacher")]
-    train(plain, 0, 1)
-    plain.save(store, "plain")
-    saved = plain.state_digest()
-    train(plain, 1, 1)
-    report["plain"] = plain.state_digest()
-    report["of another optimizer"] = raised(lambda: plain.load(store, "tensor-2"))
-    plain.load(store, "plain")
-    assert plain.state_digest() == saved
-    train(plain, 1, 1)
-    report["plain resumed"] = plain.state_digest()
     engine = engine_of(folder, PP, rank)
     full: Any = FullStore(store, full=rank == 1)
     report["failed save"] = raised(lambda: engine.save(full, "full"))
@@ -168,11 +189,35 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
         data[len(data) // 2] ^= 1
         store.write(file, bytes(data))
     dist.barrier()
-    report["damaged"] = raised(lambda: engine.load(store, "last"))
-    report["without a critic"] = raised(lambda: engine.load(store, "plain"))
+    report["without a critic"] = refusal(lambda: engine.load(store, "whole-1"))
     report["missing"] = raised(lambda: engine.load(store, "nowhere"))
-    report["after"] = raised(lambda: engine.state_digest() and engine.position())
+    report["after a refusal"] = raised(engine.position)
+    report["damaged"] = raised(lambda: engine.load(store, "last"))
+    report["after damage"] = raised(engine.position)
+    plain = engine_of(folder, SP, rank, DISTILLED, work / "teacher")
+    report["teacher"] = [values.tolist() for values in plain.score(BATCH, "teacher")]
+    train(plain, 0, 1)
+    plain.save(store, "plain")
+    saved = plain.state_digest()
+    train(plain, 1, 1)
+    report["plain"] = plain.state_digest()
+    report["of another optimizer"] = refusal(lambda: plain.load(store, "tensor-2"))
+    report["with a critic"] = refusal(lambda: plain.load(store, "last"))
+    report["untouched"] = plain.position().state_digest
+    plain.load(store, "plain")
+    assert plain.state_digest() == saved
+    train(plain, 1, 1)
+    report["plain resumed"] = plain.state_digest()
     return report
+
+
+def convert(folder: Path, work: Path) -> None:
+    """Model folders of checkpoints that two ranks wrote, made by one."""
+    from engines.training.megatron.convert import export_checkpoint
+
+    store = open_store(str(work / "store"))
+    for checkpoint, model in (("tensor-2", folder), ("whole-3", work / "experts"), ("distributed-3", work / "experts")):
+        export_checkpoint(store, checkpoint, model, work / checkpoint, dtype="float32", device=torch.device("cpu"))
 
 
 def launched(rank: int, folder: Path, work: Path) -> None:
@@ -180,6 +225,8 @@ def launched(rank: int, folder: Path, work: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=2)
     (work / f"report-{rank}.json").write_text(json.dumps(cases(folder, work, rank)))
     dist.destroy_process_group()
+    if rank == 0:
+        convert(folder, work)
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +238,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports(work: Path) -> list[dict[str, Any]]:
     folder = model_folder(work / "model")
     model_folder(work / "teacher", "llama", layers=3)
+    model_folder(work / "experts", "qwen3_moe", layers=LAYERS)
     context = torch.multiprocessing.spawn(launched, (folder, work), nprocs=2, join=False)
     while not context.join(timeout=240):
         pass
@@ -219,16 +267,28 @@ def test_another_layout_reads_the_very_bits_and_goes_on_to_1e_5(report: dict[str
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.parametrize("optimizer", HANDED_ON)
+def test_experts_in_one_place_or_over_ranks_read_each_others_bits_and_go_on_to_1e_5(
+    report: dict[str, Any], optimizer: str
+) -> None:
+    found = report[optimizer]
+    assert len(found["straight"]) == len(found["metrics"]) == 3
+    assert found["read"] == found["saved"][:-1]
+    for metrics, expected in zip(found["metrics"], found["straight"], strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
 def test_a_state_before_the_first_update_is_restored_too(report: dict[str, Any]) -> None:
     assert (report["tensor"]["first"], report["pipeline"]["first"]) == (0, 0)
 
 
-def test_a_state_of_the_other_kind_of_optimizer_is_refused(reports: list[dict[str, Any]]) -> None:
-    assert {report["of another optimizer"] for report in reports} == {"EngineError"}
-
-
-def test_a_state_without_a_critic_is_refused_by_an_engine_with_one(reports: list[dict[str, Any]]) -> None:
-    assert {report["without a critic"] for report in reports} == {"EngineError"}
+def test_a_state_that_an_engine_cannot_take_is_refused_and_leaves_it_as_it_was(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert "use_distributed_optimizer = true: set it so" in report["of another optimizer"]
+        assert "has a critic" in report["with a critic"]
+        assert "has no critic" in report["without a critic"]
+        assert report["untouched"] == report["plain"]
+        assert report["after a refusal"] == "nothing"
 
 
 def test_an_offloaded_engine_gives_its_weights_out_and_refuses_to_work(
@@ -275,6 +335,14 @@ def test_an_altered_or_missing_checkpoint_is_refused_by_all_ranks(reports: list[
     assert "Damaged" in {report["damaged"] for report in reports}
     assert all(report["damaged"] in ("Damaged", "EngineError") for report in reports)
     assert [report["missing"] for report in reports] == ["Damaged", "Damaged"]
+    assert [report["after damage"] for report in reports] == ["EngineError", "EngineError"]
+
+
+def test_one_process_makes_a_model_folder_of_any_checkpoint(report: dict[str, Any], work: Path) -> None:
+    """Of a distributed optimizer, with a critic, with experts over ranks."""
+    for checkpoint, source in (("tensor-2", "tensor"), ("whole-3", "whole"), ("distributed-3", "distributed")):
+        weights = load_file(work / checkpoint / "model.safetensors")
+        assert weights_checksum(weights.items()) == report[source]["weights"]
 
 
 def test_the_exported_folder_is_a_hugging_face_model(report: dict[str, Any], work: Path) -> None:
