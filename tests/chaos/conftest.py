@@ -7,7 +7,7 @@ import pytest
 
 from flows.server import Server
 from tests.chaos.runs import Disturbed, chaos_config
-from tests.shared_memory import orphans_since, segments
+from tests.shared_memory import watched_segments
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +27,11 @@ def config_file(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def disturbed(tmp_path: Path, config_file: Path, api_url: str) -> Iterator[Disturbed]:
-    before = segments()
-    run = Disturbed(tmp_path, config_file, {"PREFECT_API_URL": api_url})
-    yield run
-    assert not run.left_behind()
-    assert not orphans_since(before)
+    with watched_segments() as left_segments:
+        run = Disturbed(tmp_path, config_file, {"PREFECT_API_URL": api_url})
+        yield run
+        assert not run.left_behind(patience=60)
+        assert not left_segments()
 
 
 @pytest.fixture(scope="session")
