@@ -6,7 +6,7 @@ the creator is whoever's bytes it holds.
 
 A request that fails for a moment (5xx, throttling, timeouts, broken connections) is tried again by botocore; an
 operation that still failed, or whose body was cut off, is tried again here until `PATIENCE` is used up. Both are
-counted.
+counted; not so the second connection that aiohttp opens at once where one breaks without a reply.
 """
 
 import hashlib
@@ -233,7 +233,8 @@ class S3Store:
             raise StoreRefused(f"store {self.url} cannot be opened: {error}") from None
         except ValueError:  # whose text quotes the URL, and that may hold keys
             raise StoreRefused(f"store {self.url} cannot be opened: AWS_ENDPOINT_URL is no valid URL") from None
-        connection.s3.meta.events.register("after-call.s3", self._count_request_retries)
+        for event in ("after-call.s3", "after-call-error.s3"):
+            connection.s3.meta.events.register(event, self._count_request_retries)
         return connection
 
     def _key(self, path: str) -> str:
@@ -317,6 +318,6 @@ class S3Store:
         with self._counting:
             self.retries += 1
 
-    def _count_request_retries(self, parsed: dict[str, Any], **_: Any) -> None:
+    def _count_request_retries(self, context: dict[str, Any], **_: Any) -> None:
         with self._counting:
-            self.retries += parsed.get("ResponseMetadata", {}).get("RetryAttempts", 0)
+            self.retries += context["retries"]["attempt"] - 1

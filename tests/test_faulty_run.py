@@ -1,7 +1,6 @@
 """A whole run on an object store that misbehaves all the time and is away for a while, watched by a reader."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,6 @@ from configs.schema.run import RunConfig
 from flows.iteration import iteration
 from storage import layout
 from storage.commits import Commit, Step
-from storage.errors import Damaged
 from storage.ledger import Ledger
 from storage.s3 import S3Store
 from storage.snapshots import read_bytes
@@ -67,10 +65,11 @@ class Reader(threading.Thread):
             try:
                 self._read(Ledger.open(self._store, "run"))
                 self.rounds += 1
-            except FileNotFoundError:
-                pass  # not begun
-            except Damaged as error:
-                self.faults.append(str(error))
+            except FileNotFoundError as error:
+                if self.rounds:  # else it has not begun
+                    self.faults.append(str(error))
+            except Exception as error:  # a thread that ends sees nothing of what it is to see
+                self.faults.append(repr(error))
 
     def stop(self) -> None:
         self._stopped.set()
@@ -99,7 +98,7 @@ class FaultyRun:
 
     store: S3Store
     folder: Path
-    """Where the command was given, with a copy of its temporary files."""
+    """Where the command was given, with Ray's logs."""
     output: str
     status: int
     happened: dict[Fault, int]
@@ -157,7 +156,7 @@ def begin_outage(driver: "subprocess.Popen[bytes]", proxy: FaultyProxy, store: S
 
 
 def await_end(driver: "subprocess.Popen[bytes]", temporary: Path, copy: Path) -> None:
-    """Wait for the driver, and keep what Ray writes, which goes away with it."""
+    """Wait for the driver, and keep what Ray writes, which goes away with it; but for files of the last second."""
     deadline = time.monotonic() + DEADLINE
     while driver.poll() is None:
         assert time.monotonic() < deadline
@@ -166,8 +165,8 @@ def await_end(driver: "subprocess.Popen[bytes]", temporary: Path, copy: Path) ->
                 target = copy / Path(folder).relative_to(temporary)
                 target.mkdir(parents=True, exist_ok=True)
                 for name in names:
-                    with suppress(FileNotFoundError):
-                        shutil.copyfile(Path(folder, name), target / name)
+                    with suppress(FileNotFoundError, FileExistsError):
+                        os.link(Path(folder, name), target / name)  # which holds what is written later too
         time.sleep(1)
 
 
@@ -199,7 +198,9 @@ def test_retries_are_few_and_shown(run: FaultyRun) -> None:
     (line,) = [line for line in run.output.splitlines() if line.startswith("run run: done")]
     shown = int(line.partition("; ")[2].rpartition("; ")[2].split()[0].replace(",", ""))
     assert line.endswith(" store requests tried again")
-    assert 0 < shown < sum(run.happened.values())  # those of the training actor's own connection are not among them
+    # aiohttp opens two connections for a request. Those of the training actor's own store are not shown.
+    met = run.happened[Fault.UNAVAILABLE] + run.happened[Fault.TRUNCATE] + run.happened[Fault.OUTAGE] / 2
+    assert 0.7 * met < shown < 1.2 * met
     assert run.happened[Fault.UNAVAILABLE] + run.happened[Fault.TRUNCATE] < run.requests / 10
     assert run.happened[Fault.OUTAGE] < 10 * OUTAGE  # waits between tries grow to ten seconds
 

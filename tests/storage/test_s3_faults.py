@@ -193,3 +193,14 @@ def test_a_driver_that_is_taken_over_while_it_tries_a_commit_again_commits_nothi
         with pytest.raises(LeaseLost, match="was taken over by"):
             committing.result(60)
     assert successor.find(0, Step.SYNC) is None
+
+
+def test_every_request_that_is_tried_again_is_counted(faulty_store: S3Store, proxy: FaultyProxy) -> None:
+    broken = 2 * s3._REQUEST_ATTEMPTS + 2  # more than one operation's; aiohttp breaks two for a request
+    proxy.plan = lambda method, path: Fault.DROP if proxy.happened.total() < broken else None
+    faulty_store.write("file", b"x")
+    assert proxy.happened == {Fault.DROP: broken}
+    assert faulty_store.retries == broken / 2
+    proxy.plan = lambda method, path: Fault.UNAVAILABLE if proxy.happened[Fault.UNAVAILABLE] < 2 else None
+    faulty_store.write("file", b"x")
+    assert faulty_store.retries == broken / 2 + 2
