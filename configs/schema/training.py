@@ -97,17 +97,17 @@ class TrainingConfig(Section):
     @property
     def tensor_model_parallel_size(self) -> int:
         """Ranks that a layer is cut over."""
-        return int(self.megatron.get("tensor_model_parallel_size", 1))
+        return int(self.megatron.get("tensor_model_parallel_size") or 1)
 
     @property
     def pipeline_model_parallel_size(self) -> int:
         """Ranks, or stages, that the layers are dealt out to."""
-        return int(self.megatron.get("pipeline_model_parallel_size", 1))
+        return int(self.megatron.get("pipeline_model_parallel_size") or 1)
 
     @property
     def context_parallel_size(self) -> int:
         """Ranks that a sequence is cut over."""
-        return int(self.megatron.get("context_parallel_size", 1))
+        return int(self.megatron.get("context_parallel_size") or 1)
 
     @property
     def data_parallel_size(self) -> int:
@@ -146,7 +146,7 @@ class TrainingConfig(Section):
             )
         if options.get("sequence_parallel") and tensor == 1:
             raise ValueError("megatron.sequence_parallel needs megatron.tensor_model_parallel_size > 1")
-        if options.get("expert_model_parallel_size", 1) > 1 and tensor > 1 and not options.get("sequence_parallel"):
+        if (options.get("expert_model_parallel_size") or 1) > 1 and tensor > 1 and not options.get("sequence_parallel"):
             raise ValueError(
                 "megatron.expert_model_parallel_size with tensor_model_parallel_size > 1 needs "
                 "megatron.sequence_parallel: true"

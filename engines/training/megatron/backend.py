@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import torch
+
+from engines.errors import EngineError
+from engines.training.megatron.cpu import TESTED_VERSION
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,11 @@ def backend_for(device: torch.device) -> Backend:
     """The backend of a device; on the CPU, megatron-core is prepared for it first.
 
     Raises:
-        EngineError: see `engines.training.megatron.cpu.install`.
+        EngineError: megatron-core is of another version than the tested one, or see
+            `engines.training.megatron.cpu.install`.
     """
+    if (found := version("megatron-core")) != TESTED_VERSION:
+        raise EngineError(f"megatron-core {TESTED_VERSION} is needed, and {found} is installed")
     return _cpu() if device.type == "cpu" else _gpu(device)
 
 

@@ -13,7 +13,6 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from engines.errors import EngineError
 
 TESTED_VERSION = "0.16.1"
+"""Of megatron-core; `backend.py` refuses any other."""
 PACKAGE = "megatron.core"
 _STAND_IN = "__cpu_in_place_of_cuda__"
 
@@ -30,14 +30,12 @@ def install() -> None:
     """Let this process import megatron.core without CUDA. Calling it again does nothing.
 
     Raises:
-        EngineError: there is CUDA, another version than the tested one, or megatron.core was imported before.
+        EngineError: there is CUDA, or megatron.core was imported before.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if torch.cuda.is_available():
         raise EngineError("megatron-core is not to be changed where CUDA exists: give each rank a GPU instead")
-    if (found := version("megatron-core")) != TESTED_VERSION:
-        raise EngineError(f"without a GPU megatron-core {TESTED_VERSION} is needed, and {found} is installed")
     if PACKAGE in sys.modules:
         raise EngineError("megatron.core was imported before it was prepared for the CPU")
     # megatron.core.jit compiles small functions with torch.compile, which needs a C++ compiler and minutes.

@@ -16,6 +16,7 @@ from configs.schema.training import TrainingConfig
 from engines.errors import BadModel
 from engines.models import check_model_folder
 from engines.training.megatron.families import family_of
+from engines.training.megatron.permitted import PERMITTED
 
 SOURCES = {
     "transformer": (
@@ -52,7 +53,11 @@ SET_HERE = {
     "decoupled_min_lr": "all parameters have the learning rate of training.lr",
     "grad_reduce_in_fp32": "gradients are always summed in float32",
     "hidden_dropout": "dropout would make log-probs differ from the rollout's",
+    "moe_aux_loss_coeff": "its gradients are divided by a count of tokens, which Cairn's loss has in its weights",
     "moe_expert_capacity_factor": "tokens would be dropped in silence",
+    "moe_z_loss_coeff": "its gradients are divided by a count of tokens, which Cairn's loss has in its weights",
+    "mtp_num_layers": "the layers would be trained from nothing, by a loss that takes no part in the objective",
+    "optimizer_cpu_offload": "its optimizer keeps moments where the digest and checkpoints do not look",
     "overlap_param_gather": "weights would still be on their way when an update ends, and are exported and scored then",
     "perform_initialization": "without it Megatron forgets which parameters are cut, and clips by a wrong norm",
     "use_megatron_fsdp": "the distributed optimizer is the sharding that is supported",
@@ -102,13 +107,19 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
             yield f"training.megatron.{name} follows from training.{SET_BY_TRAINING[name]}: set that"
         elif name in SET_HERE:
             yield f"training.megatron.{name} cannot be set: {SET_HERE[name]}"
-        elif name in derived and not name.startswith("moe_"):
+        elif name in derived and name not in PERMITTED:
             yield f"training.megatron.{name} follows from the model's config.json; leave it out"
+        elif name in names - PERMITTED:
+            yield (
+                f"training.megatron.{name} is none of the options that place, speed up or check the work, which alone "
+                "may be set: leave it out"
+            )
         elif name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             yield f"training.megatron.{name} is not an option of megatron-core {_version()}{hint}"
     yield from _layout_problems(training, derived)
+    yield from _gpu_problems(training)
 
 
 def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
@@ -125,16 +136,52 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
             f"training.megatron.tensor_model_parallel_size is {tensor}, which must divide the width of the model's "
             f"feed-forward part, {derived['ffn_hidden_size']}"
         )
-    stages = pipeline * (options.get("virtual_pipeline_model_parallel_size") or 1)
-    if layers % stages and "pipeline_model_parallel_layout" not in options:
-        yield f"the model's {layers} layers cannot be spread evenly over {stages} pipeline stages (training.megatron)"
-    experts, expert_ranks = derived.get("num_moe_experts"), options.get("expert_model_parallel_size", 1)
+    if not _layers_fit(layers, pipeline, options):
+        yield (
+            f"the model's {layers} layers cannot be spread evenly over {pipeline} pipeline stages as training.megatron "
+            "asks: choose other stages, or num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
+        )
+    experts, expert_ranks = derived.get("num_moe_experts"), options.get("expert_model_parallel_size") or 1
     if expert_ranks > 1 and (experts is None or experts % expert_ranks):
         yield f"training.megatron.expert_model_parallel_size is {expert_ranks}; the model has {experts or 'no'} experts"
+    if experts and tensor > 1 and not options.get("sequence_parallel"):
+        yield (
+            "training.megatron.tensor_model_parallel_size > 1 needs training.megatron.sequence_parallel: true, for the "
+            "model has experts"
+        )
     if options.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "training.megatron.moe_token_dispatcher_type=allgather needs as many tokens on every rank, which packed "
             "micro-batches do not have: set alltoall"
+        )
+
+
+def _layers_fit(layers: int, pipeline: int, options: Mapping[str, Any]) -> bool:
+    """Whether every stage, and every part of it in a virtual pipeline, gets equally many layers but for a first and
+    last stage whose number is given; a layout spelt out is Megatron's to check."""
+    if options.get("pipeline_model_parallel_layout") is not None:
+        return True
+    ends = [options.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
+    given = [count for count in ends if count is not None]
+    counted = [options.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss")]
+    left, stages = layers + sum(counted) - sum(given), pipeline - len(given)
+    parts = options.get("virtual_pipeline_model_parallel_size") or 1
+    middle = left > 0 and left % (stages * parts) == 0 if stages > 0 else left == stages == 0
+    return middle and all(count > 0 and count % parts == 0 for count in given)
+
+
+def _gpu_problems(training: TrainingConfig) -> Iterator[str]:
+    if not training.num_gpus_per_rank:
+        return
+    if find_spec("transformer_engine") is None:
+        yield (
+            "training.engine=megatron on GPUs needs Transformer Engine: pip install --no-build-isolation "
+            "'transformer-engine[pytorch]'"
+        )
+    if training.dtype == "float32":
+        yield (
+            "training.dtype=float32 does not go with training.engine=megatron on GPUs, where attention over packed "
+            "samples knows bfloat16 alone: set training.dtype to bfloat16"
         )
 
 

@@ -7,13 +7,19 @@ import pytest
 from pydantic import ValidationError
 
 from configs.schema.training import TrainingConfig
-from engines.training.megatron.options import problems
+from engines.training.megatron.options import option_names, problems
+from engines.training.megatron.permitted import PERMITTED
 from tests.engines.training.builders import model_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("model"), layers=4)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("experts"), "qwen3_moe")
 
 
 def found(folder: Path, ranks: int = 8, **megatron: Any) -> list[str]:
@@ -35,12 +41,74 @@ def test_megatrons_own_options_pass(folder: Path) -> None:
         ("lr", "training.lr"),
         ("hidden_dropout", "dropout"),
         ("cross_entropy_loss_fusion", "bfloat16"),
+        ("moe_aux_loss_coeff", "count of tokens"),
+        ("rotary_interleaved", "speed up or check"),
+        ("window_size", "speed up or check"),
+        ("fp8", "speed up or check"),
+        ("decoupled_weight_decay", "speed up or check"),
     ],
 )
 def test_what_cannot_be_set_is_named_with_the_way_out(folder: Path, name: str, hint: str) -> None:
     (sentence,) = found(folder, **{name: 1})
     assert name in sentence
     assert hint in sentence
+
+
+@pytest.mark.parametrize(
+    "name", ["moe_router_topk", "moe_router_pre_softmax", "moe_ffn_hidden_size", "num_moe_experts"]
+)
+def test_what_a_model_with_experts_says_of_them_cannot_be_set(experts: Path, name: str) -> None:
+    (sentence,) = found(experts, **{name: 3})
+    assert "config.json" in sentence
+
+
+def test_every_option_that_may_be_set_is_one_of_megatrons() -> None:
+    assert frozenset().union(*option_names().values()) >= PERMITTED
+
+
+@pytest.mark.parametrize(
+    ("megatron", "fits"),
+    [
+        ({"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}, True),
+        ({"num_layers_in_first_pipeline_stage": 1}, True),
+        ({"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1}, False),
+        ({"num_layers_in_first_pipeline_stage": 4}, False),
+        ({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, True),
+        ({"account_for_loss_in_pipeline_split": True}, False),
+        ({"virtual_pipeline_model_parallel_size": 2}, True),
+        ({"virtual_pipeline_model_parallel_size": 3}, False),
+        ({"virtual_pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}, False),
+    ],
+)
+def test_pipelines_whose_stages_megatron_can_fill_pass(folder: Path, megatron: dict[str, Any], fits: bool) -> None:
+    sentences = found(folder, pipeline_model_parallel_size=2, **megatron)
+    assert [("pipeline stages" in sentence) for sentence in sentences] == ([] if fits else [True])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ],
+)
+def test_a_size_of_null_is_megatrons_default(folder: Path, name: str) -> None:
+    assert found(folder, **{name: None}) == []
+
+
+def test_experts_behind_tensor_parallelism_need_sequence_parallelism(experts: Path) -> None:
+    (sentence,) = found(experts, tensor_model_parallel_size=2)
+    assert "sequence_parallel: true" in sentence
+    assert found(experts, tensor_model_parallel_size=2, sequence_parallel=True) == []
+
+
+def test_float32_on_gpus_is_refused(folder: Path) -> None:
+    training = TrainingConfig(engine="megatron", num_gpus_per_rank=1, dtype="float32")
+    assert any("set training.dtype to bfloat16" in sentence for sentence in problems(training, str(folder)))
 
 
 @pytest.mark.parametrize(
