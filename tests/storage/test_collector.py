@@ -19,6 +19,7 @@ from storage.snapshots import WriteAhead
 from storage.store import Store
 from storage.verification import verify
 from tests.storage.builders import CONFIG, commit_step, rollout_table
+from tests.waiting import wait_for
 
 INPUTS = "1" * 64
 
@@ -106,15 +107,15 @@ def test_a_step_that_the_run_went_on_without_is_abandoned_once_its_driver_is_gon
 def test_collecting_over_and_over_beside_a_driver_at_work_takes_nothing_that_it_commits(ledger: Ledger) -> None:
     done = threading.Event()
 
-    def collect_until_done() -> int:
-        rounds = 0
+    rounds = [0, 0]
+
+    def collect_until_done(collector: int) -> None:
         while not done.is_set():
             collect(ledger, garbage(ledger))
-            rounds += 1
-        return rounds
+            rounds[collector] += 1
 
     with ThreadPoolExecutor(2) as pool:
-        collectors = [pool.submit(collect_until_done) for _ in range(2)]
+        collectors = [pool.submit(collect_until_done, collector) for collector in range(2)]
         try:
             for iteration in range(1, 6):
                 for shard in ("00-001", "00-002"):
@@ -122,9 +123,11 @@ def test_collecting_over_and_over_beside_a_driver_at_work_takes_nothing_that_it_
                     with WriteAhead(attempt, INPUTS) as log:
                         log.append(rollout_table([iteration]))
                     commit_step(ledger, iteration, Step.ROLLOUT, shard, attempt=attempt, table=rollout_table([1]))
+            wait_for(lambda: min(rounds) > 1 or any(collector.done() for collector in collectors))
         finally:
             done.set()
-    assert min(collector.result() for collector in collectors) > 1
+    for collector in collectors:
+        collector.result()
     assert [finding for one in verify(ledger) for finding in one.findings] == []
     assert set(_reasons(ledger).values()) <= {Reason.SUPERSEDED}
 

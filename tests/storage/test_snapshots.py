@@ -4,7 +4,7 @@ import hashlib
 import re
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from storage.snapshots import Attempt, WriteAhead, read_table
 from storage.store import Store, StoredFile, open_store
 from storage.tables import to_parquet
 from tests.storage.builders import CONFIG, commit_step, rollout_table
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -155,24 +156,32 @@ def test_the_commit_removes_the_parts_that_it_made_useless(ledger: Ledger) -> No
         log.append(rows[1])
     assert len(_parts(ledger)) == 2
     commit_step(ledger, 0, Step.ROLLOUT, "00-000", table=pa.concat_tables(rows), attempt=attempt)
-    deadline = time.monotonic() + 20
-    while _parts(ledger):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not _parts(ledger))
     assert len(ledger.store.find(layout.iterations(ledger.run))) == 2
 
 
-def test_groups_that_finish_during_a_write_go_out_together(ledger: Ledger) -> None:
-    count = 300
-    began = time.perf_counter()
+def test_groups_that_finish_during_a_write_are_taken_at_once_and_go_out_together(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+    write = ledger.store.write
+
+    def slow_write(path: str, data: bytes) -> None:
+        if path.endswith(".arrow"):
+            writing.set()
+            assert go_on.wait(60)
+        write(path, data)
+
+    monkeypatch.setattr(ledger.store, "write", slow_write)
     with WriteAhead(_attempt(ledger), "inputs") as log:
-        for group in range(count):
+        log.append(rollout_table([0]))
+        assert writing.wait(60)
+        for group in range(1, 30):
             log.append(rollout_table([group]))
-        appended = time.perf_counter() - began
-    assert len(_parts(ledger)) < count / 2
+        go_on.set()
+    assert len(_parts(ledger)) == 2
     with WriteAhead(_attempt(ledger), "inputs") as log:
-        assert _groups(log.recover()) == list(range(count))
-    assert appended < 3
+        assert _groups(log.recover()) == list(range(30))
 
 
 def test_an_error_of_the_background_writer_is_raised(tmp_path: Path) -> None:
@@ -234,11 +243,14 @@ def test_a_killed_generation_loses_at_most_the_group_in_flight(tmp_path: Path) -
         assert process.stdout is not None
         for _ in range(20):
             last = int(process.stdout.readline())
+        # The write in flight may have begun before the last group came; the one after it has that group.
+        written = len(_parts(ledger))
+        wait_for(lambda: len(_parts(ledger)) >= written + 2)
         process.kill()
     ledger.acquire()
     with WriteAhead(_attempt(ledger), "inputs") as log:
         recovered = log.recover()
     groups = _groups(recovered)
     assert groups == list(range(len(groups)))
-    assert len(groups) >= last - 5
+    assert len(groups) > last
     assert recovered.filter(pa.compute.field("group_id") == 7).equals(rollout_table([7], seed=7))
