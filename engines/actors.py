@@ -76,6 +76,7 @@ class RolloutActor(_OnItsMachine, WeightTarget):
         place: Place,
         log: Path,
         start_timeout: float,
+        call_timeout: float,
     ) -> None:
         """Make the engine; see `engines.rollout.factory`. Raises BadModel, EngineDied and EngineTimeout."""
         if place.gpu_ids:
@@ -89,7 +90,7 @@ class RolloutActor(_OnItsMachine, WeightTarget):
             return
         from engines.rollout.factory import make_engine
 
-        engine = make_engine(model_path, config, device, plan, place, log, start_timeout)
+        engine = make_engine(model_path, config, device, plan, place, log, start_timeout, call_timeout)
         self._batch_invariant = engine.check_batch_invariance()
         self._engine = engine
 
@@ -132,11 +133,18 @@ class RouterActor(_OnItsMachine):
         _set_threads(num_threads)
         self._router: Router | None = None
 
-    def start(self, options: dict[str, Any], host: str, log: Path, start_timeout: float) -> None:
+    def start(self, options: dict[str, Any], config: RolloutConfig, host: str, log: Path, start_timeout: float) -> None:
         """See `engines.rollout.sglang.router.Router`."""
         from engines.rollout.sglang.router import Router
 
-        self._router = Router(options, host, log, start_timeout)
+        self._router = Router(
+            options,
+            host,
+            log,
+            start_timeout,
+            config.rollout_health_check_interval,
+            config.rollout_health_check_timeout,
+        )
 
     def health(self) -> dict[str, Any]:
         """What the router says of itself, and its process."""

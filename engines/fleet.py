@@ -96,7 +96,9 @@ class Fleet:
             stack.callback(lambda: placement.remove(Deadline(config.fleet.call_timeout)))
             router = None
             if plan.router is not None:
-                router = RouterHandle("router", placement.actors(router_role)[0], plan.router, config.fleet)
+                router = RouterHandle(
+                    "router", placement.actors(router_role)[0], plan.router, config.rollout, config.fleet
+                )
             actors = iter(placement.actors(rollout_role))
             rollout = [
                 RolloutHandle(
@@ -216,13 +218,15 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> Role:
         RolloutActor,
         tuple(Bundle(fleet.num_cpus_per_engine, e.num_gpus) for e in plan.engines for _ in range(e.nnodes)),
         config.rollout.num_threads,
-        digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", *SHARING])[:16],
+        digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", "fleet.call_timeout", *SHARING])[:16],
         "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
     )
 
 
 def _router_role(config: RunConfig) -> Role:
-    return Role("router", RouterActor, (Bundle(0),), 1, digest(config, ["rollout.router"])[:16], "rollout.router")
+    checks = [f"rollout.rollout_health_check_{name}" for name in ("interval", "timeout")]
+    made_from = digest(config, ["rollout.router", "rollout.server_groups", *checks])[:16]
+    return Role("router", RouterActor, (Bundle(0),), 1, made_from, "rollout.router")
 
 
 def _training_role(config: RunConfig, total_steps: int) -> Role:

@@ -8,17 +8,24 @@ from engines.rollout.sglang.launch_plan import EnginePlan, Place
 
 
 def make_engine(
-    model_path: str, config: RolloutConfig, device: str, plan: EnginePlan, place: Place, log: Path, start_timeout: float
+    model_path: str,
+    config: RolloutConfig,
+    device: str,
+    plan: EnginePlan,
+    place: Place,
+    log: Path,
+    start_timeout: float,
+    call_timeout: float,
 ) -> RolloutEngine:
     """The engine that `rollout.engine` names. `plan` and `place` say which server and where, `log` takes what it has to
-    say, `start_timeout` is the seconds that it may take to serve.
+    say, `start_timeout` is the seconds that it may take to serve, `call_timeout` those of a call.
 
     Raises BadModel, and where the engine is a server EngineDied and EngineTimeout.
     """
     if config.engine == "sglang":
         from engines.rollout.sglang.engine import SGLangEngine
 
-        return SGLangEngine(model_path, config, device, log, start_timeout, plan, place)
+        return SGLangEngine(model_path, config, device, log, start_timeout, plan, place, call_timeout)
     from engines.rollout.transformers import TransformersEngine
 
     return TransformersEngine(model_path, config, device)

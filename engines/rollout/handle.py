@@ -12,7 +12,7 @@ from configs.schema.rollout import RolloutConfig
 from engines.calls import Deadline
 from engines.errors import EngineTimeout
 from engines.handles import CONTROL, Actor, EngineHandle, log_of
-from engines.rollout.router import RouterHandle
+from engines.rollout.router import TO_SAY_WHY, RouterHandle
 from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from engines.rollout.sglang.route import Route
 from engines.types import Completion, GenerateRequest
@@ -177,11 +177,13 @@ class RolloutHandle(EngineHandle):
                 Place(host, rank, meeting_point, self.gpu_ids),
                 log_of(actor),
                 deadline.remaining,
+                self._fleet.call_timeout,
             )
             for rank, (actor, host) in enumerate(zip(self._actors, hosts, strict=True))
         ]
+        patience = Deadline(deadline.remaining + TO_SAY_WHY)
         for ref, actor in zip(refs, self._actors, strict=True):
-            self._result(ref, deadline, actor, "start")
+            self._result(ref, patience, actor, "start")
         self.health()
 
     def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
@@ -190,7 +192,7 @@ class RolloutHandle(EngineHandle):
             ready, _ = ray.wait([stream], timeout=min(deadline.remaining, self._fleet.call_timeout))
             if ready:
                 return True
-            self.health()
+            self.usage()  # of the actor alone: without its server, the others behind the router go on for it
         self._suspect = True
         raise EngineTimeout(f"{self._actor.name}.generate() did not end within {deadline.seconds:g} s")
 

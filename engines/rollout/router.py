@@ -4,19 +4,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.schema.operations import FleetConfig
+from configs.schema.rollout import RolloutConfig
 from engines.calls import Deadline
 from engines.errors import EngineError
 from engines.handles import Actor, EngineHandle, log_of
 from engines.rollout.sglang.launch_plan import Worker
 
+TO_SAY_WHY = 15.0
+"""Seconds beyond its own deadline that an actor gets to end a server that did not start, and to show its log."""
+
 
 class RouterHandle(EngineHandle):
     """See engines.rollout.sglang.router for what its calls do; all may raise EngineDied and EngineTimeout."""
 
-    def __init__(self, name: str, actor: Actor, options: Mapping[str, Any], fleet: FleetConfig) -> None:
+    def __init__(
+        self, name: str, actor: Actor, options: Mapping[str, Any], config: RolloutConfig, fleet: FleetConfig
+    ) -> None:
         super().__init__(name, [actor], fleet)
         self._actor = actor
         self._options = dict(options)
+        self._config = config
 
     @property
     def url(self) -> str:
@@ -39,5 +46,5 @@ class RouterHandle(EngineHandle):
 
     def _make_engine(self, deadline: Deadline) -> None:
         host = self._host(self._actor, deadline)
-        ref = self._actor.call("start", self._options, host, log_of(self._actor), deadline.remaining)
-        self._result(ref, deadline, self._actor, "start")
+        ref = self._actor.call("start", self._options, self._config, host, log_of(self._actor), deadline.remaining)
+        self._result(ref, Deadline(deadline.remaining + TO_SAY_WHY), self._actor, "start")

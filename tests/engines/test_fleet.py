@@ -11,6 +11,7 @@ import psutil
 import pytest
 import ray
 
+from engines.calls import Deadline
 from engines.cluster import Cluster, ClusterError
 from engines.errors import BadModel, EngineDied, EngineError, EngineTimeout, RequestRefused, WrongVersion
 from engines.fleet import Fleet
@@ -134,6 +135,15 @@ def test_a_bad_model_folder_is_named_and_leaves_no_actor(ray_cluster: Cluster, t
 
     wait_for(lambda: not [name for name in ray.util.list_named_actors() if name.startswith("cairn:bad:")], 60)
     wait_for(lambda: states() == ["REMOVED", "REMOVED"], 60)
+
+
+def test_an_engine_that_does_not_start_in_time_says_so_itself(fleet: Fleet, model: Path) -> None:
+    config = fleet_config(model, rollout={"engine": "sglang"})
+    nobody = EnginePlan(external_url="http://127.0.0.1:1")
+    actors = fleet.rollout[0]._actors
+    engine = RolloutHandle("rollout:0", actors, nobody, str(model), config.rollout, config.fleet)
+    with pytest.raises(EngineTimeout, match=r"127\.0\.0\.1:1 did not serve within .* take it out of"):
+        engine._make_engine(Deadline(2))
 
 
 def test_gpus_that_the_cluster_lacks_are_refused_at_once_with_what_it_has(ray_cluster: Cluster, model: Path) -> None:

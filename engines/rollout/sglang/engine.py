@@ -24,8 +24,6 @@ from engines.rollout.sglang.weights import ServerWeights
 from engines.types import Completion, GenerateRequest
 from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 
-_CONTROL_TIMEOUT = 60.0
-
 
 class SGLangEngine:
     """A `RolloutEngine` that owns one SGLang server, or uses one that runs elsewhere.
@@ -39,6 +37,7 @@ class SGLangEngine:
         start_timeout: seconds until the server must serve.
         plan: which server; a single one with the options of `config` by default.
         place: where its first process runs.
+        call_timeout: seconds that it may take to answer, but for loading a model folder.
 
     Raises:
         BadModel, SGLangMissing, EngineDied, EngineTimeout.
@@ -53,6 +52,7 @@ class SGLangEngine:
         start_timeout: float = 600.0,
         plan: EnginePlan | None = None,
         place: Place | None = None,
+        call_timeout: float = 60.0,
     ) -> None:
         model = check_model_folder(model_path)
         self._context, self._vocab = context_length(model), model.vocab_size
@@ -65,7 +65,7 @@ class SGLangEngine:
         """Its server, for a router."""
         self._route = Route.to(self.server.url)
         self._deterministic = launched.deterministic
-        self._control = Control(self.server.url, _CONTROL_TIMEOUT)
+        self._control = Control(self.server.url, call_timeout)
         self._weights = ServerWeights(self._control, parameter_names(model_path), config.timeout)
         self._in_use = threading.Lock()
         self._aborted = threading.Event()

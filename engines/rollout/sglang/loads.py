@@ -22,7 +22,7 @@ class Loads:
         while True:
             with suppress(aiohttp.ClientError, TimeoutError):
                 async with http.get(f"{self._server}/v1/loads", timeout=_TIMEOUT) as reply:
-                    ranks = (await reply.json())["loads"]
+                    ranks = (await reply.json())["loads"] if reply.status == 200 else []
                 self.running = max(self.running, sum(rank["num_running_reqs"] for rank in ranks))
                 self.queued = max(self.queued, sum(rank["num_waiting_reqs"] for rank in ranks))
             await asyncio.sleep(_INTERVAL)

@@ -17,8 +17,12 @@ from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.rollout.sglang.installation import Installation
 from engines.rollout.sglang.launch_plan import Worker
 from engines.rollout.sglang.server import Server, free_port
+from engines.rollout.sglang.watch import Watch
 
 PROGRAM = Path(__file__).with_name("start_router.py")
+
+READY = "/health"
+"""Answered as soon as it serves, also without any server."""
 
 _CONTROL_TIMEOUT = 30.0
 _POLL = 0.02
@@ -38,20 +42,32 @@ class Router:
         host: address that it listens on.
         log: file that its output is appended to.
         start_timeout: seconds until it must serve.
+        interval: seconds between two questions whether it still works.
+        silence: seconds without an answer after which it is ended.
 
     Raises:
         SGLangMissing, EngineDied, EngineTimeout.
     """
 
-    def __init__(self, options: Mapping[str, Any], host: str, log: Path, start_timeout: float) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        host: str,
+        log: Path,
+        start_timeout: float,
+        interval: float = 5.0,
+        silence: float = 30.0,
+    ) -> None:
         installation = Installation.find()
         port, metrics_port = free_port(host), free_port(host)
         addresses = {"host": host, "port": port, "prometheus_host": host, "prometheus_port": metrics_port}
         command = [str(installation.python), str(PROGRAM), json.dumps({**DEFAULTS, **options, **addresses})]
         environment = installation.environment(on_cpu=False, num_threads=1)
-        self.process = Server(command, environment, port, log, host=host, name="router", ready="/health")
+        self.process = Server(command, environment, port, log, host=host, name="router", ready=READY)
         self.process.wait_ready(start_timeout)
         self._http = httpx.Client(base_url=self.url, timeout=_CONTROL_TIMEOUT, trust_env=False)
+        self._hung: str | None = None
+        self._watch = Watch(self.url, interval, silence, self._end_hung, name="router", question=READY)
 
     @property
     def url(self) -> str:
@@ -83,9 +99,9 @@ class Router:
         return {worker["url"]: worker["id"] for worker in found if worker["is_healthy"] or not healthy}
 
     def health(self) -> dict[str, Any]:
-        """Keys: url, log, server_pid, workers. Raises EngineDied and EngineTimeout."""
-        if not self.process.alive():
-            raise EngineDied(f"the router is gone; {self.process.last_words()}")
+        """Keys: url, log, server_pid, workers. Raises EngineDied, where it was found to hang too, and EngineTimeout."""
+        if self._hung is not None or not self.process.alive():
+            raise EngineDied(f"{self._hung or 'the router is gone'}; {self.process.last_words()}")
         return {
             "url": self.url,
             "log": str(self.process.log),
@@ -95,7 +111,12 @@ class Router:
 
     def close(self) -> None:
         """End it."""
+        self._watch.end()
         self._http.close()
+        self.process.stop()
+
+    def _end_hung(self, seen: str) -> None:
+        self._hung = f"{seen} and was given up"
         self.process.stop()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -1,6 +1,6 @@
-"""Finds a server that hangs, and turns it into one that is dead: that is what everybody can handle.
+"""Finds a server that hangs, or a router, and turns it into one that is dead: that is what everybody can handle.
 
-The server is asked at intervals, through its HTTP process and its scheduler, and how long it takes is recorded. It
+A server is asked at intervals, through its HTTP process and its scheduler, and how long it takes is recorded. It
 hangs if it is silent for longer than three times the 99th percentile of its own answers, and at least the configured
 seconds: two thirds of that for one question, the rest for another one, asked anew. A busy scheduler answers between two
 batches, so that long responses do not count.
@@ -28,10 +28,23 @@ class Watch:
         interval: seconds between two questions.
         least: seconds of silence below which nothing hangs.
         on_hang: called once, with what was seen.
+        name: what it is, for messages.
+        question: path that it answers soon as long as it works.
     """
 
-    def __init__(self, url: str, interval: float, least: float, on_hang: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        interval: float,
+        least: float,
+        on_hang: Callable[[str], None],
+        *,
+        name: str = "SGLang server",
+        question: str = QUESTION,
+    ) -> None:
         self._url = url
+        self._name = name
+        self._question = question
         self._interval = interval
         self._least = least
         self._on_hang = on_hang
@@ -64,20 +77,22 @@ class Watch:
         with httpx.Client(base_url=self._url, trust_env=False) as http:
             while not self._ended.wait(self._interval):
                 pauses, limit = self._pauses, self.limit
-                if self._paused or self._answers(http, limit * 2 / 3) or self._answers(http, limit / 3):
+                if self._paused or any(self._answers(http, limit * part, pauses) for part in (2 / 3, 1 / 3)):
                     continue
                 if not self._ended.is_set() and self._pauses == pauses:
-                    self._on_hang(f"the SGLang server at {self._url} did not answer for {limit:.3g} s")
+                    self._on_hang(f"the {self._name} at {self._url} did not answer for {limit:.3g} s")
                     return
 
-    def _answers(self, http: httpx.Client, seconds: float) -> bool:
-        """Ask. A server that is gone does not hang, and is found by whoever needs it."""
+    def _answers(self, http: httpx.Client, seconds: float, pauses: int) -> bool:
+        """Ask. A server that is gone does not hang, and is found by whoever needs it. An answer that had to wait for a
+        pause does not tell how long answers take."""
         began = time.monotonic()
         try:
-            http.get(QUESTION, timeout=seconds)
+            http.get(self._question, timeout=seconds)
         except httpx.TimeoutException:
             return False
         except httpx.TransportError:
             return True
-        self._seconds.append(time.monotonic() - began)
+        if self._pauses == pauses:
+            self._seconds.append(time.monotonic() - began)
         return True

@@ -1,6 +1,8 @@
 """How samples are asked of real servers: aborts, continuations, refusals, deadlines, another server's turn."""
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +139,22 @@ def test_an_abort_reaches_the_servers_behind_a_router(engine: SGLangEngine, rout
     parts = [sample for sample in done.values() if sample.finish_reason == FinishReason.ABORT]
     assert max(len(sample.response_ids) for sample in parts) > 0
     wait_until_idle(engine)
+
+
+def test_a_router_that_hangs_is_given_up_and_so_is_what_it_was_asked(
+    engine: SGLangEngine, route: Route, tmp_path: Path
+) -> None:
+    router = Router({}, "127.0.0.1", tmp_path / "router.log", 60, interval=0.1, silence=2.0)
+    try:
+        router.serve([engine.worker])
+        assert router.process.pid is not None
+        os.kill(router.process.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDied, match="/generate of"):
+            collect(generation(Route(router.url, route.servers)).run(requests(1)))
+        with pytest.raises(EngineDied, match=f"the router at {router.url} did not answer for 2 s and was given up"):
+            router.health()
+    finally:
+        router.close()
 
 
 def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, route: Route) -> None:
