@@ -203,7 +203,7 @@ class ProxyProcess:
 def control(endpoint: str, **settings: Any) -> dict[str, int]:
     """Change the settings of the proxy at `endpoint`, from any process. See `FaultyProxy.control`."""
     request = urllib.request.Request(endpoint + _CONTROL, json.dumps(settings).encode(), method="POST")
-    with urllib.request.urlopen(request, timeout=10) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         happened: dict[str, int] = json.load(reply)
     return happened
 

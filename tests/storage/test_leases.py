@@ -1,6 +1,7 @@
 """One driver owns a run, whatever happens to the others."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ import pytest
 from storage import canonical, layout
 from storage.commits import Step
 from storage.errors import LeaseHeld, LeaseLost, StoreError
-from storage.leases import Holder, Lease, Outcome, newest_lease
+from storage.leases import TIME_TO_LIVE, Holder, Lease, Outcome, newest_lease
 from storage.ledger import Ledger
-from storage.store import Store, open_store
+from storage.local import LocalStore
+from storage.store import Store
+from tests.waiting import wait_for
 
 _DRIVER = """
 import sys, time
@@ -94,11 +97,10 @@ def test_a_live_driver_is_named_and_a_killed_one_is_succeeded_at_once(ledger: Le
         assert caught.value.holder.pid == driver.process.pid
         driver.process.send_signal(signal.SIGKILL)
         # Not waited for: what is left of the process is a zombie, which owns nothing.
-        while caught.value.holder.is_gone() is False:
-            time.sleep(0.01)
+        wait_for(caught.value.holder.is_gone)
         began = time.monotonic()
         assert ledger.acquire().epoch == 2
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < TIME_TO_LIVE / 3, "as on another machine"
     finally:
         driver.close()
     assert ledger.find(0, Step.SYNC) is not None
@@ -121,7 +123,7 @@ def test_a_driver_suspended_past_a_takeover_commits_nothing_when_it_wakes(ledger
 
 def test_the_renewal_does_not_keep_a_process_alive(ledger: Ledger) -> None:
     driver = Driver(ledger.store, then="")
-    assert driver.process.wait(timeout=20) == 0
+    assert driver.process.wait(timeout=120) == 0
     driver.close()
     assert ledger.acquire().epoch == 2
 
@@ -144,7 +146,7 @@ def test_a_released_lease_says_how_it_ended(store: Store) -> None:
     assert Lease.acquire(store, "run-1").epoch == 2
 
 
-def _lease_from_elsewhere(store: Store, renewed_seconds_ago: float, time_to_live: float = 1.5) -> None:
+def _lease_from_elsewhere(store: Store, renewed_seconds_ago: float, time_to_live: float) -> None:
     holder = Holder.this_process().model_copy(update={"host": "elsewhere", "machine": "another boot"})
     then = time.time() - renewed_seconds_ago
     lease = {
@@ -157,16 +159,19 @@ def _lease_from_elsewhere(store: Store, renewed_seconds_ago: float, time_to_live
     assert store.create(layout.lease("run-1", 1), canonical.seal(lease))
 
 
-def test_a_driver_elsewhere_is_alive_while_it_renews_and_dead_when_it_does_not(store: Store) -> None:
-    _lease_from_elsewhere(store, 0.0)
+def test_a_driver_elsewhere_is_alive_as_long_as_it_may_be_silent(store: Store) -> None:
+    _lease_from_elsewhere(store, 0.0, time_to_live=300)
     with pytest.raises(LeaseHeld, match="on elsewhere since"):
         Lease.acquire(store, "run-1")
-    time.sleep(1.6)
+
+
+def test_a_driver_elsewhere_that_does_not_renew_any_more_is_dead(store: Store) -> None:
+    _lease_from_elsewhere(store, 1000.0, time_to_live=0.3)
     assert Lease.acquire(store, "run-1").epoch == 2
 
 
 def test_a_driver_elsewhere_whose_clock_is_behind_is_alive_while_it_renews(store: Store) -> None:
-    _lease_from_elsewhere(store, 1000.0)
+    _lease_from_elsewhere(store, 1000.0, time_to_live=9)
     ended = threading.Event()
 
     def renew() -> None:
@@ -188,26 +193,36 @@ def test_a_driver_elsewhere_whose_clock_is_behind_is_alive_while_it_renews(store
 
 def test_renewals_reach_the_store(store: Store) -> None:
     lease = Lease.acquire(store, "run-1", renewal_interval=0.05)
-    deadline = time.monotonic() + 20
-    while (state := newest_lease(store, "run-1")) is not None and state.renewals < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert state is not None
+    state = wait_for(lambda: (newest := newest_lease(store, "run-1")) and newest.renewals >= 3 and newest)
     assert state.renewed_at > state.acquired_at
     lease.release(Outcome.COMPLETED)
 
 
+class _FailingStore(LocalStore):
+    """Fails to write while it is told to."""
+
+    failing = False
+
+    def write(self, path: str, data: bytes) -> None:
+        if self.failing:
+            raise StoreError("no answer")
+        super().write(path, data)
+
+
 def test_a_renewal_that_fails_for_long_is_not_hidden(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
+    store = _FailingStore(str(tmp_path))
     lease = Lease.acquire(store, "run-1", time_to_live=0.3, renewal_interval=0.05)
-    lease.check()
-    folder = tmp_path / layout.leases("run-1")
-    folder.rename(tmp_path / "elsewhere")
-    folder.write_bytes(b"a file in the way")
-    time.sleep(0.6)
-    with pytest.raises(StoreError, match=r"the lease on run 'run-1' could not be renewed for .* a file"):
-        lease.check()
-    folder.unlink()
-    (tmp_path / "elsewhere").rename(folder)
-    time.sleep(0.3)
-    lease.check()
+
+    def complaint() -> str | None:
+        try:
+            lease.check()
+        except StoreError as error:
+            return str(error)
+        return None
+
+    assert complaint() is None
+    store.failing = True
+    said = wait_for(complaint)
+    assert re.fullmatch(r"the lease on run 'run-1' could not be renewed for \d+ s: no answer", said)
+    store.failing = False
+    wait_for(lambda: complaint() is None)

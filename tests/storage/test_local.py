@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from storage.errors import StoreRefused
 from storage.store import open_store, probe
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
 probe(store)
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert f"StoreRefused: cannot create {folder}/probe-" in done.stderr
     assert "permission is denied; check the folder's owner and mode" in done.stderr
 
@@ -97,16 +97,18 @@ for number in range(10**9):
 
 def test_a_killed_writer_leaves_whole_files_only(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    for wait in (0.05, 0.11, 0.17):
+    for _ in range(3):
+        before = len(store.list("created"))
         with subprocess.Popen([sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None
             writer.stdout.readline()
-            time.sleep(wait)
-            writer.send_signal(signal.SIGKILL)
+            try:
+                wait_for(lambda before=before: len(store.list("created")) > before)
+            finally:
+                writer.send_signal(signal.SIGKILL)
         replaced = store.read("replaced")
         assert len(replaced) == 2**20
         assert len(set(replaced)) == 1
-    assert len(store.list("created")) >= 3
     for path, size in store.find("created").items():
         assert size == 2**18
         assert len(set(store.read(path))) == 1

@@ -74,12 +74,13 @@ def test_nothing_is_lost_or_torn_under_503s_and_cut_bodies(
 
 
 def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> None:
+    faulty_store.write("file", b"old")  # opens the connection
     began = time.monotonic()
     proxy.outage(3)
     faulty_store.write("file", b"x")
     assert time.monotonic() - began > 3
     assert faulty_store.read("file") == b"x"
-    assert proxy.happened[Fault.OUTAGE] > 1
+    assert proxy.happened[Fault.OUTAGE] >= 1
 
 
 def test_a_server_that_accepts_and_never_answers_is_asked_again_and_at_last_given_up(
@@ -96,7 +97,7 @@ def test_a_server_that_accepts_and_never_answers_is_asked_again_and_at_last_give
     began = time.monotonic()
     with pytest.raises(StoreError, match="does not answer at marker: ReadTimeoutError"):
         faulty_store.read("marker")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50, "the proxy lets go after 60"
 
 
 def test_a_proxy_process_is_controlled_from_outside(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_a_proxy_process_is_controlled_from_outside(s3_server: S3Server, monkeyp
         store = S3Store(f"s3://{s3_server.new_bucket()}/prefix")
         store.write("file", b"x")
         assert proxy.control() == {}
-        proxy.control(rates={"unavailable": 0.3}, outage=1)
+        proxy.control(rates={"unavailable": 0.3}, outage=3)
         assert [store.read("file") for _ in range(20)] == [b"x"] * 20
         assert set(proxy.control()) == {Fault.UNAVAILABLE, Fault.OUTAGE}
 
@@ -133,13 +134,13 @@ def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypa
 
 
 def test_an_endpoint_out_of_reach_is_refused_at_start(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    use_server(monkeypatch, replace(s3_server, endpoint=f"http://127.0.0.1:{port}"))
-    began = time.monotonic()
-    with pytest.raises(StoreRefused, match=r"does not answer.*check AWS_ENDPOINT_URL"):
-        probe(open_store("s3://bucket/prefix"))
-    assert time.monotonic() - began < 20
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        use_server(monkeypatch, replace(s3_server, endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        began = time.monotonic()
+        with pytest.raises(StoreRefused, match=r"does not answer.*check AWS_ENDPOINT_URL"):
+            probe(open_store("s3://bucket/prefix"))
+    assert time.monotonic() - began < s3.PATIENCE
 
 
 def test_a_missing_bucket_is_refused(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
