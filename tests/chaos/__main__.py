@@ -62,12 +62,7 @@ class Chaos:
         with proxy_process(self._s3.endpoint) as proxy:
             run.store_url = f"s3://{self._s3.new_bucket()}/chaos"
             run.environment = {**self._environment, **self._s3.env, "AWS_ENDPOINT_URL": proxy.endpoint}
-
-            def work() -> list[str]:
-                findings = execute(plan, run)
-                return findings or ([] if proxy.control()["outage"] else ["no request met an outage"])
-
-            return self._reported(plan.name, run, work)
+            return self._reported(plan.name, run, lambda: execute(plan, run))
 
     def kill(self, name: str, dice: random.Random, most: int, tell: Callable[[str], None]) -> int:
         """One run of random kills; returns how many happened."""

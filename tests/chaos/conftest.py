@@ -30,7 +30,9 @@ def disturbed(tmp_path: Path, config_file: Path, api_url: str) -> Iterator[Distu
     with watched_segments() as left_segments:
         run = Disturbed(tmp_path, config_file, {"PREFECT_API_URL": api_url})
         yield run
-        assert not run.left_behind(patience=60)
+        left = run.left_behind(patience=60)
+        run.kill_what_is_left()
+        assert not left
         assert not left_segments()
 
 

@@ -2,7 +2,7 @@
 
 moment        when                                                          what the ledger holds then
 before        the step is about to do work                                  nothing of the step
-during        a few milliseconds into the step's work                       nothing, or parts without a commit
+during        a few milliseconds into the step's work, or at its end       nothing, or parts without a commit
 uncommitted   the step's files are written, its commit is about to be made  files without a commit
 after         the commit is there                                           the step
 halfway       the rollout's first group has finished                        parts without a commit
@@ -28,7 +28,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ from storage.commits import Commit, Step
 from storage.ledger import Ledger
 from storage.snapshots import WriteAhead
 from tasks.events import StepCommitted, StepStarted
+from tasks.step import DurableStep, Outcome, StepCall
 from tests.faulty_s3 import control
 
 Moment = Literal["before", "during", "uncommitted", "after"]
@@ -49,7 +50,7 @@ ServerVictim = Literal["server", "stopped", "router"]
 """What runs with SGLang have beside."""
 
 INTO_THE_WORK = 0.01
-"""Seconds between a step's start and the fault during it."""
+"""Seconds between the beginning of a step's work and the fault during it; work that is done sooner waits for it."""
 
 OUTAGE = 2.0
 """Seconds for which a store is away."""
@@ -89,26 +90,60 @@ class Striker:
             self._strike(log._attempt.iteration, log._attempt.step, "halfway")
 
         WriteAhead.append = appending  # type: ignore[method-assign]
+        perform = DurableStep.perform
+
+        def performing(step: DurableStep[Any], call: StepCall, *args: Any, **kwargs: Any) -> Outcome:
+            fault = self._take(call.iteration, step.name, "during")
+            return perform(step if fault is None else self._struck(step, fault), call, *args, **kwargs)
+
+        DurableStep.perform = performing  # type: ignore[method-assign]
 
     def __call__(self, event: Event) -> None:
         """To be given to `flows.train.start`."""
         if isinstance(event, StepStarted):
             self._strike(event.iteration, event.step, "before")
-            threading.Timer(INTO_THE_WORK, self._strike, (event.iteration, event.step, "during")).start()
         elif isinstance(event, StepCommitted) and not event.adopted:
             self._strike(event.commit.iteration, event.commit.step, "after")
 
+    def _struck(self, step: DurableStep[Any], fault: Fault) -> DurableStep[Any]:
+        """The step with a body that does not end before the fault has happened."""
+
+        def body(*args: Any, **kwargs: Any) -> Outcome:
+            blow = threading.Timer(INTO_THE_WORK, self._bring_about, [fault])
+            blow.start()
+            try:
+                return step.body(*args, **kwargs)
+            finally:
+                blow.join()
+
+        return replace(step, body=body)
+
     def _strike(self, iteration: int, step: Step, moment: str) -> None:
+        fault = self._take(iteration, step, moment)
+        if fault is not None:
+            self._bring_about(fault)
+
+    def _take(self, iteration: int, step: Step, moment: str) -> Fault | None:
+        """The fault whose moment this is, which nobody else gets then."""
         with self._lock:
             for fault in self._pending:
                 if (fault.iteration, fault.step, fault.moment) == (iteration, step, moment):
                     self._pending.remove(fault)
-                    break
-            else:
-                return
+                    return fault
+        return None
+
+    def _bring_about(self, fault: Fault) -> None:
         victims = processes(psutil.Process(), fault.victim)
-        bear_witness(self._witness, victims, **asdict(fault))
+        account = asdict(fault)
+        if fault.victim == "store":
+            account["met_before"] = outages_met(os.environ["AWS_ENDPOINT_URL"])
+        bear_witness(self._witness, victims, **account)
         strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
+
+
+def outages_met(endpoint: str) -> int:
+    """How many requests have met an outage of the store so far."""
+    return control(endpoint).get("outage", 0)
 
 
 def processes(driver: psutil.Process, victim: Victim | ServerVictim) -> list[psutil.Process]:
@@ -136,7 +171,9 @@ def processes(driver: psutil.Process, victim: Victim | ServerVictim) -> list[psu
                 found.append(process)
     chosen_ones = found if victim == "ray" else sorted(found, key=lambda process: process.pid)[:1]
     if victim == "stopped":
-        chosen_ones += [child for process in chosen_ones for child in process.children(recursive=True)]
+        for process in tuple(chosen_ones):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                chosen_ones += process.children(recursive=True)
     return chosen_ones
 
 
@@ -160,7 +197,7 @@ def strike(victim: Victim | ServerVictim, victims: list[psutil.Process], prefect
         control(os.environ["AWS_ENDPOINT_URL"], outage=OUTAGE)
     if victim == "database":
         for file in prefect_home.glob("prefect.db*"):
-            file.unlink()
+            file.unlink(missing_ok=True)  # the server, which still lives, removes some itself
     for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGSTOP if victim == "stopped" else signal.SIGKILL)

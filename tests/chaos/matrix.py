@@ -7,10 +7,10 @@ each, and the next goes on with the same run.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from storage.commits import Step
-from tests.chaos.faults import Fault, Moment, ServerVictim, Victim
+from tests.chaos.faults import Fault, Moment, ServerVictim, Victim, outages_met
 from tests.chaos.runs import Disturbed
 
 STEPS = tuple(Step)
@@ -171,8 +171,19 @@ def execute(plan: Plan, run: Disturbed) -> list[str]:
             return [f"{named}: only {len(struck)} of {happened} happened; the driver ended with {code}\n{run.log()}"]
         if spared := [account for account in struck if not account["pids"] and account["victim"] != "store"]:
             return [f"no such victim was there: {spared}\n{run.log()}"]
+        if unmet := _unmet_outages(run, struck):
+            return [f"no request met the outage: {unmet}\n{run.log()}"]
         if code not in driver.exits:
             return [f"{named}: the driver ended with {code}\n{run.log()}"]
         if left := run.left_behind():
             return [f"{named}: left behind {left}"]
     return []
+
+
+def _unmet_outages(run: Disturbed, struck: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The accounts of outages of the store that no request met before the next one, or before the driver's end."""
+    outages = [account for account in struck if account["victim"] == "store"]
+    if not outages:
+        return []
+    later = [account["met_before"] for account in outages[1:]] + [outages_met(run.environment["AWS_ENDPOINT_URL"])]
+    return [account for account, met in zip(outages, later, strict=True) if met == account["met_before"]]

@@ -55,7 +55,7 @@ def random_kills(
             return []
         if not struck:
             return [f"a driver that nobody struck ended with {code}\n{run.log()}"]
-        if "Traceback" in run.log():
+        if "Traceback" in run.whole_log():
             return [f"a driver did not end with a sentence after {struck}\n{run.log()}"]
     return [f"not complete after {DRIVERS_A_RUN} drivers, which ended with {run.exits}"]
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,12 @@ class Disturbed:
 
     def log(self) -> str:
         """The end of what its drivers had to say."""
+        return self.whole_log()[-4000:]
+
+    def whole_log(self) -> str:
+        """All that its drivers had to say."""
         log = self.folder / "driver.log"
-        return log.read_text()[-4000:] if log.exists() else ""
+        return log.read_text() if log.exists() else ""
 
     def ledger(self) -> Ledger:
         return Ledger.open(open_store(self.store_url), "run")
@@ -157,17 +162,22 @@ class Disturbed:
         end = time.monotonic() + patience
         while (found := self._processes()) and time.monotonic() < end:
             time.sleep(0.2)
-        return found
+        return list(found.values())
 
-    def _processes(self) -> list[list[str]]:
-        """Whatever a driver of the run started, directly or not: it has inherited the driver's environment."""
-        found = []
+    def kill_what_is_left(self) -> None:
+        """End all that its drivers started, and themselves."""
+        for process in self._processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _processes(self) -> dict[psutil.Process, list[str]]:
+        """Whatever a driver of the run started, directly or not, with its command line: it has inherited the driver's
+        environment."""
+        found = {}
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.environ().get(OWNER) == str(self.folder):
-                    found.append(process.cmdline())
-            except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-                continue
+                    found[process] = process.cmdline()
         return found
 
 
@@ -176,13 +186,25 @@ def differences(run: Disturbed, undisturbed: Disturbed) -> list[str]:
     found = []
     if run.state_digests() != undisturbed.state_digests() or len(run.state_digests()) != ITERATIONS:
         found.append(f"state digests {run.state_digests()}, expected {undisturbed.state_digests()}")
-    names = Counter(commit.name for commit in run.commits())
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        found.append(f"committed more than once: {twice}")
-    other = set(names) ^ {commit.name for commit in undisturbed.commits()}
+    found += recommitted(run)
+    other = {commit.name for commit in run.commits()} ^ {commit.name for commit in undisturbed.commits()}
     if other:
         found.append(f"committed in one of the two alone: {sorted(other)}")
+    return found
+
+
+def recommitted(run: Disturbed) -> list[str]:
+    """What tells that a step was committed by more than one driver, or by one and changed since. A driver that is
+    killed right after a commit may not have noted it."""
+    file = run.folder / "committed.jsonl"
+    noted = [tuple(json.loads(line)) for line in file.open()] if file.exists() else []
+    if run.exits and not noted:
+        return ["its drivers have noted no commits"]
+    found = []
+    if twice := [name for name, times in Counter(name for name, _ in noted).items() if times > 1]:
+        found.append(f"committed more than once: {twice}")
+    if other := set(noted) - {(commit.name, commit.digest) for commit in run.commits()}:
+        found.append(f"committed, and not so in the ledger: {sorted(other)}")
     return found
 
 

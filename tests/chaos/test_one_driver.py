@@ -13,6 +13,8 @@ from tests.s3 import S3Server, use_server
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture
 def short_run(disturbed: Disturbed, tiny_assets: Path) -> Disturbed:
@@ -33,9 +35,9 @@ def test_of_two_drivers_started_at_once_one_proceeds_and_the_other_names_it(
         short_run.store_url = f"s3://{server.new_bucket()}/twice"
     drivers = [short_run.start(), short_run.start()]
     codes = {driver.wait(240): driver.pid for driver in drivers}
-    assert sorted(codes) == [0, 2], short_run.log()
-    assert f"run 'run' is driven by pid {codes[0]} on " in short_run.log()
-    assert "--takeover" in short_run.log()
+    assert sorted(codes) == [0, 2], short_run.whole_log()
+    assert f"run 'run' is driven by pid {codes[0]} on " in short_run.whole_log()
+    assert "--takeover" in short_run.whole_log()
     assert {commit.epoch for commit in short_run.commits()} == {1}
     assert len(short_run.state_digests()) == 2
 
@@ -49,8 +51,8 @@ def test_a_driver_that_slept_through_a_takeover_commits_nothing_and_ends(short_r
     wait_for(lambda: 2 in _epochs(short_run), 240)
     os.kill(sleeper.pid, signal.SIGCONT)
     assert sleeper.wait(120) == 1
-    assert f"was taken over by pid {successor.pid}" in short_run.log()
-    assert successor.wait(240) == 0, short_run.log()
+    assert f"was taken over by pid {successor.pid}" in short_run.whole_log()
+    assert successor.wait(240) == 0, short_run.whole_log()
     assert {commit.name for commit in short_run.commits() if commit.epoch == 1} == before
     assert len(short_run.state_digests()) == 2
 

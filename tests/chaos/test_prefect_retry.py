@@ -18,7 +18,7 @@ from tests.chaos.runs import Disturbed, differences
 from tests.waiting import wait_for
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed
 ) -> None:
@@ -39,15 +39,15 @@ def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
             }
             created = api.post(f"/deployments/{deployment['id']}/create_flow_run", json={"parameters": parameters})
             flow_run = f"/flow_runs/{UUID(created.json()['id'])}"
-            wait_for(lambda: _committed(disturbed, 1, Step.TRAIN))
+            wait_for(lambda: _committed(disturbed, 1, Step.TRAIN), 400)
             lease = newest_lease(open_store(disturbed.store_url), "run")
             assert lease is not None
             os.kill(lease.holder.pid, signal.SIGKILL)
-            wait_for(lambda: api.get(flow_run).json()["state_name"] == "Crashed")
+            wait_for(lambda: api.get(flow_run).json()["state_name"] == "Crashed", 400)
             # What the interface's Retry button sends.
             retry = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
             api.post(f"{flow_run}/set_state", json={"state": retry, "force": True}).raise_for_status()
-            wait_for(lambda: api.get(flow_run).json()["state_name"] == "Completed")
+            wait_for(lambda: api.get(flow_run).json()["state_name"] == "Completed", 400)
         finally:
             server.terminate()
             server.wait(60)
