@@ -6,10 +6,12 @@ machine without a GPU the server's process gets `cpu/` on its path, which stands
 
 import ast
 import difflib
+import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,6 +101,9 @@ CPU_OPTIONS: dict[str, Any] = {
 }
 """Options of a server without a GPU; the configuration's own come after them."""
 
+_OTHER_FLAG = re.compile(r"no_cli=True|cli_name=|Derived\(")
+"""In the annotation of a field of ServerArgs without a flag of its name."""
+
 _FIND_FOLDER = "import importlib.util as u; s = u.find_spec({!r}); print(s.submodule_search_locations[0] if s else '')"
 _FIND_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
 
@@ -134,10 +139,17 @@ class Installation:
         return _ask(self.python, _FIND_VERSION)
 
     @cached_property
-    def options(self) -> frozenset[str]:
-        """Names of all options of a server: the fields of SGLang's ServerArgs, read without importing it."""
+    def options(self) -> Mapping[str, str]:
+        """The options of a server's command line: the fields of SGLang's ServerArgs that have a flag of their name,
+        with their annotations, which say how it is spelled. Read without importing it."""
         folder = Path(_ask(self.python, _FIND_FOLDER.format("sglang"))) / "srt"
-        return _fields(folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py"))
+        trees = _parsed(folder / "server_args.py", *(folder / "arg_groups" / "fields").glob("*.py"))
+        words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        return {
+            name: annotation
+            for name, annotation in _fields(trees).items()
+            if _flag(name) in words or (annotation.startswith("A[") and not _OTHER_FLAG.search(annotation))
+        }
 
     @cached_property
     def router_options(self) -> frozenset[str]:
@@ -147,17 +159,22 @@ class Installation:
             raise SGLangMissing(
                 f"{self.python} has no router: install sglang-router there, or leave rollout.router out"
             )
-        return _fields(Path(folder) / "router_args.py")
+        return frozenset(_fields(_parsed(Path(folder) / "router_args.py")))
 
     def command(self, options: Mapping[str, Any]) -> list[str]:
-        """The command line of a server. Options by SGLang's own names; true is a flag, a list several values."""
+        """The command line of a server. Options by SGLang's own names; true is a flag, and so is false where it has
+        one; a list is several values, or JSON where SGLang reads that; a mapping is JSON."""
         words = [str(self.python), "-m", "sglang.launch_server"]
         for name, value in options.items():
-            flag = f"--{name.replace('_', '-')}"
+            annotation = self.options.get(name, "")
             if value is True:
-                words.append(flag)
+                words.append(_flag(name))
+            elif value is False and "BooleanOptionalAction" in annotation:
+                words.append(_flag(f"no_{name}"))
+            elif isinstance(value, Mapping) or (isinstance(value, list | tuple) and "type_parser=json" in annotation):
+                words += [_flag(name), json.dumps(value)]
             elif value is not None and value is not False:
-                words += [flag, *map(str, value if isinstance(value, list | tuple) else [value])]
+                words += [_flag(name), *map(str, value if isinstance(value, list | tuple) else [value])]
         return words
 
     def environment(self, *, on_cpu: bool, num_threads: int) -> dict[str, str]:
@@ -195,7 +212,7 @@ def router_problems(installation: Installation, options: Mapping[str, Any]) -> I
 
 
 def _name_problems(
-    section: str, options: Mapping[str, Any], known: frozenset[str], set_here: frozenset[str], whose: str
+    section: str, options: Mapping[str, Any], known: Collection[str], set_here: frozenset[str], whose: str
 ) -> Iterator[str]:
     for name in options:
         if name in set_here:
@@ -206,11 +223,20 @@ def _name_problems(
             yield f"{section}.{name} is not an option of {whose}{hint}"
 
 
-def _fields(*sources: Path) -> frozenset[str]:
-    """Names of the fields of all classes in source files, which are not imported."""
-    classes = [node for file in sources for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
-    fields = [field.target for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
-    return frozenset(target.id for target in fields if isinstance(target, ast.Name))
+def _flag(name: str) -> str:
+    """An option's on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _parsed(*sources: Path) -> list[ast.Module]:
+    return [ast.parse(file.read_text()) for file in sources]
+
+
+def _fields(trees: Iterable[ast.Module]) -> dict[str, str]:
+    """The fields of all classes, with their annotations."""
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    fields = [field for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
+    return {field.target.id: ast.unparse(field.annotation) for field in fields if isinstance(field.target, ast.Name)}
 
 
 def _ask(python: Path, program: str) -> str:

@@ -11,6 +11,9 @@ from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
 from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from engines.rollout.sglang.server import ExternalServer, Server, free_port
 
+POLLED = ("/v1/loads", "/server_info", "/get_model_info", "/health")
+"""Questions that Cairn asks so often that a server's log would hold little else."""
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -53,6 +56,7 @@ def launch(
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "weight_version": "0",
+        "uvicorn_access_log_exclude_prefixes": POLLED,
         "disaggregation_bootstrap_port": bootstrap_port,
         **(CPU_OPTIONS if device == "cpu" else {}),
         **plan.options,

@@ -1,6 +1,7 @@
 """One process that serves HTTP: started with a deadline, logged, and gone with its owner, however that ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,11 @@ _POLL = 0.25
 _END = 30.0
 """Seconds that a killed process may take to be gone."""
 _TAIL = 25
-"""Lines of the log that an error shows."""
+"""Lines of the log that an error shows,"""
+_TAIL_BYTES = 64 * 1024
+"""of this end of it, and"""
+_ACCESS = re.compile(r'"[A-Z]+ /\S* HTTP/[\d.]+" \d{3}')
+"""none of those that a request leaves."""
 
 
 class Server:
@@ -96,8 +101,11 @@ class Server:
 
     def last_words(self) -> str:
         """Where the log is, and its end."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL:]
-        return f"its log is {self.log}:\n" + "\n".join(lines)
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        told = [line for line in lines if not _ACCESS.search(line)]
+        return f"its log is {self.log}:\n" + "\n".join(told[-_TAIL:])
 
 
 class ExternalServer:

@@ -1,5 +1,6 @@
 """A server leaves nothing behind, however its owner ends, and says why it did not start."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import psutil
 import pytest
 
 from engines.errors import EngineDied
-from engines.rollout.sglang.installation import Installation, option_problems, router_problems
+from engines.rollout.sglang.installation import STAND_INS, Installation, SGLangMissing, option_problems, router_problems
 from engines.rollout.sglang.server import Server
 
 OWNER = """
@@ -43,11 +44,26 @@ def test_a_server_that_ends_while_it_starts_shows_the_end_of_its_log(tmp_path: P
         server.wait_ready(30)
 
 
+def test_the_end_of_a_log_is_shown_without_the_requests_that_came_after_it(tmp_path: Path) -> None:
+    request = 'INFO:     127.0.0.1:51234 - "GET /v1/loads HTTP/1.1" 200 OK'
+    words = ["import sys", f"print('lost\\n' * 20000, 'out of memory', *[{request!r}] * 60, sep='\\n')", "sys.exit(1)"]
+    server = Server([sys.executable, "-c", "\n".join(words)], {}, 1, tmp_path / "log")
+    with pytest.raises(EngineDied, match="out of memory") as ended:
+        server.wait_ready(60)
+    assert "/v1/loads" not in str(ended.value)
+    assert str(ended.value).count("lost") < 30
+
+
 def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
     problems = list(
-        option_problems(Installation.find(), "rollout.sglang", {"attention_backnd": "triton", "port": 1, "tp_size": 2})
+        option_problems(
+            Installation.find(),
+            "rollout.sglang",
+            {"rpc_ipc_name": "x", "attention_backnd": "triton", "port": 1, "tp_size": 2},
+        )
     )
     assert problems == [
+        "rollout.sglang.rpc_ipc_name is not an option of SGLang 0.5.21; did you mean otlp_service_name?",
         "rollout.sglang.attention_backnd is not an option of SGLang 0.5.21; did you mean attention_backend?",
         "rollout.sglang.port is set by Cairn itself; leave it out",
     ]
@@ -65,6 +81,33 @@ def test_options_that_a_router_does_not_have_are_named() -> None:
 
 
 def test_a_command_line_spells_options_as_sglang_does() -> None:
-    options = {"tp_size": 2, "disable_radix_cache": True, "lora_paths": ["a", "b"], "quantization": None}
-    command = Installation.find().command(options)
-    assert " ".join(command[1:]) == ("-m sglang.launch_server --tp-size 2 --disable-radix-cache --lora-paths a b")
+    options = {
+        "tp_size": 2,
+        "disable_radix_cache": True,
+        "enable_metrics": False,
+        "lora_strict_loading": False,
+        "lora_paths": ["a", "b"],
+        "sidecar_args": ["c"],
+        "mm_process_config": {"image": True},
+        "quantization": None,
+    }
+    assert Installation.find().command(options)[1:] == [
+        *("-m", "sglang.launch_server", "--tp-size", "2", "--disable-radix-cache", "--no-lora-strict-loading"),
+        *("--lora-paths", "a", "b", "--sidecar-args", '["c"]', "--mm-process-config", '{"image": true}'),
+    ]
+
+
+def test_stand_ins_are_set_for_that_process_alone_and_another_version_of_sglang_is_refused_them() -> None:
+    installation = Installation.find()
+    before = dict(os.environ)
+    environment = installation.environment(on_cpu=True, num_threads=1)
+    assert environment["PYTHONPATH"] == str(STAND_INS)
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert dict(os.environ) == before
+    assert "PYTHONPATH" not in installation.environment(on_cpu=False, num_threads=1)
+
+    another = Installation(installation.python)
+    another.__dict__["version"] = "0.5.20"
+    with pytest.raises(SGLangMissing, match=r"without a GPU SGLang 0\.5\.21 is needed and .* has 0\.5\.20"):
+        another.environment(on_cpu=True, num_threads=1)
+    assert another.environment(on_cpu=False, num_threads=1)
