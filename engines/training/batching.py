@@ -1,11 +1,12 @@
-"""Cutting a step's samples into micro-batches of similar lengths."""
+"""Cutting a step's samples into micro-batches: of similar lengths where they are padded, equally full where packed."""
 
+import heapq
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that pass through the model together, padded on the right to the longest of them."""
+    """Samples that pass through the model together."""
 
     samples: tuple[int, ...]
     """Indices into the batch, longest sample first."""
@@ -14,7 +15,8 @@ class MicroBatch:
 
 
 def plan_micro_batches(lengths: dict[int, int], max_tokens: int | None, world_size: int = 1) -> list[list[MicroBatch]]:
-    """The micro-batches of every rank: equally many for each, every sample in exactly one that counts.
+    """The micro-batches of every rank, whose samples are padded to the longest of them: equally many for each rank,
+    every sample in exactly one that counts.
 
     Samples are sorted by length, so little is padded, and the micro-batches that the ranks run at the same time are
     neighbours in that order. A function of its arguments alone.
@@ -35,6 +37,59 @@ def plan_micro_batches(lengths: dict[int, int], max_tokens: int | None, world_si
     while len(plan) % world_size:
         plan.append(MicroBatch((order[-1],), counted=False))
     return [plan[rank::world_size] for rank in range(world_size)]
+
+
+def pack_micro_batches(
+    lengths: dict[int, int], max_tokens: int | None, ranks: int, multiple: int = 1
+) -> list[list[MicroBatch]]:
+    """The micro-batches of every rank, whose samples are packed one behind the other: equally many for each rank, every
+    sample in exactly one that counts.
+
+    The longest sample that is left goes to the micro-batch with the fewest tokens; if it has no room there, more
+    micro-batches are made. Those that the ranks run at the same time are neighbours by the work that attention makes,
+    the squares of the lengths; of these the most goes to the rank that has had the least. A function of its arguments
+    alone.
+
+    Args:
+        lengths: tokens of every sample, those it is padded with included, by its index in the batch; not empty.
+        max_tokens: most tokens of a micro-batch; a longer sample is one by itself. None makes as few as there can be.
+        ranks: with samples of their own.
+        multiple: each rank's micro-batches are a multiple of it.
+    """
+    order = sorted(lengths, key=lambda sample: (-lengths[sample], sample))
+    limit = max_tokens or sum(lengths.values())
+    least = sum(min(length, limit) for length in lengths.values())
+    step = ranks * multiple
+    count = -(-least // (limit * step)) * step
+    while (groups := _spread(order, lengths, limit, count)) is None:
+        count += step
+
+    def work(group: list[int]) -> int:
+        return sum(lengths[sample] ** 2 for sample in group)
+
+    groups.sort(key=lambda group: (-work(group), group))
+    plan: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    done = [0] * ranks
+    for first in range(0, count, ranks):
+        idle = sorted(range(ranks), key=lambda rank: (done[rank], rank))
+        for rank, group in zip(idle, groups[first : first + ranks], strict=True):
+            done[rank] += work(group)
+            plan[rank].append(MicroBatch(tuple(group)) if group else MicroBatch((order[-1],), counted=False))
+    return plan
+
+
+def _spread(order: list[int], lengths: dict[int, int], limit: int, count: int) -> list[list[int]] | None:
+    """Samples in `count` groups, each into the one that is least full; None where one has no room."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    filled = [(0, index) for index in range(count)]
+    for sample in order:
+        tokens, index = filled[0]
+        tokens += min(lengths[sample], limit)
+        if tokens > limit:
+            return None
+        groups[index].append(sample)
+        heapq.heapreplace(filled, (tokens, index))
+    return groups
 
 
 def _fill(order: list[int], lengths: dict[int, int], max_tokens: int) -> list[list[int]]:

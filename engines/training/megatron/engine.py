@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
-from engines.training.batching import MicroBatch, plan_micro_batches
+from engines.training.batching import MicroBatch, pack_micro_batches
 from engines.training.checkpoint import in_buckets
 from engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from engines.training.losses.value import value_objective
@@ -21,6 +21,7 @@ from engines.training.megatron.folder import write_model_folder
 from engines.training.megatron.learner import MegatronLearner
 from engines.training.megatron.model import join_groups, load_model
 from engines.training.megatron.offload import Memory
+from engines.training.megatron.packing import padded_length
 from engines.training.megatron.passes import Passes
 from engines.training.megatron.value_head import read_values
 from engines.training.megatron.vocabulary import Policy
@@ -141,11 +142,9 @@ class MegatronEngine(ExactlyOnceEngine):
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
         """This rank's micro-batches, as many as all others' and, in a pipeline, a multiple of its stages."""
         training = self._training
-        ranks, multiple = training.data_parallel_size, training.pipeline_model_parallel_size
         limit = training.max_tokens_per_gpu
         if limit is not None:
             limit *= training.context_parallel_size
-        plan = plan_micro_batches(lengths, limit, ranks * multiple)
-        rank = parallel_state.get_data_parallel_rank()
-        mine = plan[rank * multiple : (rank + 1) * multiple]
-        return [micro_batch for round_ in zip(*mine, strict=True) for micro_batch in round_]
+        padded = {sample: padded_length(length, self._actor.alignment) for sample, length in lengths.items()}
+        plan = pack_micro_batches(padded, limit, training.data_parallel_size, training.pipeline_model_parallel_size)
+        return plan[parallel_state.get_data_parallel_rank()]

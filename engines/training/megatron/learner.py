@@ -30,6 +30,7 @@ class MegatronLearner:
         self.optimizer = build_optimizer(training, model, self._wrapped)
         self.state = State(model.parameters, self.optimizer, prefix)
         self._passes = Passes(model.config, self._wrapped, model.parameters[0].value.device)
+        self.alignment = self._passes.alignment
 
     def accumulate_gradients(
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]

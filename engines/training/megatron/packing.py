@@ -31,6 +31,11 @@ class Packed:
     """[N] int64: where each of them stands among the chosen tokens of the whole micro-batch."""
 
 
+def padded_length(length: int, alignment: int) -> int:
+    """Tokens of a sample once it is padded to a multiple of `alignment`."""
+    return -(-length // alignment) * alignment
+
+
 def context_order(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
     """[T, 2] int64: sample and position of every token that a rank holds, in its order.
 
@@ -60,7 +65,7 @@ def pack(batch: TrainBatch, samples: Sequence[int], tokens: Tokens, *, alignment
         rank: of this process in it.
     """
     rows = [batch.input_ids[sample] for sample in samples]
-    lengths = [-(-len(row) // alignment) * alignment for row in rows]
+    lengths = [padded_length(len(row), alignment) for row in rows]
     device = tokens.input_ids.device
     held = context_order(lengths, size, rank).to(device)
     width = tokens.input_ids.shape[1]

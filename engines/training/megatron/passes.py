@@ -39,7 +39,8 @@ class Passes:
         self._chunks, self._device = list(chunks), device
         context = parallel_state.get_context_parallel_world_size()
         cut = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
-        self._alignment = cut * (2 * context if context > 1 else 1)
+        self.alignment = cut * (2 * context if context > 1 else 1)
+        """Every sample is padded to a multiple of it."""
 
     def accumulate_gradients(
         self,
@@ -92,7 +93,7 @@ class Passes:
             batch,
             micro_batch.samples,
             tokens,
-            alignment=self._alignment,
+            alignment=self.alignment,
             size=parallel_state.get_context_parallel_world_size(),
             rank=parallel_state.get_context_parallel_rank(),
         )

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.training.batching import plan_micro_batches, split_steps
+from engines.training.batching import pack_micro_batches, plan_micro_batches, split_steps
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60).map(lambda lengths: dict(enumerate(lengths)))
 
@@ -53,6 +53,32 @@ def test_a_rank_left_without_a_sample_repeats_one_that_does_not_count() -> None:
     first, second = plan_micro_batches({7: 10}, 100, 2)
     assert first[0].counted
     assert not second[0].counted
+
+
+@given(LENGTHS, st.none() | st.integers(1, 2000), st.integers(1, 5), st.integers(1, 4))
+def test_packed_samples_count_exactly_once_within_the_budget_and_ranks_run_equally_many_micro_batches(
+    lengths: dict[int, int], max_tokens: int | None, ranks: int, multiple: int
+) -> None:
+    plan = pack_micro_batches(lengths, max_tokens, ranks, multiple)
+    counted = [micro_batch.samples for rank in plan for micro_batch in rank if micro_batch.counted]
+    assert sorted(i for samples in counted for i in samples) == sorted(lengths)
+    assert len(plan) == ranks
+    assert len({len(rank) for rank in plan}) == 1
+    assert len(plan[0]) % multiple == 0
+    if max_tokens is None:
+        assert len(plan[0]) == multiple
+    else:
+        assert all(len(samples) == 1 or sum(lengths[i] for i in samples) <= max_tokens for samples in counted)
+
+
+def test_packed_micro_batches_are_full_and_ranks_have_alike_many_tokens_and_squares() -> None:
+    lengths = {i: 20 + i * i % 199 for i in range(200)}
+    plan = pack_micro_batches(lengths, 1000, 4)
+    fill = [sum(lengths[i] for i in micro_batch.samples) for rank in plan for micro_batch in rank]
+    assert sum(fill) / len(fill) > 900
+    for power in (1, 2):
+        work = [sum(lengths[i] ** power for micro_batch in rank for i in micro_batch.samples) for rank in plan]
+        assert max(work) < 1.03 * sum(work) / len(work)
 
 
 def test_steps_are_equal_contiguous_parts() -> None:
