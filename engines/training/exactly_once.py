@@ -168,6 +168,8 @@ class ExactlyOnceEngine(ABC):
         if role not in self._scorers:
             raise ValueError(HOW_TO_HAVE[role])
         lengths = {i: len(ids) for i, ids in enumerate(batch.input_ids) if batch.response_lengths[i]}
+        if not lengths:
+            return [np.zeros(0, np.float32) for _ in range(len(batch))]
         scores = self._scorers[role](batch, self._plan(lengths))
         return np.split(scores.cpu().numpy(), np.cumsum(batch.response_lengths)[:-1])
 

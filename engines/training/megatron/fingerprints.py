@@ -28,27 +28,24 @@ Fingerprints = tuple[list[tuple[str, tuple[int, ...], str]], torch.Tensor]
 
 
 def sharded_fingerprints(
-    pieces: Iterable[Piece], kinds: Iterable[str], ownership: Ownership, dtype: str
+    pieces: Iterable[Piece], kinds: Iterable[str], ownership: Ownership, dtype: str, device: torch.device
 ) -> Fingerprints:
     """Of every whole tensor of every kind; all ranks take part.
 
     Args:
         kinds: prefixes of the tensors' names, such as "exp_avg."; every piece is of one of them.
         dtype: that all tensors count as.
+        device: over which ranks add up.
     """
     tensors = ownership.tensors()
     entries = [
         (f"{kind}{name}", ownership.shape(parts[0][1]), dtype) for kind in kinds for name, parts in tensors.items()
     ]
     index = {name: place for place, (name, _, _) in enumerate(entries)}
-    sums: torch.Tensor | None = None
+    sums = torch.zeros(len(entries), 2, dtype=torch.int64, device=device)
     for piece in pieces:
-        if sums is None:
-            sums = torch.zeros(len(entries), 2, dtype=torch.int64, device=piece.values.device)
         for name, values, offset in _runs(piece):
             sums[index[piece.kind + name]] += fingerprint(values, offset)
-    if sums is None:
-        sums = torch.zeros(len(entries), 2, dtype=torch.int64)
     dist.all_reduce(sums)
     return entries, sums
 

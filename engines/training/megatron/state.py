@@ -35,7 +35,9 @@ class State:
 
     def fingerprints(self) -> Fingerprints:
         """Of all whole tensors, as `engines.training.digest.state_digest` names them; all ranks take part."""
-        return sharded_fingerprints(self._pieces(), self._kinds.values(), self._ownership, "torch.float32")
+        return sharded_fingerprints(
+            self._pieces(), self._kinds.values(), self._ownership, "torch.float32", self._device
+        )
 
     def weights_checksum(self, dtypes: Sequence[torch.dtype]) -> str:
         """`weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn; all ranks take part."""
@@ -48,7 +50,7 @@ class State:
                 blocks = [block for block in parameter.blocks if self._ownership.owner(block) == self._rank]
                 yield Piece("", values.reshape(-1), 0, blocks)
 
-        return digest(*sharded_fingerprints(pieces(), ("",), self._ownership, "float32"))
+        return digest(*sharded_fingerprints(pieces(), ("",), self._ownership, "float32", self._device))
 
     def gather_weights(self, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights one after the other, on the CPU of rank 0 or on every rank's device, offloaded or not; see
