@@ -47,8 +47,18 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
 }
+
+
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Llama 3.1's, whose scaling changes the slow half of the frequencies."""
 
 
 def tiny_model(family: str = "qwen3", seed: int = 0, layers: int = 2) -> PreTrainedModel:
@@ -62,10 +72,12 @@ def tiny_model(family: str = "qwen3", seed: int = 0, layers: int = 2) -> PreTrai
         return Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True))
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**sizes, **GROUPED, tie_word_embeddings=True))
-    if family == "qwen3_moe":
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **GROUPED, **EXPERTS, mlp_only_layers=[1]))
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**sizes, **GROUPED, tie_word_embeddings=False))
+    if family.startswith("qwen3_moe"):
+        experts = {**EXPERTS, "norm_topk_prob": family == "qwen3_moe"}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **GROUPED, **experts, mlp_only_layers=[1]))
+    if family in ("llama", "llama3.1"):
+        scaled: dict[str, Any] = {"rope_parameters": ROPE} if family == "llama3.1" else {}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **GROUPED, **scaled, tie_word_embeddings=False))
     if family == "gpt_neox":
         return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, hidden_dropout=0.5, attention_dropout=0.5))
     if family == "gemma2":

@@ -1,5 +1,6 @@
 """The layouts that are held against Hugging Face + PyTorch, and what every rank does for one of them."""
 
+import gc
 import json
 import os
 import traceback
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
+from engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_batch
 
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
@@ -86,7 +88,7 @@ CASES = [
     Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}),
     Case("DP 2, distributed optimizer, bfloat16", 2, ZERO, training={"dtype": "bfloat16"}),
     Case("PP 2", 2, PP),
-    Case("PP 2, Llama 3", 2, PP, family="llama"),
+    Case("PP 2, Llama 3.1", 2, PP, family="llama3.1"),
     Case("PP 2, VPP 2", 2, VPP),
     Case("DP 2", 2),
     Case("DP 2, loss per token", 2, per_token=True),
@@ -100,7 +102,9 @@ CASES = [
     Case("CP 2, PPO", 2, CP, critic=True),
     Case("EP 2, alltoall", 2, EP, family="qwen3_moe"),
     Case("TP 2, SP, EP 2", 2, {**SP, **EP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
+    Case("TP 2, SP, ETP 2", 2, SP, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
+    Case("EP 2, Qwen3-MoE without norm_topk_prob", 2, EP, family="qwen3_moe_raw"),
     Case("TP 2 × PP 2", 4, {**SP, **PP}),
     Case("TP 2 × PP 2, VPP 2", 4, {**SP, **VPP}),
     Case("TP 2 × DP 2", 4, {**SP, **ZERO}),
@@ -108,6 +112,10 @@ CASES = [
     Case("PP 2 × DP 2", 4, {**PP, **ZERO}, per_token=True),
     Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe"),
 ]
+
+RANKS = sorted({case.ranks for case in CASES})
+WATCHED = "TP 2 × PP 2"
+"""The case in which it is counted what rank 0 holds while it exports."""
 
 
 def five_updates(engine: Any, case: Case) -> dict[str, Any]:
@@ -143,27 +151,49 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
     )
     report = five_updates(engine, case)
     weights = {name: tensor for bucket in engine.export_weights(50_000) for name, tensor in bucket.items()}
+    checksum = engine.weights_checksum()
     if rank == 0:
+        assert weights_checksum(weights.items()) == checksum
         save_file(weights, work / f"{CASES.index(case)}.safetensors")
+    if case.name == WATCHED:
+        report["held"] = bytes_while_exporting(engine)
     return report
 
 
-def launched(rank: int, ranks: int, models: Path, work: Path) -> None:
-    """Run all cases of so many ranks; each rank leaves a report."""
+def bytes_while_exporting(engine: Any) -> int:
+    """The most bytes of tensors that there were at a time on rank 0, beside those before, while it exported weights in
+    buckets of a byte."""
+    gc.collect()
+    before, most = bytes_of_tensors(), 0
+    for _ in engine.export_weights(1):
+        most = max(most, bytes_of_tensors() - before)
+    held = torch.tensor(most)
+    dist.broadcast(held, 0)
+    return int(held)
+
+
+def bytes_of_tensors() -> int:
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def launched(rank: int, models: Path, work: Path) -> None:
+    """Run all cases, each on as many ranks as it has, of the processes of one launch; each leaves reports."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    if ranks > 1:
+    for ranks in RANKS:
+        if rank >= ranks:
+            continue
         dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous-{ranks}", rank=rank, world_size=ranks)
-    report = {}
-    for case in CASES:
-        if case.ranks == ranks:
-            try:
-                report[case.name] = run_case(case, models, work, rank)
-            except Exception:
-                traceback.print_exc()
-                raise
-    (work / f"report-{ranks}-{rank}.json").write_text(json.dumps(report))
-    if ranks > 1:
+        report = {}
+        for case in CASES:
+            if case.ranks == ranks:
+                try:
+                    report[case.name] = run_case(case, models, work, rank)
+                except Exception:
+                    traceback.print_exc()
+                    raise
+        (work / f"report-{ranks}-{rank}.json").write_text(json.dumps(report))
         dist.destroy_process_group()
 
 

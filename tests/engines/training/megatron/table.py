@@ -6,11 +6,11 @@ from pathlib import Path
 from tests.engines.training.megatron.cases import Case
 
 UNTRIED = {
-    "expert tensor parallelism": "gloo gathers parts of equal size only, unlike experts' tokens",
+    "EP and ETP together": "gloo gathers parts of equal size only, unlike experts' tokens",
     "EP, allgather dispatcher": "refused, for it needs as many tokens on every rank, which packed batches do not have",
     "overlap_param_gather": "refused, for weights must be whole when an update ends",
     "CUDA graphs, FP8, fused kernels, TEGroupedMLP, communication overlap of TP": "needs CUDA and Transformer Engine",
-    "optimizer_cpu_offload": "has nothing to move where there is no GPU",
+    "optimizer_cpu_offload": "refused, for its moments lie where digest and checkpoints do not look",
 }
 """Modes without a row of figures, and why."""
 

@@ -1,6 +1,7 @@
 """Megatron in every layout against the same model, batch and updates in PyTorch, in one process."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import torch.multiprocessing
 from safetensors.torch import load_file
 
 from tests.engines.training.builders import make_engine, model_folder
-from tests.engines.training.megatron.cases import CASES, LAYERS, TRAINING, Case, five_updates, launched, weights_after
+from tests.engines.training.megatron.cases import (
+    CASES,
+    LAYERS,
+    RANKS,
+    TRAINING,
+    WATCHED,
+    Case,
+    five_updates,
+    launched,
+    weights_after,
+)
 from tests.engines.training.megatron.table import write_table
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
@@ -19,9 +30,10 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 BOUNDS = {"log-probs": 1e-5, "loss": 2e-6, "gradient norm": 1e-5, "weights": 1e-5}
 """Largest absolute difference over five updates; of the gradient's norm, relative to it."""
 
-BFLOAT16_BOUNDS = {"log-probs": 1e-1, "loss": 3e-3, "gradient norm": 1e-2, "weights": 1e-2}
+BFLOAT16_BOUNDS = {"log-probs": 1e-1, "loss": 3e-3, "gradient norm": 1e-2, "weights": 4e-1}
 """The same where forward and backward run in bfloat16, which has 8 bits of precision; loss and norm of the first update
-alone, since which tokens are clipped in the next ones turns on the last of them."""
+alone, since which tokens are clipped in the next ones turns on the last of them. Of the weights it is their distance,
+relative to how far the updates moved them: 1 if they had not moved at all."""
 
 CLIPFRACS = {"pg_clipfrac", "tis_clipfrac", "value_clipfrac"}
 """Shares of tokens, in which the last bit of a ratio may bring one over the bound."""
@@ -65,12 +77,12 @@ def reference_run(case: Case, work: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports(work: Path, reference: References) -> dict[str, list[dict[str, Any]]]:
-    """Of every case, what each of its ranks reports. One launch for all cases of as many ranks."""
+    """Of every case, what each of its ranks reports."""
     reports: dict[str, list[dict[str, Any]]] = {}
-    for ranks in sorted({case.ranks for case in CASES}):
-        context = torch.multiprocessing.spawn(launched, (ranks, work / "models", work), nprocs=ranks, join=False)
-        while not context.join(timeout=240):
-            pass
+    context = torch.multiprocessing.spawn(launched, (work / "models", work), nprocs=max(RANKS), join=False)
+    while not context.join(timeout=240):
+        pass
+    for ranks in RANKS:
         read = [json.loads((work / f"report-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
         reports |= {name: [report[name] for report in read] for name in read[0]}
     return reports
@@ -79,6 +91,7 @@ def reports(work: Path, reference: References) -> dict[str, list[dict[str, Any]]
 def differences(case: Case, report: dict[str, Any], expected: dict[str, Any], work: Path) -> dict[str, float]:
     weights = weights_after(case, work)
     pairs = list(zip(report["metrics"], expected["metrics"], strict=True))[: 1 if case.bfloat16 else None]
+    before = load_file(work / "models" / case.family / "model.safetensors")
     return {
         "log-probs": max(
             float(np.abs(np.subtract(found, right)).max())
@@ -88,10 +101,18 @@ def differences(case: Case, report: dict[str, Any], expected: dict[str, Any], wo
         "gradient norm": max(
             abs(found[name] / right[name] - 1) for found, right in pairs for name in NORMS if name in right
         ),
-        "weights": max(
-            float((weights[name].float() - right.float()).abs().max()) for name, right in expected["weights"].items()
+        "weights": (
+            apart(weights, expected["weights"]) / apart(before, expected["weights"])
+            if case.bfloat16
+            else max(float((weights[name] - right).abs().max()) for name, right in expected["weights"].items())
         ),
     }
+
+
+def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The distance between two models, in bfloat16."""
+    pairs = ((weights[name].bfloat16().float(), right.bfloat16().float()) for name, right in others.items())
+    return math.sqrt(sum(float((one - other).square().sum()) for one, other in pairs))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -122,16 +143,32 @@ def test_digest_and_checksum_are_those_of_the_torch_engine_in_every_layout(
     reports: dict[str, list[dict[str, Any]]], reference: References
 ) -> None:
     for case in CASES:
-        if case.family != "qwen3_moe":  # whose experts Transformers holds in one tensor
+        if "moe" not in case.family:  # whose experts Transformers holds in one tensor
             for value in ("checksum",) if case.bfloat16 else ("digest", "checksum"):
                 assert reports[case.name][0][value] == reference[case.reference][value], case.name
-    moe = {(reports[case.name][0]["digest"]) for case in CASES if case.family == "qwen3_moe"}
-    assert len(moe) == 1
+    assert len({reports[case.name][0]["digest"] for case in CASES if case.family == "qwen3_moe"}) == 1
 
 
-def test_the_parity_table_is_written(
+def test_rank_0_holds_a_few_tensors_of_the_weights_it_exports(
+    reports: dict[str, list[dict[str, Any]]], reference: References
+) -> None:
+    (case,) = (case for case in CASES if case.name == WATCHED)
+    sizes = [tensor.nbytes for tensor in reference[case.reference]["weights"].values()]
+    held = reports[WATCHED][0]["held"]
+    assert max(sizes) <= held <= 3 * max(sizes) < sum(sizes) / 3
+
+
+def test_the_documents_table_has_the_rows_of_the_one_that_is_written(
     reports: dict[str, list[dict[str, Any]]], reference: References, work: Path
 ) -> None:
     rows = [(case, differences(case, reports[case.name][0], reference[case.reference], work)) for case in CASES]
-    path = write_table(rows, BOUNDS, BFLOAT16_BOUNDS)
-    assert all(case.name in path.read_text() for case in CASES)
+    written = write_table(rows, BOUNDS, BFLOAT16_BOUNDS).read_text().splitlines()
+    page = Path("docs/engines/megatron.md").read_text().splitlines()
+    first = page.index(written[0])
+    assert [first_cells(row) for row in page[first : first + len(written) + 1]] == [*map(first_cells, written), []]
+
+
+def first_cells(row: str) -> list[str]:
+    """All but the figures that were measured."""
+    cells = row.split("|")
+    return cells[1:] if "bound" in row or "cannot run" in row else cells[1:4]
