@@ -23,7 +23,15 @@ pytestmark = [
 
 ALGORITHM = AlgorithmConfig(entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 BATCH = builders.make_batch(24, old=True, rollout=True, ref=True)
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "max_tokens_per_gpu": 200, "adam_eps": 1e-5, "clip_grad": 0.1}
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "lr": 1e-3,
+    "max_tokens_per_gpu": 200,
+    "adam_eps": 1e-5,
+    "clip_grad": 0.1,
+}
+LOG_PROBS, LOSS, NORM = 1e-1, 1e-2, 5e-2
+"""Largest differences, that of the norm relative, of two implementations that compute in bfloat16."""
 
 
 @pytest.fixture(scope="module", params=["qwen2", "qwen3", "llama", "qwen3_moe"])
@@ -42,37 +50,37 @@ def megatron(folder: Path, algorithm: AlgorithmConfig = ALGORITHM, **options: An
     )
 
 
-def five_updates(engine: Any) -> list[dict[str, float]]:
-    return [engine.train(BATCH, num_steps=1, expected_version=v, input_digest="d").metrics for v in range(5)]
+def first_update(engine: Any) -> dict[str, float]:
+    """Of later ones the loss turns on which tokens it clips, and that on the last bit."""
+    metrics: dict[str, float] = engine.train(BATCH, num_steps=1, expected_version=0, input_digest="d").metrics
+    return metrics
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_updates_are_near_those_of_the_torch_engine(folder: Path, dtype: str) -> None:
+def test_log_probs_and_an_update_are_near_those_of_the_torch_engine(folder: Path) -> None:
     reference = builders.make_engine(folder, algorithm=ALGORITHM, device="cuda", **OPTIONS)
-    engine = megatron(folder, dtype=dtype)
-    bound = 1e-3 if dtype == "float32" else 0.1
+    engine = megatron(folder)
     for found, expected in zip(engine.score(BATCH, "actor"), reference.score(BATCH, "actor"), strict=True):
-        np.testing.assert_allclose(found, expected, atol=bound)
-    for found, expected in zip(five_updates(engine), five_updates(reference), strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=bound, abs=bound)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=bound)
+        np.testing.assert_allclose(found, expected, atol=LOG_PROBS)
+    found, expected = first_update(engine), first_update(reference)
+    assert found["loss"] == pytest.approx(expected["loss"], abs=LOSS)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=NORM)
 
 
-def test_values_and_updates_of_a_critic_are_near_those_of_the_torch_engine(folder: Path) -> None:
+def test_values_and_an_update_of_a_critic_are_near_those_of_the_torch_engine(folder: Path) -> None:
     ppo = ALGORITHM.model_copy(update={"advantage_estimator": "ppo"})
     engines = (
         builders.make_engine(folder, algorithm=ppo, device="cuda", **OPTIONS),
-        megatron(folder, algorithm=ppo, dtype="float32"),
+        megatron(folder, algorithm=ppo),
     )
     for expected, found in zip(*(engine.score(BATCH, "critic") for engine in engines), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-3)
-    for expected, found in zip(*map(five_updates, engines), strict=True):
-        assert found["value_loss"] == pytest.approx(expected["value_loss"], rel=1e-3, abs=1e-3)
-        assert found["critic_grad_norm"] == pytest.approx(expected["critic_grad_norm"], rel=1e-3)
+        np.testing.assert_allclose(found, expected, atol=LOG_PROBS)
+    expected, found = map(first_update, engines)
+    assert found["value_loss"] == pytest.approx(expected["value_loss"], abs=LOSS)
+    assert found["critic_grad_norm"] == pytest.approx(expected["critic_grad_norm"], rel=NORM)
 
 
 def test_a_checkpoint_goes_on_where_it_was_saved(folder: Path, tmp_path: Path) -> None:
-    engine, store = megatron(folder, dtype="bfloat16"), open_store(str(tmp_path))
+    engine, store = megatron(folder), open_store(str(tmp_path))
     engine.train(BATCH, num_steps=1, expected_version=0, input_digest="d")
     engine.save(store, "one")
     saved = engine.state_digest()
@@ -86,7 +94,7 @@ def test_a_checkpoint_goes_on_where_it_was_saved(folder: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_offloading_frees_the_gpu_and_updates_around_it_end_in_the_same_bits(folder: Path, distributed: bool) -> None:
-    options: dict[str, Any] = {"dtype": "bfloat16", "megatron": {"use_distributed_optimizer": distributed}}
+    options: dict[str, Any] = {"megatron": {"use_distributed_optimizer": distributed}}
     digests = []
     for offloads in (False, True):
         engine = megatron(folder, **options)
@@ -116,4 +124,4 @@ def test_exported_weights_are_those_of_the_folder(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     exported = {name: tensor for bucket in megatron(folder).export_weights(1 << 20) for name, tensor in bucket.items()}
     assert set(exported) == set(weights)
-    assert all(torch.equal(exported[name], weight) for name, weight in weights.items())
+    assert all(torch.equal(exported[name], weight.bfloat16()) for name, weight in weights.items())

@@ -19,6 +19,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.errors import EngineError
+from engines.types import TrainBatch
 from engines.weights.checksum import weights_checksum
 from storage.errors import StoreRefused
 from storage.store import Store, open_store
@@ -34,6 +35,7 @@ HANDED_ON: dict[str, list[dict[str, Any]]] = {
     "whole": [EP, VPP, EP],
     "distributed": [{**EP, **ZERO}, {**CP, **ZERO}, {**EP, **ZERO}],
 }
+WITHOUT_RESPONSES = TrainBatch([np.arange(n, dtype=np.int32) for n in (3, 1)], [0, 0], [np.zeros(0, np.uint8)] * 2)
 
 
 def engine_of(
@@ -176,6 +178,7 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     report["failed save"] = raised(lambda: engine.save(full, "full"))
     report["described"] = store.exists("full/megatron_state.json")
     engine.save(store, "last")
+    report["scored"] = [len(scores) for scores in engine.score(WITHOUT_RESPONSES, "actor")]
     report["wrong version"] = raised(lambda: train(engine, 7, 1))
     assert BATCH.advantages is not None
     broken = dataclasses.replace(BATCH, advantages=[np.full_like(BATCH.advantages[0], np.nan), *BATCH.advantages[1:]])
@@ -320,6 +323,10 @@ def test_a_save_that_one_rank_cannot_finish_fails_on_all_and_leaves_no_checkpoin
 ) -> None:
     assert [report["failed save"] for report in reports] == ["EngineError", "StoreRefused"]
     assert not any(report["described"] for report in reports)
+
+
+def test_a_batch_without_responses_has_empty_scores(report: dict[str, Any]) -> None:
+    assert report["scored"] == [0, 0]
 
 
 def test_refused_updates_change_nothing(reports: list[dict[str, Any]]) -> None:
