@@ -1,32 +1,105 @@
-"""Runs a command in this process's group, and ends the whole group when the process that asked for it is gone.
+"""Runs a command in this process's group, and ends the whole group with it.
 
     python -I guard.py PARENT_PID COMMAND…
 
-A server would outlive an actor that is killed: nobody tells it. The guard looks after its parent twice a second. If the
-guard itself is killed, the kernel kills the command, and SGLang's other processes watch the command.
+The group ends when the process that asked for the command is gone, when the command ends, and on SIGTERM. A server
+would outlive an actor that is killed: nobody tells it. The guard looks after its parent twice a second. If the guard
+itself is killed, the kernel kills the command, and SGLang's other processes watch the command.
+
+Whoever is killed cannot remove the shared memory that it made. Python's resource trackers do so for the processes that
+they belong to, once these are gone, and are therefore left to end by themselves; what else the group has mapped of the
+kinds that SGLang makes is removed here.
 """
 
+import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+
+TRACKER = b"multiprocessing.resource_tracker"
+"""In the command line of a resource tracker."""
+
+SHARED_MEMORY = "/dev/shm/"
+
+MAKERS = ("psm_", "sem.mp-", "sgl_", "sglang_")
+"""Beginnings of the names that Python's multiprocessing and SGLang give."""
+
+LOOK_EVERY = 20
+"""Half seconds between two looks at what the group has mapped."""
+
+PATIENCE = 5.0
+"""Seconds in which the group must be gone."""
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_the_guard() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main(parent: int, command: list[str]) -> int:
-    with subprocess.Popen(command, preexec_fn=_die_with_the_guard) as server:
-        while server.poll() is None:
-            if os.getppid() != parent:
-                os.killpg(0, signal.SIGKILL)
-            time.sleep(0.5)
-        return server.returncode
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    guard = os.getpid()
+
+    def die_with_the_guard() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:  # it was gone before the kernel knew
+            os._exit(1)
+
+    segments: set[str] = set()
+    with subprocess.Popen(command, preexec_fn=die_with_the_guard) as server:
+        try:
+            for turn in itertools.count():
+                if server.poll() is not None or os.getppid() != parent:
+                    break
+                if turn % LOOK_EVERY == 0:  # what only a process had mapped that is killed cannot be seen any more
+                    segments = {path for pid in _others() for path in _segments_of(pid)}
+                time.sleep(0.5)
+        finally:
+            end_the_others(segments)
+    return server.returncode
+
+
+def end_the_others(segments: set[str]) -> None:
+    """Kill this process's group but for itself, and remove its shared memory, `segments` and what it has mapped now."""
+    give_up = time.monotonic() + PATIENCE
+    while (others := list(_others())) and time.monotonic() < give_up:
+        for pid in others:
+            segments.update(_segments_of(pid))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT if TRACKER in _read(pid, "cmdline") else signal.SIGKILL)
+        time.sleep(0.02)
+    for pid in others:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for path in segments:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _others() -> Iterator[int]:
+    """The group's processes but this one, and but those that have ended."""
+    own, group = os.getpid(), os.getpgid(0)
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with contextlib.suppress(ProcessLookupError):
+            if pid != own and os.getpgid(pid) == group and _read(pid, "cmdline"):
+                yield pid
+
+
+def _segments_of(pid: int) -> Iterator[str]:
+    """Paths of the shared memory that a process has mapped, of the kinds that are removed here."""
+    for line in _read(pid, "maps").decode(errors="replace").splitlines():
+        path = line[line.find("/") :] if "/" in line else ""
+        if path.startswith(tuple(SHARED_MEMORY + maker for maker in MAKERS)) and not path.endswith(" (deleted)"):
+            yield path
+
+
+def _read(pid: int, file: str) -> bytes:
+    """Of /proc; nothing for a process that has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{file}", "rb") as opened:
+        return opened.read()
+    return b""
 
 
 if __name__ == "__main__":

@@ -94,10 +94,14 @@ class Server:
         raise EngineTimeout(f"the {self._name} did not serve within {timeout:g} s; {self.last_words()}")
 
     def stop(self) -> None:
-        """Kill it and everything it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(_END)
+        """End it and everything it started."""
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END)
+        if self._process.returncode is None or self._process.returncode < 0:  # the guard was stopped, or killed itself
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_END)
 
     def last_words(self) -> str:
         """Where the log is, and its end."""

@@ -11,31 +11,68 @@ import pytest
 from engines.errors import EngineDied
 from engines.rollout.sglang.installation import STAND_INS, Installation, SGLangMissing, option_problems, router_problems
 from engines.rollout.sglang.server import Server
+from tests.waiting import wait_for
 
+SERVER = """
+import mmap, os, subprocess, time
+from multiprocessing.shared_memory import SharedMemory
+by_python = SharedMemory(create=True, size=8)
+with open(f"/dev/shm/sglang_loads_{os.getpid()}", "wb+") as by_hand:
+    by_hand.truncate(8)
+    mapped = mmap.mmap(by_hand.fileno(), 8)
+subprocess.Popen(["sleep", "600"])
+print(f"/dev/shm/{by_python.name}", by_hand.name, flush=True)
+time.sleep(600)
+"""
 OWNER = """
 import sys, time
 from pathlib import Path
-import psutil
 from engines.rollout.sglang.server import Server
-sleeping = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
-server = Server([sys.executable, "-c", sleeping], {}, 1, Path(sys.argv[1]))
-while not (server.pid and psutil.Process(server.pid).children()):
-    time.sleep(0.05)
-print(server.pid, flush=True)
+from tests.waiting import wait_for
+server = Server([sys.executable, "-c", sys.argv[2]], {}, 1, Path(sys.argv[1]))
+print(server._process.pid, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_server_dies_with_an_owner_that_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OWNER, str(tmp_path / "log")]
+def started(log: Path, guard: int) -> tuple[list[psutil.Process], list[Path]]:
+    """The family of a server that runs `SERVER`, and its shared memory."""
+    (said,) = wait_for(lambda: log.exists() and log.read_text().splitlines(), 60)
+    family = [psutil.Process(guard), *psutil.Process(guard).children(recursive=True)]
+    assert len(family) == 4, "guard, server, its child and its resource tracker"
+    segments = [Path(path) for path in said.split()]
+    assert all(segment.exists() for segment in segments)
+    return family, segments
+
+
+def assert_gone(family: list[psutil.Process], segments: list[Path]) -> None:
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive
+    assert not [segment for segment in segments if segment.exists()]
+
+
+def test_a_server_dies_with_an_owner_that_is_killed_and_leaves_no_shared_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "log"), SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        server = psutil.Process(int(owner.stdout.readline()))
-        family = [server, *server.children(recursive=True), server.parent()]
-        assert len(family) == 3
+        left = started(tmp_path / "log", int(owner.stdout.readline()))
         owner.kill()
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
+    assert_gone(*left)
+
+
+def test_a_server_that_is_ended_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
+    server = Server([sys.executable, "-c", SERVER], {}, 1, tmp_path / "log")
+    left = started(tmp_path / "log", server._process.pid)
+    server.stop()
+    assert_gone(*left)
+
+
+def test_a_server_that_is_killed_takes_along_what_it_started(tmp_path: Path) -> None:
+    server = Server([sys.executable, "-c", SERVER], {}, 1, tmp_path / "log")
+    family, segments = started(tmp_path / "log", server._process.pid)
+    family[1].kill()
+    assert_gone(family, segments[:1])
+    segments[1].unlink(missing_ok=True)
 
 
 def test_a_server_that_ends_while_it_starts_shows_the_end_of_its_log(tmp_path: Path) -> None:
