@@ -175,9 +175,11 @@ def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
         yield from (place for place in evaluations(ledger.parent) if place[0] < ledger.first_iteration)
     elif config.eval.eval_interval is not None and not config.eval.skip_eval_before_train:
         yield 0, 0
-    for iteration in range(ledger.first_iteration, config.rollout.num_rollout):
+    first, steps = ledger.first_iteration, config.training.num_steps_per_rollout
+    before = weight_version_after(ledger, first - 1)
+    for iteration in range(first, config.rollout.num_rollout):
         if eval_due(config, iteration):
-            yield iteration, weight_version_after(ledger, iteration)
+            yield iteration, before + (iteration + 1 - first) * steps
 
 
 def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, float]]:

@@ -56,17 +56,18 @@ def garbage(ledger: Ledger) -> Iterator[Garbage]:
     """All garbage of a run, by iteration; a fork's own, not that of its parents. Costs one listing an iteration, and
     the commits of those that have files. Changes nothing."""
     newest = ledger.last_iteration()
-    lease = newest_lease(ledger.store, ledger.run)
-    live_epoch = lease.epoch if lease is not None and not lease.is_over() else None
+    live_epoch = _live_epoch(ledger)
     gone, shared = retired(ledger), shared_with_forks(ledger)
     for entry in ledger.store.list(layout.iterations(ledger.run)):
         iteration = int(entry.removesuffix("/"))
         in_work = newest is None or iteration >= newest
         kinds = {kind for kind in Kind if (iteration, kind) in gone and iteration > shared}
         yield from _of_iteration(ledger, iteration, in_work, live_epoch, kinds)
-    oldest = time.time() - _DAY
+    # A driver may have begun since; one that begins after this look touches its files after it.
+    looked_at = time.time()
+    oldest = looked_at if _live_epoch(ledger) is None else looked_at - _DAY
     for write in ledger.store.unfinished(layout.run(ledger.run)):
-        if live_epoch is None or write.touched_at < oldest:
+        if write.touched_at < oldest:
             yield Garbage(path=write.path, bytes=write.bytes, reason=Reason.UNFINISHED)
 
 
@@ -78,6 +79,12 @@ def collect(ledger: Ledger, found: Iterable[Garbage]) -> None:
     for write in ledger.store.unfinished(layout.run(ledger.run)) if unfinished else ():
         if write.path in unfinished:
             ledger.store.discard(write)
+
+
+def _live_epoch(ledger: Ledger) -> int | None:
+    """That of the run's driver, None without one."""
+    lease = newest_lease(ledger.store, ledger.run)
+    return lease.epoch if lease is not None and not lease.is_over() else None
 
 
 def _of_iteration(

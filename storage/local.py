@@ -40,8 +40,6 @@ _FOLDERS_REMEMBERED = 4096
 def _named_errors(action: str, path: Path) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
         if error.errno in _REFUSALS:
             raise StoreRefused(f"cannot {action} {path}: {_REFUSALS[error.errno]}") from error
@@ -51,11 +49,14 @@ def _named_errors(action: str, path: Path) -> Iterator[None]:
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """What is no file is an absent file, as on an object store."""
+    absent: OSError | None = None
     with _named_errors("read", path):
         try:
             yield
-        except (NotADirectoryError, IsADirectoryError):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            absent = error
+    if absent is not None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from absent
 
 
 def _is_temporary(name: str) -> bool:

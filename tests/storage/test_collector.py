@@ -16,7 +16,7 @@ from storage.ledger import Ledger
 from storage.local import LocalStore
 from storage.s3 import S3Store
 from storage.snapshots import WriteAhead
-from storage.store import Store
+from storage.store import Store, Unfinished
 from storage.verification import verify
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.waiting import wait_for
@@ -147,6 +147,43 @@ def test_a_temporary_file_goes_at_once_after_its_driver_and_after_a_day_beside_i
     assert _reasons(ledger) == {path: Reason.UNFINISHED}
     collect(ledger, garbage(ledger))
     assert not torn.exists()
+
+
+class _BeginningStore(LocalStore):
+    """A driver begins to write to the run at the first call of a method."""
+
+    begins_at = ""
+
+    def begin(self, method: str) -> None:
+        if method != self.begins_at:
+            return
+        self.begins_at = ""
+        ledger = Ledger.open(self, "run-1")
+        ledger.acquire()
+        self.written = self.root / ledger.attempt(1, Step.ROLLOUT).folder / ".0f.tmp"
+        self.written.parent.mkdir(parents=True)
+        self.written.write_bytes(b"half")
+        os.utime(self.written, (time.time(),) * 2)
+
+    def find(self, folder: str) -> dict[str, int]:
+        self.begin("find")
+        return super().find(folder)
+
+    def unfinished(self, folder: str) -> list[Unfinished]:
+        self.begin("unfinished")
+        return super().unfinished(folder)
+
+
+@pytest.mark.parametrize("begins_at", ["find", "unfinished"])
+def test_what_a_driver_writes_that_begins_meanwhile_is_no_garbage(tmp_path: Path, begins_at: str) -> None:
+    store = _BeginningStore(str(tmp_path))
+    ledger = Ledger.create(store, "run-1", CONFIG)
+    lease = ledger.acquire()
+    commit_step(ledger, 0, Step.ROLLOUT, table=rollout_table([0]))
+    lease.release(Outcome.STOPPED)
+    store.begins_at = begins_at
+    collect(ledger, garbage(ledger))
+    assert store.written.exists()
 
 
 def test_an_upload_that_did_not_end_is_found_and_aborted(s3_url: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import StoreRefused
+from storage.errors import StoreError, StoreRefused
+from storage.local import LocalStore
 from storage.store import open_store, probe
 from tests.waiting import wait_for
 
@@ -112,3 +113,24 @@ def test_a_killed_writer_leaves_whole_files_only(tmp_path: Path) -> None:
     for path, size in store.find("created").items():
         assert size == 2**18
         assert len(set(store.read(path))) == 1
+
+
+def test_a_temporary_file_that_someone_removes_is_an_error_that_a_new_try_mends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(str(tmp_path))
+    (tmp_path / "source").write_bytes(b"x")
+
+    def lose(*written: object) -> None:
+        for file in tmp_path.rglob(".*.tmp"):
+            file.unlink()
+
+    for method in ("_write_synced", "_copy_synced"):
+        monkeypatch.setattr(f"storage.local.{method}", lose)
+    for write in (
+        lambda: store.write("file", b"x"),
+        lambda: store.create("file", b"x"),
+        lambda: store.put_file(tmp_path / "source", "file"),
+    ):
+        with pytest.raises(StoreError, match=r"cannot (write|create) .*file: No such file"):
+            write()

@@ -1,0 +1,44 @@
+"""What a long run on an object store costs to go on with and to look at: `bench.ledger` without its gateway."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from bench.ledger import CountingStore, commits_of, config_of, find_the_place
+from flows.views import RunState, run_status
+from storage import layout
+from storage.commits import Commit, Step
+from storage.leases import Outcome
+from storage.ledger import Ledger
+
+ITERATIONS = 405
+"""With more evaluations and checkpoints than `MOST`. That pages of a thousand names are few, `tests.storage` proves."""
+
+WHOLE = 20
+"""Iterations at the end that are written whole: as far back as a driver looks for its newest checkpoint."""
+
+MOST = 30
+"""Requests."""
+
+
+def is_read(commit: Commit) -> bool:
+    return commit.iteration >= ITERATIONS - WHOLE or commit.step is Step.EVAL
+
+
+def test_resume_and_status_of_a_long_run_take_at_most_thirty_requests_each(s3_url: str) -> None:
+    store = CountingStore(s3_url)
+    ledger = Ledger.create(store, "long", config_of(ITERATIONS).model_dump(mode="json"))
+    ledger.acquire().release(Outcome.STOPPED)
+    files = {layout.commit("long", index, Step.TRAIN): b"not read" for index in range(ITERATIONS - WHOLE)}
+    for commit in filter(is_read, commits_of("long", ITERATIONS)):
+        files[layout.commit("long", commit.iteration, commit.step, commit.shard)] = commit.to_bytes()
+    with ThreadPoolExecutor(16) as writers:
+        list(writers.map(store.write, files, files.values()))
+
+    store.requests = 0
+    status = run_status(store, "long")
+    assert store.requests <= MOST
+    assert (status.state, status.iteration, status.step) == (RunState.INTERRUPTED, ITERATIONS - 1, Step.SYNC)
+
+    store.requests = 0
+    lease = find_the_place(store, "long")
+    assert store.requests <= MOST
+    lease.release(Outcome.STOPPED)
