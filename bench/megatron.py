@@ -4,9 +4,9 @@
 
 One optimizer step of GRPO on 64 samples with prompts of 18 to 27 tokens and responses of 4 to 128, in float32 on one
 rank and one CPU thread, on a tiny Qwen3 model. The bare loop calls Megatron's schedule, clipping and optimizer on the
-very micro-batches and loss of the engine, and does nothing else: what the engine takes above it are its checks, its
-metrics and the digest of the state. The variants take turns in one process; the first turn of each is not counted.
-Times are CPU seconds, the median of the rounds.
+samples of the engine's micro-batches, packed before the first step, and computes the loss alone: what the engine takes
+above it are packing, checks, metrics (the entropy of every token among them) and the digest of the state. The variants
+take turns in one process; the first turn of each is not counted. Times are CPU seconds, the median of the rounds.
 """
 
 import argparse
@@ -14,8 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
-from engines.training.batching import plan_micro_batches
+from engines.training.batching import pack_micro_batches
 from engines.training.factory import make_engine
-from engines.training.losses.aggregate import token_weights
 from engines.types import TrainBatch
 
 SAMPLES, VOCABULARY, MAX_TOKENS = 64, 384, 2048
@@ -118,35 +116,75 @@ def engine_step(engine: str, folder: str, batch: TrainBatch) -> Callable[[], Any
 
 
 def bare_loop(folder: str, batch: TrainBatch) -> Callable[[], Any]:
-    """Megatron's own pieces in a loop of a few lines."""
+    """Megatron's own pieces in a loop of a few lines, over micro-batches that were packed beforehand."""
     from engines.training.megatron.backend import backend_for
     from engines.training.process import join_process_group, prepare_process
 
-    config, algorithm, device = training("megatron"), AlgorithmConfig(), torch.device("cpu")
+    config, device = training("megatron"), torch.device("cpu")
     backend = backend_for(device)
     prepare_process(config, device)
     join_process_group(1)
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
     from engines.training.megatron.model import build_optimizer, join_groups, load_model, wrap
-    from engines.training.megatron.passes import Passes
-    from engines.training.megatron.vocabulary import Policy
 
     join_groups(config)
     model = load_model(Path(folder), config, backend)
-    chunks = wrap(model, config)
-    optimizer = build_optimizer(config, model, chunks)
-    passes = Passes(model.config, chunks, device)
-    objective = partial(Policy(model.vocabulary, 1.0).objective, algorithm=algorithm)
-    (plan,) = plan_micro_batches({i: len(ids) for i, ids in enumerate(batch.input_ids)}, MAX_TOKENS)
-    shares = token_weights([int(mask.sum()) for mask in batch.loss_mask], per_token=False)
-    weights = dict(enumerate(shares))
+    (chunk,) = wrap(model, config)
+    optimizer = build_optimizer(config, model, [chunk])
+    (plan,) = pack_micro_batches({i: len(ids) for i, ids in enumerate(batch.input_ids)}, MAX_TOKENS, 1)
+    packed = [packed_samples(batch, micro_batch.samples) for micro_batch in plan]
+
+    def forward_step(data: Iterator[tuple[torch.Tensor, ...]], model: Any) -> Any:
+        input_ids, ends, places, targets, weights = next(data)
+        longest = int(ends.diff().max())
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        lengths = dict.fromkeys(names, ends) | {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+        logits = model(input_ids, None, None, packed_seq_params=PackedSeqParams(qkv_format="thd", **lengths))
+
+        def loss_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+            log_probs = -vocab_parallel_cross_entropy(logits[0, places].float(), targets)
+            loss = -(weights * (log_probs - log_probs.detach()).exp()).sum()
+            return loss, torch.zeros((), dtype=torch.int), {}
+
+        return logits, loss_of
 
     def step() -> None:
-        chunks[0].zero_grad_buffer()
+        chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        passes.accumulate_gradients(batch, plan, weights, objective)
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(packed),
+            model=chunk,
+            num_microbatches=len(packed),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
         optimizer.step()
 
     return step
+
+
+def packed_samples(batch: TrainBatch, samples: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Of samples one behind the other: tokens [1, T], where each begins and ends [B + 1], where response tokens are
+    predicted [N], which they are [N], and their advantages over the loss's counts [N]."""
+    assert batch.advantages is not None
+    rows = [batch.input_ids[i] for i in samples]
+    ends = np.cumsum([0, *map(len, rows)])
+    responses = [batch.response_lengths[i] for i in samples]
+    places = [np.arange(end - count - 1, end - 1) for end, count in zip(ends[1:], responses, strict=True)]
+    weights = [batch.advantages[i] / (len(batch) * batch.response_lengths[i]) for i in samples]
+    targets = [row[-count:] for row, count in zip(rows, responses, strict=True)]
+    return (
+        torch.from_numpy(np.concatenate(rows)).long()[None],
+        torch.from_numpy(ends).int(),
+        torch.from_numpy(np.concatenate(places)),
+        torch.from_numpy(np.concatenate(targets)).long(),
+        torch.from_numpy(np.concatenate(weights)),
+    )
 
 
 if __name__ == "__main__":
