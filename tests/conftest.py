@@ -14,7 +14,14 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 settings.register_profile("cairn", deadline=None)
 settings.load_profile("cairn")
 
-pytest_plugins = ["tests.scheduling", "tests.s3", "tests.tiny_run", "tests.ray_fixtures", "tests.sglang_server"]
+pytest_plugins = [
+    "tests.scheduling",
+    "tests.s3",
+    "tests.tiny_run",
+    "tests.ray_fixtures",
+    "tests.sglang_server",
+    "tests.prefect_server",
+]
 
 
 @pytest.fixture(autouse=True)

@@ -92,7 +92,7 @@ def moto_server(**env: str) -> Iterator[S3Server]:
         assert address, "moto did not start"
         yield S3Server(f"http://{address}", "testkey", "testsecret")
         process.stdin.close()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 @pytest.fixture(scope="session")

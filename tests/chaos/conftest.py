@@ -1,21 +1,12 @@
-"""The undisturbed twin of all runs, and one Prefect server for all of them."""
+"""The undisturbed twin of all runs."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from flows.server import Server
 from tests.chaos.runs import Disturbed, chaos_config
 from tests.shared_memory import watched_segments
-
-
-@pytest.fixture(scope="session")
-def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = Server(tmp_path_factory.mktemp("prefect"))
-    server.wait_ready()
-    yield server.api_url
-    server.stop()
 
 
 @pytest.fixture(scope="session")

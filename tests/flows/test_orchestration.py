@@ -20,28 +20,42 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import LogSort
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.schema.operations import RetryConfig
 from engines.errors import EngineDied
 from flows.orchestration import driving, run_tags, subflow
-from flows.server import prefect_api
 from flows.steps import PrefectSteps
 from storage.commits import Step
 from storage.errors import StoreError, StoreRefused
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.timeout(900)
+
 DYING_TRAIN = '''
 import os, signal, sys, time
 from pathlib import Path
-from prefect import flow, task
-from prefect.runtime import flow_run
+from prefect import flow, get_client, task
+from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run, task_run
 from flows.orchestration import driving, subflow
 
 @task
 def step(first: bool):
     if first:
-        time.sleep(2)  # Prefect sends what happened so far
+        for _ in range(1000):  # Prefect sends what happened so far in the background
+            if is_known_to_run():
+                break
+            time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
+
+def is_known_to_run():
+    with get_client(sync_client=True) as client:
+        try:
+            return client.read_task_run(task_run.id).state_name == "Running"
+        except ObjectNotFound:
+            return False
 
 @flow(name="dying", persist_result=False)
 def train(store: str, options: dict[str, list[int]]):
@@ -100,9 +114,9 @@ def task_runs(client: SyncPrefectClient, flow_run: UUID) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with prefect_api(tmp_path_factory.mktemp("home")) as url:
-        yield url
+def url(api_url: str) -> Iterator[str]:
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        yield api_url
 
 
 @pytest.fixture
@@ -140,7 +154,7 @@ def test_the_graph_of_an_iteration_shows_which_step_read_what(url: str, client: 
     tags = run_tags("graph", ".")
     assert {"cairn", "run:graph"} < tags
     iteration = next(flow_run for flow_run in flow_runs(client, tags) if flow_run.name == "graph 000041")
-    (below,) = nodes(driver)
+    (below,) = wait_for(lambda: nodes(driver))
     assert (below["kind"], below["id"]) == ("flow-run", str(iteration.id))
 
     found = wait_for(lambda: (done := nodes(iteration.id)) and len(done) == 4 and done)
@@ -201,7 +215,7 @@ def test_the_next_driver_of_a_run_marks_what_a_killed_one_left_as_crashed(
     url: str, client: SyncPrefectClient, script: Path, tmp_path: Path
 ) -> None:
     environment = {**os.environ, "PREFECT_API_URL": url}
-    killed = subprocess.run([sys.executable, script, tmp_path], env=environment, capture_output=True, timeout=120)
+    killed = subprocess.run([sys.executable, script, tmp_path], env=environment, capture_output=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL
 
     @prefect.flow(flow_run_name="successor", persist_result=False)
@@ -237,7 +251,7 @@ def test_retry_runs_a_killed_flow_run_of_a_deployment_again_with_its_parameters(
         wait_for(lambda: client.read_flow_run(run.id).state_name == "Completed")
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(180)
     assert (tmp_path / "attempts").read_text() == 2 * f"{run.id} {parameters['options']}\n"
     driver, *iterations = flow_runs(client, run_tags("dying", str(tmp_path)))
     assert (driver.id, driver.run_count) == (run.id, 2)
@@ -264,6 +278,6 @@ except ValueError:
     pass
 """
     environment = {**os.environ, "PREFECT_API_URL": url}
-    finished = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120)
+    finished = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=300)
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, b"", b"")
-    assert "a line for the interface" in [log.message for log in client.read_logs()]
+    assert "a line for the interface" in [log.message for log in client.read_logs(sort=LogSort.TIMESTAMP_DESC)]

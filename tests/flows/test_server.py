@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -20,6 +21,8 @@ from prefect import flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.server import MOST_RESTARTS, Server, ServerFailed, ensure_server, prefect_api
+
+pytestmark = pytest.mark.timeout(900)
 
 DRIVER = """
 import logging, sys, time
@@ -49,11 +52,13 @@ def post(server: Server, path: str, body: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Two servers that started over one fresh home at the same time."""
+    """Two servers that started over one fresh home at the same time, and beside its database a copy from then."""
     home = tmp_path_factory.mktemp("home")
     servers = Server(home), Server(home)
     for server in servers:
         server.wait_ready()
+    with contextlib.closing(sqlite3.connect(home / "prefect.db", timeout=60)) as database:
+        database.execute("VACUUM INTO ?", [str(home / "empty.db")])
     yield servers
     for server in servers:
         server.stop()
@@ -62,6 +67,15 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Se
 @pytest.fixture
 def server(twins: tuple[Server, Server]) -> Server:
     return twins[0]
+
+
+@pytest.fixture
+def home(twins: tuple[Server, Server], tmp_path: Path) -> Path:
+    """Without any history, but with the tables, which take most of the time of a first start."""
+    home = tmp_path / "home"
+    home.mkdir()
+    shutil.copyfile(twins[0].home / "empty.db", home / "prefect.db")
+    return home
 
 
 def test_the_configured_api_is_used_and_no_server_started(tmp_path: Path) -> None:
@@ -91,13 +105,13 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> 
     assert not server.alive()
 
 
-def test_a_server_that_dies_is_replaced_on_its_socket_and_its_clients_go_on(tmp_path: Path) -> None:
+def test_a_server_that_dies_is_replaced_on_its_socket_and_its_clients_go_on(home: Path) -> None:
     @flow(name="one")
     def one() -> None: ...
 
-    with prefect_api(tmp_path / "home"):
+    with prefect_api(home):
         one()
-        server = ensure_server(tmp_path / "home")
+        server = ensure_server(home)
         first = server.pid
         os.kill(first, signal.SIGKILL)
         one()
@@ -109,16 +123,17 @@ def test_a_server_that_dies_is_replaced_on_its_socket_and_its_clients_go_on(tmp_
     assert not server.alive()
 
 
-def test_a_server_that_keeps_dying_is_given_up_and_said_so(tmp_path: Path) -> None:
-    home, killed = tmp_path / "home", set()
+def test_a_server_that_keeps_dying_is_given_up_and_said_so(home: Path) -> None:
+    killed = set()
 
     def use_a_server_that_keeps_dying() -> None:
         with prefect_api(home) as url:
             server = ensure_server(home)
             while server.alive():
-                killed.add(server.pid)
+                pid = server.pid
+                killed.add(pid)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(server.pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
             httpx.get(f"{url}/health")
 
@@ -141,19 +156,21 @@ def test_requests_wait_for_other_writers_of_the_database_instead_of_failing(serv
             while not done.wait(0.002):
                 database.execute("INSERT INTO other_writer VALUES (1)")
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    flow_id = post(server, "/flows/", {"name": "contended"})["id"]
-    body = {"flow_id": flow_id, "state": {"type": "PENDING"}}
-    with httpx.Client(timeout=60) as client:
-        statuses = {client.post(f"{server.api_url}/flow_runs/", json=body).status_code for _ in range(30)}
-    done.set()
-    writer.join()
+    try:
+        flow_id = post(server, "/flows/", {"name": "contended"})["id"]
+        body = {"flow_id": flow_id, "state": {"type": "PENDING"}}
+        with httpx.Client(timeout=60) as client:
+            statuses = {client.post(f"{server.api_url}/flow_runs/", json=body).status_code for _ in range(30)}
+    finally:
+        done.set()
+        writer.join()
     assert statuses == {201}
 
 
-def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(tmp_path: Path) -> None:
-    script, home = tmp_path / "driver.py", tmp_path / "home"
+def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(tmp_path: Path, home: Path) -> None:
+    script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     driver = subprocess.Popen([sys.executable, str(script), str(home), "600"], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
@@ -161,12 +178,12 @@ def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(t
     (orphan,) = servers_of(driver.pid)
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    psutil.wait_procs([orphan], timeout=30)
+    psutil.wait_procs([orphan], timeout=120)
     assert not orphan.is_running()
 
     quiet = {**os.environ, "PREFECT_LOGGING_LEVEL": "ERROR"}
     arguments = [sys.executable, str(script), str(home), "0"]
-    finished = subprocess.run(arguments, capture_output=True, text=True, env=quiet, timeout=120, check=True)
+    finished = subprocess.run(arguments, capture_output=True, text=True, env=quiet, timeout=300, check=True)
     assert (finished.stdout, finished.stderr) == ("running\n", "")
     with sqlite3.connect(home / "prefect.db") as database:
         states = database.execute("SELECT state_type FROM flow_run ORDER BY created").fetchall()
@@ -177,7 +194,7 @@ def test_nothing_is_reported_to_the_makers_of_prefect(tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     subprocess.run(
-        [sys.executable, "-c", "import flows.server"], env=environment, stdout=other_end, stderr=other_end, timeout=120
+        [sys.executable, "-c", "import flows.server"], env=environment, stdout=other_end, stderr=other_end, timeout=300
     )
     os.close(other_end)
     with pytest.raises(OSError, match="Input/output error"):  # what a terminal with nothing to read says
