@@ -23,7 +23,6 @@ import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
@@ -63,19 +62,10 @@ class Attempt:
 
     def write_table(self, name: str, table: pa.Table) -> OutputFile:
         """Write a table as Parquet."""
-        return self._written(name, tables.to_parquet(table), table.num_rows, tables.content_digest(table))
-
-    def write_bytes(self, name: str, data: bytes) -> OutputFile:
-        """Write a file."""
-        return self._written(name, data)
-
-    def put_file(self, name: str, local: Path) -> OutputFile:
-        """Copy a local file of any size."""
-        with open(local, "rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            size = file.tell()
-        self.store.put_file(local, self.path(name))
-        return OutputFile(path=self._in_run(name), bytes=size, sha256=sha256)
+        data, content = tables.to_parquet(table), tables.content_digest(table)
+        self.store.write(self.path(name), data)
+        sha256 = hashlib.sha256(data).hexdigest()
+        return OutputFile(path=self._in_run(name), bytes=len(data), rows=table.num_rows, sha256=sha256, content=content)
 
     def adopt(self, file: StoredFile) -> OutputFile:
         """Describe a file that someone else, such as an engine, wrote into the folder. It is not read: a checkpoint may
@@ -94,11 +84,6 @@ class Attempt:
 
     def _in_run(self, name: str) -> str:
         return self.path(name).removeprefix(f"{layout.run(self.run)}/")
-
-    def _written(self, name: str, data: bytes, rows: int | None = None, content: str | None = None) -> OutputFile:
-        self.store.write(self.path(name), data)
-        sha256 = hashlib.sha256(data).hexdigest()
-        return OutputFile(path=self._in_run(name), bytes=len(data), rows=rows, sha256=sha256, content=content)
 
 
 def _delete_all(store: Store, paths: list[str]) -> None:

@@ -130,7 +130,7 @@ class _Worker:
         connection = self.start()
         graded: list[Graded] = []
         try:
-            connection.send(list(samples))
+            self._send(connection, samples)
             while len(graded) < len(samples):
                 if not connection.poll(self._timeout):
                     graded.append(Graded(None, error=f"the grader took longer than {self._timeout:g} s"))
@@ -142,6 +142,16 @@ class _Worker:
             how = f"with signal {-code}" if code < 0 else f"with exit code {code}"
             graded.append(Graded(None, error=f"the grader's process died {how}"))
         return graded
+
+    def _send(self, connection: Connection, samples: Sequence[Sample]) -> None:
+        """Hand the samples over, or break the connection: a process that was stopped would never take them."""
+        late = threading.Timer(self._timeout, self._kill_group)
+        late.daemon = True
+        late.start()
+        try:
+            connection.send(list(samples))
+        finally:
+            late.cancel()
 
     def start(self) -> Connection:
         """The connection to the running process; a new one is ready to grade when this returns."""

@@ -23,7 +23,7 @@ def ledger(tmp_path) -> Ledger:
     options = {"save_interval": 2, "save_retain_interval": 4, "retain_snapshots": 3}
     ledger = new_run(str(tmp_path), rollout={"num_rollout": 13}, checkpoint=options, eval={"eval_interval": None})
     write_run(ledger, 12)
-    ledger.attempt(4, Step.TRAIN).write_bytes("lost", b"12345")
+    ledger.store.write(ledger.attempt(4, Step.TRAIN).path("lost"), b"12345")
     assert ledger.lease is not None
     ledger.lease.release(Outcome.STOPPED)
     return ledger

@@ -59,14 +59,15 @@ def test_a_run_without_accidents_has_no_garbage(ledger: Ledger) -> None:
 
 
 def test_a_beaten_attempt_and_parts_beside_the_committed_file_go_and_nothing_else(ledger: Ledger) -> None:
-    beaten = ledger.attempt(0, Step.REWARD, "00-000").write_bytes("rewards.parquet", b"x")
+    beaten = ledger.attempt(0, Step.REWARD, "00-000").path("rewards.parquet")
+    ledger.store.write(beaten, b"x")
     lost = _log_group(ledger, 0, "00-000", 0)
     commit = ledger.find(1, Step.ROLLOUT, "00-000")
     assert commit is not None
     part = f"{ledger.folder_of(commit)}/write_ahead/000000.{'0' * 64}.arrow"
     ledger.store.write(part, b"x")
     expected = {
-        layout.in_run("run-1", beaten.path): Reason.LOST,
+        beaten: Reason.LOST,
         lost: Reason.LOST,
         part: Reason.SUPERSEDED,
     }

@@ -111,7 +111,7 @@ def test_the_last_iteration_is_the_newest_with_a_commit(ledger: Ledger) -> None:
     assert ledger.last_iteration() is None
     for iteration in (0, 1, 2):
         commit_step(ledger, iteration, Step.SYNC)
-    ledger.attempt(3, Step.ROLLOUT, "00-000").write_bytes("part", b"x")
+    ledger.store.write(ledger.attempt(3, Step.ROLLOUT, "00-000").path("part"), b"x")
     assert ledger.iterations() == [0, 1, 2, 3]
     assert ledger.last_iteration() == 2
 
@@ -189,8 +189,8 @@ def test_the_longest_shard_name_can_be_committed(ledger: Ledger) -> None:
 def test_outputs_cannot_leave_the_run(ledger: Ledger) -> None:
     attempt = ledger.attempt(0, Step.CHECKPOINT)
     with pytest.raises(ValueError, match="not a path inside a store"):
-        attempt.write_bytes("../../../run.json", b"x")
-    output = attempt.write_bytes("x", b"x").model_dump() | {"path": "../run-2/run.json"}
+        attempt.path("../../../run.json")
+    output = {"path": "../run-2/run.json", "bytes": 1, "sha256": "0" * 64}
     with pytest.raises(ValueError, match="not a path inside a store"):
         ledger.commit(
             iteration=0,

@@ -160,6 +160,14 @@ def test_a_process_that_died_between_batches_costs_no_sample(pool_of):
     assert [g.reward for g in graded] == [1.0, 1.0]
 
 
+def test_a_process_that_was_stopped_costs_a_sample_its_deadline_and_no_more(pool_of):
+    pool = pool_of(rm_timeout=3, num_workers=1)
+    pid = pool.grade([("pid", None, {})])[0].reward
+    os.kill(int(pid), signal.SIGSTOP)
+    graded = pool.grade([("x" * 10**7, "1", {}), ("1", "1", {})])  # more than a pipe holds
+    assert [g.error for g in graded] == ["the grader's process died with signal 9", None]
+
+
 def test_cheap_samples_take_about_a_millisecond_at_most(pool_of):
     pool = pool_of(custom_rm_path=None, rm_type="exact_match")
     samples = [(r"the digits in order are \boxed{1 3 4 7 9}", "1 3 4 7 9", {})] * 256
