@@ -374,7 +374,8 @@ def test_a_torn_upload_is_no_checkpoint(tiny_assets: Path, tmp_path: Path) -> No
 
 
 def test_one_failed_writer_among_several_holds_nobody_up(tiny_assets: Path, tmp_path: Path) -> None:
-    """marin #9213: one rank's upload failed, and the others waited at a barrier for ever."""
+    """marin #9213: one rank's upload failed, and the others waited at a barrier for ever. Here the shards of a rollout;
+    the ranks that write a checkpoint are held to it in tests/engines/training/megatron/test_checkpoint.py."""
     config = tiny_config(tiny_assets, rollout=ROLLOUT | {"num_engines": 2})
     undisturbed = run_to(tmp_path / "whole", config, 1)
 
