@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner, Result
 
+from flows.cli import app
 from flows.session import input_digests
 from flows.validation import load_tokenizer
 from storage.ledger import Ledger
@@ -23,13 +25,21 @@ from tasks.data import PromptData
 from tests.tiny_run import tiny_config
 
 CAIRN = Path(sys.executable).with_name("cairn")
-DEADLINE = 240
+DEADLINE = 600
+
+pytestmark = pytest.mark.timeout(4 * DEADLINE)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the commands of this module are given: they share Prefect's database, which takes long to create."""
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture
+def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the commands of this module are given: they share Prefect's database, which takes long to create."""
+    monkeypatch.chdir(home)
+    return home
 
 
 def write_recipe(folder: Path, name: str, assets: Path, **sections: dict[str, Any]) -> None:
@@ -37,26 +47,34 @@ def write_recipe(folder: Path, name: str, assets: Path, **sections: dict[str, An
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([CAIRN, *arguments], cwd=folder, capture_output=True, text=True, timeout=DEADLINE)
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [CAIRN, *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=DEADLINE
+    )
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
-    with subprocess.Popen([CAIRN, *arguments], cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen([CAIRN, *arguments], stdout=pipe, stderr=pipe, text=True) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def status(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads(run(folder, "status", name, "--json").stdout)
+def read(*arguments: str) -> Result:
+    """What a command says that needs no process of its own."""
+    return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.timeout(4 * DEADLINE)
-def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(tiny_assets: Path, folder: Path) -> None:
+def status(name: str) -> dict[str, Any]:
+    return json.loads(read("status", name, "--json").stdout)
+
+
+def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
+    tiny_assets: Path, folder: Path, api_url: str
+) -> None:
     grader = folder / "grader.py"
     grader.write_text((tiny_assets / "grader.py").read_text())
     benchmark = {"name": "heldout", "path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 4}
@@ -66,7 +84,7 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(tiny_as
         checkpoint={"save_interval": 1, "save_retain_interval": 3, "retain_snapshots": 2},
         eval={"eval_interval": 6, "benchmarks": [benchmark], "skip_eval_before_train": True},
     )  # fmt: skip
-    with running(folder, "train", "short.yaml") as process:
+    with running("train", "short.yaml") as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("[1/6] iteration 0  reward "):
@@ -75,64 +93,66 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(tiny_as
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130, errors
     assert errors.endswith("interrupted; nothing committed is lost. Go on with: cairn resume short\n")
-    interrupted = status(folder, "short")
+    interrupted = status("short")
     assert (interrupted["state"], 1 <= interrupted["iterations"] < 6) == ("interrupted", True)
 
     sound = grader.read_text()
     grader.write_text("def grade(response, label, metadata):\n    raise RuntimeError('no grade')\n")
-    failing = run(folder, "train", "short.yaml", "--run", "failing")
+    failing = run("train", "short.yaml", "--run", "failing", PREFECT_API_URL=api_url)
     assert failing.returncode == 1
     assert "iteration 0: after 1 rounds only 0 of 4 groups were kept ({'failed_sample': 4})" in failing.stderr
     assert failing.stderr.endswith("run failing failed; nothing committed is lost. Go on with: cairn resume failing\n")
     assert "Traceback" not in failing.stderr
-    assert status(folder, "failing")["state"] == "failed"
+    assert status("failing")["state"] == "failed"
 
     grader.write_text(sound)
-    resumed = run(folder, "resume", "short")
+    resumed = run("resume", "short")
     assert resumed.returncode == 0, resumed.stderr
     assert "run short: going on at iteration" in resumed.stdout
     assert "[6/6] iteration 5  reward " in resumed.stdout
     assert re.search(r"^heldout: 0\.\d+ → 0\.\d+$", resumed.stdout, re.MULTILINE)
     assert "INFO" not in resumed.stderr, "Prefect's log of states stays off the terminal"
-    done = status(folder, "short")
+    done = status("short")
     assert (done["state"], done["iterations"], done["weight_version"]) == ("completed", 6, 6)
     assert done["state_digest"] in resumed.stdout
     assert list((folder / "board" / "short").glob("events.*"))
 
-    verified = json.loads(run(folder, "verify", "short", "--json").stdout)
+    verified = json.loads(read("verify", "short", "--json").stdout)
     assert (verified["findings"], verified["retired"] > 0) == ([], True), "the driver removed older files"
-    assert json.loads(run(folder, "gc", "short", "--json").stdout)["retention"] == [], "all that it could"
+    assert json.loads(read("gc", "short", "--json").stdout)["retention"] == [], "all that it could"
 
-    again = run(folder, "train", "short.yaml")
-    assert (again.returncode, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
+    again = read("train", "short.yaml")
+    assert (again.exit_code, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
 
 
-@pytest.mark.timeout(4 * DEADLINE)
-def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(tiny_assets: Path, folder: Path) -> None:
+def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
+    tiny_assets: Path, folder: Path, api_url: str
+) -> None:
     write_recipe(folder, "origin", tiny_assets, rollout={"num_rollout": 3})
-    assert run(folder, "train", "origin.yaml").returncode == 0
-    made = run(folder, "fork", "origin@1", "faster", "--set", "training.lr=0.002")
+    trained = run("train", "origin.yaml", PREFECT_API_URL=api_url)
+    assert trained.returncode == 0, trained.stderr
+    made = read("fork", "origin@1", "faster", "--set", "training.lr=0.002")
     assert made.stdout == (
         "run faster shares iterations 0 to 1 with origin and makes 2 to 2 itself\n"
         "  training.lr: 0.001 → 0.002\n"
         "go on with: cairn resume faster\n"
     )
-    assert status(folder, "faster")["state"] == "new"
-    resumed = run(folder, "resume", "faster")
+    assert status("faster")["state"] == "new"
+    resumed = run("resume", "faster", PREFECT_API_URL=api_url)
     assert resumed.returncode == 0, resumed.stderr
     assert "Restoring the weights of iteration 1 as run origin trained them" in resumed.stdout + resumed.stderr
-    assert status(folder, "faster")["state"] == "completed"
-    assert run(folder, "verify", "faster").returncode == 0
+    assert status("faster")["state"] == "completed"
+    assert read("verify", "faster").exit_code == 0
 
-    compared = run(folder, "diff", "origin", "faster", "--json")
-    assert compared.returncode == 1
+    compared = read("diff", "origin", "faster", "--json")
+    assert compared.exit_code == 1
     parting = json.loads(compared.stdout)
     assert (parting["parts_at"], parting["options"]) == ("000002/train", [["training.lr", 0.001, 0.002]])
 
-    again = run(folder, "replay", "faster", "2", "train")
+    again = run("replay", "faster", "2", "train")
     assert (again.returncode, again.stdout) == (0, "000002/train: equal, bit for bit\n")
-    assert run(folder, "replay", "faster", "7", "train").returncode == 2
-    assert run(folder, "replay", "faster", "2", "training").returncode == 2
+    assert read("replay", "faster", "7", "train").exit_code == 2
+    assert read("replay", "faster", "2", "training").exit_code == 2
 
 
 def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path, folder: Path) -> None:
@@ -141,14 +161,14 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path
     inputs = input_digests(config, PromptData.open(config.data, config.data.path, tokenizer), {})
     ledger = Ledger.create(open_store(str(folder)), "held", config.model_dump(mode="json"), inputs)
     ledger.acquire()
-    second = run(folder, "resume", "held")
+    second = run("resume", "held")
     assert second.returncode == 2, second.stderr
     assert f"run 'held' is driven by pid {os.getpid()} on " in second.stderr
     assert "Traceback" not in second.stderr
 
 
 def test_up_serves_the_ui_of_the_folder_until_it_is_stopped(folder: Path) -> None:
-    with running(folder, "up", "--port", "0") as process:
+    with running("up", "--port", "0") as process:
         assert process.stderr is not None
         url = next(match[1] for line in process.stderr if (match := re.search(r"UI is at (http://\S+);", line)))
         for page in ("/api/health", "/"):
