@@ -1,9 +1,9 @@
 """What a configuration may make this machine do when it comes out of a store.
 
 Whoever can write to a store can write a manifest there whose digest is right: a digest tells damage, not authors. So a
-configuration that was read from a store runs only code that lies where its user works, and joins no Ray cluster of
-another machine, since the members of a cluster run each other's code. A recipe, given by the user, may name anything.
-See docs/security.md.
+configuration that was read from a store runs only code that lies where its user works, joins no Ray cluster of another
+machine, since the members of a cluster run each other's code, and sends no weights to servers of another machine. A
+recipe, given by the user, may name anything. See docs/security.md.
 """
 
 import os
@@ -77,9 +77,20 @@ def _problems(config: RunConfig, store: Store) -> Iterator[str]:
                 f"{section}.{option} is set in the ledger, and a store may not name what a server executes: give the "
                 "recipe again with `cairn train RECIPE --run NAME`"
             )
+    for url in rollout.external_urls:
+        if not _is_here(url.rpartition("://")[2].rstrip("/")):
+            yield (
+                f"rollout.external_urls names {url!r} in the ledger, and a store may have weights sent to no other "
+                "machine: give the recipe again with `cairn train RECIPE --run NAME`"
+            )
     address = config.fleet.ray_address
-    if address is not None and not {address, address.rpartition(":")[0]} & _THIS_MACHINE:
+    if address is not None and not _is_here(address):
         yield (
             f"fleet.ray_address is {address!r} in the ledger, and a store may name no cluster of another machine: join "
             f"this machine to it and use `auto`, {again}"
         )
+
+
+def _is_here(address: str) -> bool:
+    """Whether `host` or `host:port` is this machine."""
+    return bool({address, address.rpartition(":")[0]} & _THIS_MACHINE)

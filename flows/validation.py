@@ -132,6 +132,8 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
         return
     yield from plan_problems(rollout)
     yield from _served_otherwise(config.model.path)
+    if rollout.external_urls and rollout.router is None:  # nothing is launched here
+        return
     try:
         installation = Installation.find()
         yield from option_problems(installation, "rollout.sglang", rollout.sglang)

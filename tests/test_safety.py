@@ -306,6 +306,24 @@ def test_a_store_names_no_cluster_elsewhere(address: str, trusted: bool, forged_
             recorded_config(ledger)
 
 
+@pytest.mark.parametrize(("url", "trusted"), [("http://127.0.0.1:30000/", True), ("http://198.51.100.7:30000", False)])
+def test_a_store_has_weights_sent_to_no_server_elsewhere(
+    url: str, trusted: bool, tiny_assets: Path, store: LocalStore
+) -> None:
+    config = tiny_config(
+        tiny_assets,
+        rollout={"engine": "sglang", "external_urls": [url]},
+        fleet={"update_weight_transport": "distributed"},
+    )
+    if trusted:
+        require_trusted(config, store)
+    else:
+        with pytest.raises(
+            ConfigError, match=r"rollout\.external_urls names 'http://198\.51\.100\.7:30000' in the ledger"
+        ):
+            require_trusted(config, store)
+
+
 def test_a_store_names_nothing_that_servers_or_their_router_execute(tiny_assets: Path, store: LocalStore) -> None:
     rollout = {
         "engine": "sglang",

@@ -132,6 +132,11 @@ class RolloutConfig(Section):
     def _servers_are_counted_once(self) -> "RolloutConfig":
         if self.server_groups and self.external_urls:
             raise ValueError("server_groups and external_urls exclude each other: leave one of them out")
+        if self.sglang and self.external_urls:
+            raise ValueError(
+                "sglang has no effect on the servers of external_urls: leave it out, and give its options to those who "
+                "start them"
+            )
         found = {
             "server_groups": sum(group.count(self.num_gpus_per_engine) for group in self.server_groups),
             "external_urls": len(self.external_urls),

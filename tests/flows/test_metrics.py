@@ -30,6 +30,14 @@ def test_counts_of_shards_add_up() -> None:
     assert (metrics["rollout/samples"], metrics["rollout/response_tokens"]) == (4, 32)
 
 
+def test_the_most_that_an_engine_had_to_do_is_that_of_all_its_shards() -> None:
+    shards = [{"rollout_0/running_requests_max": most, "rollout_0/restarts": 1} for most in (3, 7, 2)]
+    metrics = iteration_metrics(
+        [commit(Step.ROLLOUT, i, i + 1, shard=f"00-00{i}", metrics=values) for i, values in enumerate(shards)], CONFIG
+    )
+    assert (metrics["rollout/rollout_0/running_requests_max"], metrics["rollout/rollout_0/restarts"]) == (7, 1)
+
+
 def test_of_several_filter_rounds_the_last_counts_whatever_the_order() -> None:
     rounds = [commit(Step.FILTER, i, i + 1, shard=f"0{i}", metrics={"groups": 3 + i, "rounds": i + 1}) for i in (0, 1)]
     for given in (rounds, rounds[::-1]):

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from configs.loader import ConfigError, parse
 from configs.schema.run import RunConfig
+from engines.rollout.sglang.installation import INTERPRETER
 from examples.quickstart.model import build_model, build_tokenizer
 from flows.validation import data_problems, setup_problems
 from tests.engines.training.builders import model_folder
@@ -203,6 +204,19 @@ def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_na
     sections = sections | {"rollout": base | sections.get("rollout", {})}
     problems = setup_problems(config(model, data, **sections))
     assert any(problem in found for found in problems), problems
+
+
+def test_servers_that_run_elsewhere_need_no_sglang_here_and_take_no_options(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INTERPRETER, "/nowhere/python")
+    base = {"num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16, "engine": "sglang"}
+    elsewhere = base | {"external_urls": ["http://a:1"]}
+    sections = {"fleet": {"update_weight_transport": "distributed"}}
+    assert setup_problems(config(model, data, rollout=elsewhere, **sections)) == []
+    assert any("SGLang is not installed" in found for found in setup_problems(config(model, data, rollout=base)))
+    with pytest.raises(ConfigError, match="sglang has no effect on the servers of external_urls"):
+        config(model, data, rollout=elsewhere | {"sglang": {"tp_size": 2}}, **sections)
 
 
 def test_layers_that_sglang_would_take_for_others_are_named(data: Path, tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ class SGLangEngine:
         self._route = Route.to(self.server.url)
         self._deterministic = launched.deterministic
         self._control = Control(self.server.url, call_timeout)
-        self._weights = ServerWeights(self._control, parameter_names(model_path), config.timeout)
+        self._weights = ServerWeights(
+            self._control, parameter_names(model_path), config.timeout, ours=plan.external_url is None
+        )
         self._in_use = threading.Lock()
         self._aborted = threading.Event()
         self._loads = Loads(self.server.url)

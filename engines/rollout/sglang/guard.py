@@ -3,8 +3,9 @@
     python -I guard.py PARENT_PID COMMAND…
 
 The group ends when the process that asked for the command is gone, when the command ends, and on SIGTERM. A server
-would outlive an actor that is killed: nobody tells it. The guard looks after its parent twice a second. If the guard
-itself is killed, the kernel kills the command, and SGLang's other processes watch the command.
+would outlive an actor that is killed: nobody tells it. Ray kills the children of an actor that it ends, so the guard is
+a child of a child, and ends the group also when that one is gone. If the guard itself is killed, the kernel kills the
+command, and SGLang's other processes watch the command.
 
 Whoever is killed cannot remove the shared memory that it made. Python's resource trackers do so for the processes that
 they belong to, once these are gone, and are therefore left to end by themselves; what else the group has mapped of the
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,30 +41,39 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> int:
+    if child := os.fork():
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return guard(os.pidfd_open(parent), os.getppid(), command)
+
+
+def guard(owner: int, before: int, command: list[str]) -> int:
+    """Run the command while the process of the descriptor `owner` lives, and the one before this, its parent."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    guard = os.getpid()
+    own = os.getpid()
 
     def die_with_the_guard() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # it was gone before the kernel knew
+        if os.getppid() != own:  # it was gone before the kernel knew
             os._exit(1)
 
     segments: set[str] = set()
     with subprocess.Popen(command, preexec_fn=die_with_the_guard) as server:
         try:
             for turn in itertools.count():
-                if server.poll() is not None or os.getppid() != parent:
+                if server.poll() is not None or os.getppid() != before:
                     break
                 if turn % LOOK_EVERY == 0:  # what only a process had mapped that is killed cannot be seen any more
                     segments = {path for pid in _others() for path in _segments_of(pid)}
-                time.sleep(0.5)
+                if select.select([owner], [], [], 0.5)[0]:
+                    break
         finally:
             end_the_others(segments)
     return server.returncode
 
 
 def end_the_others(segments: set[str]) -> None:
-    """Kill this process's group but for itself, and remove its shared memory, `segments` and what it has mapped now."""
+    """Kill the group but for this process and its parent, and remove `segments` and the others that it has mapped."""
     give_up = time.monotonic() + PATIENCE
     while (others := list(_others())) and time.monotonic() < give_up:
         for pid in others:
@@ -79,11 +90,11 @@ def end_the_others(segments: set[str]) -> None:
 
 
 def _others() -> Iterator[int]:
-    """The group's processes but this one, and but those that have ended."""
-    own, group = os.getpid(), os.getpgid(0)
+    """The group's processes but this one and its parent, and but those that have ended."""
+    own, group = (os.getpid(), os.getppid()), os.getpgid(0)
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(ProcessLookupError):
-            if pid != own and os.getpgid(pid) == group and _read(pid, "cmdline"):
+            if pid not in own and os.getpgid(pid) == group and _read(pid, "cmdline"):
                 yield pid
 
 

@@ -39,11 +39,10 @@ def launch(
 
     Raises SGLangMissing, EngineDied, EngineTimeout.
     """
-    deterministic = bool(plan.options.get("enable_deterministic_inference"))
     if plan.external_url is not None:
         external = ExternalServer(plan.external_url)
         external.wait_ready(start_timeout)
-        return Launched(external, Worker(external.url), deterministic)
+        return Launched(external, Worker(external.url), external.is_deterministic())
     installation = Installation.find()
     port = free_port(place.host)
     bootstrap_port = free_port(place.host) if plan.worker_type == "prefill" else None
@@ -70,6 +69,7 @@ def launch(
         environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
     server = Server(installation.command(options), environment, port, log, host=place.host)
     server.wait_ready(start_timeout)
+    deterministic = bool(options.get("enable_deterministic_inference"))
     return Launched(server, Worker(server.url, plan.worker_type, bootstrap_port), deterministic)
 
 

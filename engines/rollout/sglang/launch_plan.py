@@ -62,7 +62,7 @@ class Worker:
 
 def launch_plan(config: RolloutConfig) -> LaunchPlan:
     """What a configuration without `plan_problems` launches."""
-    engines = [EnginePlan(options=dict(config.sglang), external_url=url) for url in config.external_urls]
+    engines = [EnginePlan(external_url=url) for url in config.external_urls]
     if not engines:
         for group in _groups(config):
             engines += [_engine(config, group)] * group.count(config.num_gpus_per_engine)

@@ -15,6 +15,7 @@ import httpx
 import psutil
 
 from engines.errors import EngineDied, EngineTimeout
+from engines.rollout.sglang.client import Control
 
 GUARD = Path(__file__).with_name("guard.py")
 
@@ -22,6 +23,8 @@ READY = "/health_generate"
 """Has an SGLang server generate a token."""
 
 _POLL = 0.25
+_ANSWER = 10.0
+"""Seconds that an answer may take."""
 _END = 30.0
 """Seconds that a killed process may take to be gone."""
 _TAIL = 25
@@ -73,7 +76,8 @@ class Server:
     def pid(self) -> int | None:
         """Of the process that answers HTTP; None once it is gone."""
         with suppress(psutil.NoSuchProcess):
-            return next((child.pid for child in psutil.Process(self._process.pid).children()), None)
+            guards = psutil.Process(self._process.pid).children()
+            return next((server.pid for guard in guards for server in guard.children()), None)
         return None
 
     def alive(self) -> bool:
@@ -137,6 +141,14 @@ class ExternalServer:
                     )
                 time.sleep(_POLL)
 
+    def is_deterministic(self) -> bool:
+        """Whether it was started with deterministic inference. Raises EngineDied and EngineTimeout."""
+        control = Control(self.url, _ANSWER)
+        try:
+            return bool(control.call("/server_info").get("enable_deterministic_inference"))
+        finally:
+            control.close()
+
     def stop(self) -> None:
         """Leave it as it is."""
 
@@ -146,7 +158,7 @@ class ExternalServer:
 
 
 def _client() -> httpx.Client:
-    return httpx.Client(timeout=10, trust_env=False)
+    return httpx.Client(timeout=_ANSWER, trust_env=False)
 
 
 def _serves(http: httpx.Client, url: str) -> bool:

@@ -27,9 +27,11 @@ class ServerWeights:
         control: of the server.
         names: of every parameter, tied ones once.
         load_timeout: seconds that loading a model folder may take.
+        ours: whether the server was started with the run's initial weights; those of others are unknown, whatever their
+            server calls them, until an update has ended.
     """
 
-    def __init__(self, control: Control, names: frozenset[str], load_timeout: float) -> None:
+    def __init__(self, control: Control, names: frozenset[str], load_timeout: float, *, ours: bool) -> None:
         self._control = control
         self._names = names
         self._load_timeout = load_timeout
@@ -37,23 +39,25 @@ class ServerWeights:
         self._updating: int | None = None
         self._session = False
         """Whether the server is open to new weights."""
-        self._whole = True
+        self._whole = ours
         self._released: set[MemoryTag] = set()
         self._group: str | None = None
 
     def version(self) -> int | None:
-        """Of what it serves; None within an update, and from the release of its memory to the next one."""
+        """Of what it serves; None within an update, and until the next one where its weights are lost or not ours."""
         if not self._whole:
             return None
         found = self._control.call("/get_model_info")["weight_version"]
         return int(found) if found.isdecimal() else None  # a server that others started may call its weights anything
 
     def require_ready(self) -> None:
-        """Raises EngineError within an update and without memory."""
+        """Raises EngineError within an update, without memory, and without weights of ours."""
         if self._updating is not None:
             raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
-        if self._released or not self._whole:
+        if self._released:
             raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
+        if not self._whole:
+            raise EngineError("The engine has no weights of this run yet: update them before generating.")
 
     def begin(self, version: int) -> None:
         """Start to replace all weights, those too that an unfinished update has sent. Requests under way are aborted:

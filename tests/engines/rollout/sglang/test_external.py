@@ -7,8 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import PreTrainedModel
 
-from engines.errors import EngineDied, EngineTimeout
+from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.rollout.sglang.engine import SGLangEngine
 from engines.rollout.sglang.launch_plan import EnginePlan
 from engines.types import GenerateRequest, SamplingParams
@@ -23,32 +24,48 @@ def connect(url: str, model: Path, log: Path, start_timeout: float = 60.0, **opt
     return SGLangEngine(str(model), config, "cpu", log, start_timeout, EnginePlan(external_url=url))
 
 
-def test_it_generates_tells_its_version_and_outlives_its_user(
-    engine: SGLangEngine, sglang_model: Path, tmp_path: Path
+ASKED = [GenerateRequest(0, [5, 6, 7], (1, 2), SamplingParams(4))]
+
+
+def update(engine: SGLangEngine, model: PreTrainedModel, version: int) -> None:
+    engine.begin_weight_update(version)
+    engine.update_weights({name: value.detach() for name, value in model.named_parameters()})
+    engine.end_weight_update()
+
+
+def test_it_generates_with_our_weights_alone_and_outlives_its_user(
+    engine: SGLangEngine, sglang_model: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     outside = connect(engine.server.url, sglang_model, tmp_path / "log")
-    version = engine.get_weight_version()
-    assert outside.get_weight_version() == version
-    done = [c for part in outside.generate([GenerateRequest(0, [5, 6, 7], (1, 2), SamplingParams(4))]) for c in part]
-    assert [set(c.weight_versions) for c in done] == [{version}] * 2
+    assert not outside.check_batch_invariance()
+    assert engine.get_weight_version() == 0
+    assert outside.get_weight_version() is None, "another run may have called its own weights so"
+    with pytest.raises(EngineError, match="no weights of this run"):
+        list(outside.generate(ASKED))
+    update(outside, model, 3)
+    assert outside.get_weight_version() == 3
+    done = [c for part in outside.generate(ASKED) for c in part]
+    assert [set(c.weight_versions) for c in done] == [{3}] * 2
     assert outside.health()["server_pid"] is None
     outside.close()
     assert engine.health()["url"] == engine.server.url
     assert not (tmp_path / "log").exists()
 
 
-def test_a_version_that_is_no_number_is_none_of_ours(engine: SGLangEngine, sglang_model: Path, tmp_path: Path) -> None:
+def test_a_version_that_is_no_number_is_none_of_ours(
+    engine: SGLangEngine, sglang_model: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
     outside = connect(engine.server.url, sglang_model, tmp_path / "log")
+    update(outside, model, 3)
 
     def call_it(name: str) -> None:
         body = {"new_version": name, "abort_all_requests": False}
         httpx.post(f"{engine.server.url}/update_weight_version", json=body, timeout=30, trust_env=False)
 
-    version = engine.get_weight_version()
     call_it("default")
     assert outside.get_weight_version() is None
-    call_it(str(version))
-    assert outside.get_weight_version() == version
+    call_it("3")
+    assert outside.get_weight_version() == 3
     outside.close()
 
 

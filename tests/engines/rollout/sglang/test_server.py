@@ -39,7 +39,7 @@ def started(log: Path, guard: int) -> tuple[list[psutil.Process], list[Path]]:
     """The family of a server that runs `SERVER`, and its shared memory."""
     (said,) = wait_for(lambda: log.exists() and log.read_text().splitlines(), 60)
     family = [psutil.Process(guard), *psutil.Process(guard).children(recursive=True)]
-    assert len(family) == 4, "guard, server, its child and its resource tracker"
+    assert len(family) == 5, "guard and its parent, server, its child and its resource tracker"
     segments = [Path(path) for path in said.split()]
     assert all(segment.exists() for segment in segments)
     return family, segments
@@ -67,10 +67,17 @@ def test_a_server_that_is_ended_leaves_no_process_and_no_shared_memory(tmp_path:
     assert_gone(*left)
 
 
+def test_a_server_leaves_nothing_where_ray_kills_the_children_of_its_actor(tmp_path: Path) -> None:
+    server = Server([sys.executable, "-c", SERVER], {}, 1, tmp_path / "log")
+    left = started(tmp_path / "log", server._process.pid)
+    server._process.kill()
+    assert_gone(*left)
+
+
 def test_a_server_that_is_killed_takes_along_what_it_started(tmp_path: Path) -> None:
     server = Server([sys.executable, "-c", SERVER], {}, 1, tmp_path / "log")
     family, segments = started(tmp_path / "log", server._process.pid)
-    family[1].kill()
+    family[2].kill()
     assert_gone(family, segments[:1])
     segments[1].unlink(missing_ok=True)
 
