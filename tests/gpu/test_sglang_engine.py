@@ -4,12 +4,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from configs.schema.run import RunConfig
 from engines.rollout.sglang.engine import SGLangEngine
 from engines.types import Completion, GenerateRequest, SamplingParams
+from flows.iteration import iteration
+from storage.commits import Step
+from storage.schemas import MEASURED
+from tests.engines.rollout.sglang.test_partial_rollout import Dies, ServedFleet
 from tests.sglang_server import START_TIMEOUT, sglang_config
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,6 +28,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def deterministic(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     config = sglang_config(enable_deterministic_inference=True, attention_backend="triton", mem_fraction_static=0.3)
+    config = config.model_copy(update={"dtype": "bfloat16"})  # SGLang's kernels for GPUs take no float32
     log = tmp_path_factory.mktemp("logs") / "server.log"
     engine = SGLangEngine(str(sglang_model), config, "cuda", log, START_TIMEOUT)
     yield engine
@@ -46,3 +54,24 @@ def test_with_deterministic_inference_a_group_comes_out_the_same_in_other_compan
             np.testing.assert_array_equal(sample.response_ids, together[place].response_ids)
             np.testing.assert_array_equal(sample.log_probs, together[place].log_probs)
     assert len({tuple(sample.response_ids.tolist()) for sample in together.values()}) > 6
+
+
+def rolled_out(folder: Path, config: RunConfig, engine: SGLangEngine, *, killed_after: int | None = None) -> pa.Table:
+    """The samples of a run's first shard, of a driver that dies after some groups and the next one, or of one alone."""
+    if killed_after is not None:
+        fleet = ServedFleet(config, engine, dies_after=killed_after)
+        with tiny_context(str(folder), config, fleet=fleet) as (run, _), pytest.raises(Dies):
+            iteration(run, DirectSteps(run), 0)
+    with tiny_context(str(folder), config, fleet=ServedFleet(config, engine)) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        (commit,) = (commit for commit in run.ledger.commits(0) if commit.step is Step.ROLLOUT)
+        assert (commit.metrics["recovered_groups"] > 0) == (killed_after is not None)
+        return run.read(commit).drop_columns(list(MEASURED))
+
+
+def test_with_deterministic_inference_a_shard_that_is_generated_again_is_equal(
+    deterministic: SGLangEngine, tiny_assets: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(tiny_assets, rollout={"num_rollout": 1, "rollout_batch_size": 6, "n_samples_per_prompt": 4})
+    whole = rolled_out(tmp_path / "whole", config, deterministic)
+    assert rolled_out(tmp_path / "killed", config, deterministic, killed_after=2).equals(whole)

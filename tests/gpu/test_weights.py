@@ -1,5 +1,6 @@
 """Weights and memory between a trainer and SGLang servers on GPUs. Needs `sglang==0.5.21` beside Cairn."""
 
+import io
 import pickle
 from collections.abc import Iterator
 from multiprocessing import get_context
@@ -8,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from engines.cluster import Cluster
 from engines.fleet import Fleet
 from engines.weights.buckets import in_one_storage
 from engines.weights.send import send_weights
-from engines.weights.shared import share
+from engines.weights.shared import DEVICE_ARGUMENT, share
 from tests.engines.training.builders import make_batch, make_engine, model_folder
 from tests.engines.weights.test_transports import ASKED, by, train_once
 from tests.ray_fixtures import fleet_config
@@ -26,12 +28,18 @@ pytestmark = [
 ]
 
 
-def gpu_fleet(model: Path, **fleet: Any) -> Any:
-    rollout = sglang_config(mem_fraction_static=0.3).model_dump(include={"engine", "timeout", "sglang"})
+CACHE = 4_000_000
+"""Tokens in a server's cache: 2 GB of the tiny model's keys and values."""
+
+
+def gpu_fleet(model: Path, num_gpus: float = 1, **fleet: Any) -> Any:
+    """A server and a trainer with so much of a GPU each. SGLang's kernels for GPUs take no float32."""
+    rollout = sglang_config(mem_fraction_static=0.3, max_total_tokens=CACHE, attention_backend="triton")
     return fleet_config(
         model,
-        rollout=rollout | {"num_gpus_per_engine": 1},
-        training={"num_gpus_per_rank": 1, "num_threads": 1, "lr": 1e-2, "timeout": 60},
+        rollout=rollout.model_dump(include={"engine", "timeout", "sglang"})
+        | {"dtype": "bfloat16", "num_gpus_per_engine": num_gpus},
+        training={"num_gpus_per_rank": num_gpus, "num_threads": 1, "lr": 1e-2, "timeout": 60},
         fleet={"start_timeout": 600, "call_timeout": 60, "update_weight_buffer_size": 100_000, **fleet},
     )
 
@@ -48,8 +56,20 @@ def colocated(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             yield fleet
 
 
+def _rebuild(*arguments: Any) -> torch.Tensor:
+    """As SGLang's servers do: PyTorch itself knows no GPU by its identity."""
+    identities = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    index = identities.index(arguments[DEVICE_ARGUMENT])
+    return rebuild_cuda_tensor(*arguments[:DEVICE_ARGUMENT], index, *arguments[DEVICE_ARGUMENT + 1 :])
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _rebuild if name == rebuild_cuda_tensor.__name__ else super().find_class(module, name)
+
+
 def _read(handle: bytes, found: Any) -> None:
-    found.put({name: tensor.sum().item() for name, tensor in pickle.loads(handle)})
+    found.put({name: tensor.sum().item() for name, tensor in _Reader(io.BytesIO(handle)).load()})
 
 
 def test_a_handle_shows_another_process_the_same_memory() -> None:
@@ -92,15 +112,15 @@ def test_memory_changes_hands_and_weights_come_by_handle(colocated: Fleet) -> No
     fleet.verify_weights()
 
 
-@pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="needs two CUDA devices: one for training, one for the server"
-)
 @pytest.mark.parametrize("transport", ["tensor", "disk", "distributed"])
 def test_log_probs_are_the_trainers_after_an_update(
     sglang_model: Path, ray_cluster: Cluster, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    apart = torch.cuda.device_count() > 1
+    if transport == "distributed" and not apart:
+        pytest.skip("NCCL needs two CUDA devices: one for training, one for the server")
     monkeypatch.chdir(tmp_path)
-    with Fleet.start(gpu_fleet(sglang_model), name=f"apart-{transport}", total_steps=10) as fleet:
+    with Fleet.start(gpu_fleet(sglang_model, 1 if apart else 0.5), name=f"apart-{transport}", total_steps=10) as fleet:
         for _ in range(2):
             version = train_once(fleet)
             send_weights(fleet.training, fleet.rollout, version, by(transport, tmp_path), load_timeout=60)
