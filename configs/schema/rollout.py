@@ -110,12 +110,12 @@ class RolloutConfig(Section):
     """Seconds that one shard may take before it counts as hung."""
 
     rollout_health_check_interval: float = Field(5, gt=0)
-    """Seconds between two questions to an SGLang server whether it still works. slime:
+    """Seconds between two questions to an SGLang server, and to the router, whether it still works. slime:
     `--rollout-health-check-interval`."""
 
     rollout_health_check_timeout: float = Field(30, gt=0)
-    """Seconds, or three times the 99th percentile of its answers if that is more, after which a server that does not
-    answer is ended and replaced. slime: `--rollout-health-check-timeout`."""
+    """Seconds, or three times the 99th percentile of its answers if that is more, after which a server or router
+    that does not answer is ended and replaced. slime: `--rollout-health-check-timeout`."""
 
     @model_validator(mode="after")
     def _parts_are_made_and_continued(self) -> "RolloutConfig":
