@@ -1,19 +1,25 @@
 """Megatron's ranks beside a rollout engine of the fleet: experts cut over ranks, memory in turn, weights sent."""
 
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engines.cluster import Cluster
-from engines.errors import EngineError
+from engines.errors import EngineDied, EngineError
 from engines.fleet import Fleet
+from engines.handles import CONTROL
 from engines.training.handle import TrainingHandle
 from engines.types import GenerateRequest, SamplingParams, TrainBatch
 from tests.engines.training.builders import make_batch, model_folder
 from tests.engines.training.megatron.cases import EP
 from tests.ray_fixtures import fleet_config
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,9 +37,16 @@ def fleet(ray_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield fleet
 
 
-def train_once(training: TrainingHandle) -> None:
-    version = training.position().weight_version
+def train_once(training: TrainingHandle, version: int | None = None) -> None:
+    if version is None:
+        version = training.position().weight_version
     training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
+
+
+def first_rank(training: TrainingHandle) -> dict[str, Any]:
+    """What rank 0 says of itself while it works."""
+    health: dict[str, Any] = training.finish(training.submit("health", concurrency_group=CONTROL), "health")
+    return health
 
 
 def test_experts_cut_over_ranks_reach_a_rollout_engine_whose_log_probs_are_the_trainers(fleet: Fleet) -> None:
@@ -65,3 +78,31 @@ def test_ranks_whose_memory_is_away_refuse_to_work(fleet: Fleet, tmp_path: Path)
             work()
     fleet.turns.for_training()
     train_once(fleet.training)
+
+
+def test_a_rank_killed_in_an_update_leaves_a_checkpoint_from_which_the_update_ends_in_the_same_bits(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    training = fleet.training
+    fleet.turns.for_training()
+    training.save(str(tmp_path), "before")
+    saved = training.position()
+    train_once(training)
+    expected = training.position()
+    training.load(str(tmp_path), "before")
+    _, victim = training.health()["pids"]
+    os.kill(victim, signal.SIGSTOP)  # the other rank comes to a collective, and waits there
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(train_once, training, saved.weight_version)
+        try:
+            wait_for(lambda: not first_rank(training)["intact"])
+        finally:
+            os.kill(victim, signal.SIGKILL)
+        with pytest.raises(EngineDied, match="training:1"):
+            update.result()
+    training.ensure_alive()
+    assert training.position().weight_version == 0
+    training.load(str(tmp_path), "before")
+    assert training.position().state_digest == saved.state_digest
+    train_once(training)
+    assert training.position().state_digest == expected.state_digest
