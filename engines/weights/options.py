@@ -22,6 +22,12 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines, and "
             "rollout.external_urls run elsewhere: set it to distributed or disk"
         )
+    kinds = {group.worker_type for group in rollout.server_groups}
+    if config.fleet.check_weight_update_equal and kinds - {"regular"}:
+        yield (
+            "fleet.check_weight_update_equal asks each server alone to generate, which prefill and decode servers "
+            "cannot: leave it out, or make rollout.server_groups regular"
+        )
 
 
 def _colocation_problems(config: RunConfig) -> Iterator[str]:

@@ -173,6 +173,18 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
             "fleet.update_weight_transport is distributed, which rollout.engine=transformers cannot receive",
         ),
         (
+            {
+                "rollout": {
+                    "engine": "sglang",
+                    "num_engines": 2,
+                    "router": {},
+                    "server_groups": [{"worker_type": kind, "num_engines": 1} for kind in ("prefill", "decode")],
+                },
+                "fleet": {"check_weight_update_equal": True},
+            },
+            "fleet.check_weight_update_equal asks each server alone to generate",
+        ),
+        (
             {"rollout": {"engine": "sglang", "external_urls": ["http://a:1"]}},
             "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines",
         ),

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,13 +15,16 @@ from pathlib import Path
 import httpx
 import psutil
 
-from engines.errors import EngineDied, EngineTimeout
+from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.rollout.sglang.client import Control
 
 GUARD = Path(__file__).with_name("guard.py")
 
 READY = "/health_generate"
 """Has an SGLang server generate a token."""
+
+PORTS_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""The lowest and the highest port of outgoing connections."""
 
 _POLL = 0.25
 _ANSWER = 10.0
@@ -168,7 +172,12 @@ def _serves(http: httpx.Client, url: str) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine's address that nobody listens on at the moment."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return listener.getsockname()[1]
+    """A port of this machine's address that nobody listens on at the moment, and that no outgoing connection gets until
+    somebody does: one below those that the kernel gives away. Raises EngineError where there is none."""
+    highest = min(int(PORTS_GIVEN_AWAY.read_text().split()[0]), 32768)
+    lowest = max(1024, highest - 12000)
+    for _ in range(100):
+        with suppress(OSError), socket.socket() as listener:
+            listener.bind((host, lowest + secrets.randbelow(highest - lowest) if highest > lowest else 0))
+            return listener.getsockname()[1]
+    raise EngineError(f"no port of {host} is free: end what listens there")
