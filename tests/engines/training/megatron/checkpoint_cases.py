@@ -1,0 +1,226 @@
+"""What two ranks do with checkpoints and with updates that are refused, most of them with a critic."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from configs.schema.algorithm import AlgorithmConfig
+from configs.schema.run import ModelConfig
+from configs.schema.training import TrainingConfig
+from engines.errors import EngineError
+from engines.types import TrainBatch
+from storage.errors import StoreRefused
+from storage.store import Store, open_store
+from tests.engines.training.megatron.cases import ALGORITHM, BATCH, CP, EP, PP, PPO, SP, TRAINING, VPP, ZERO
+from tests.engines.training.sharded_cases import raised
+
+DISTILLED = ALGORITHM.model_copy(update={"use_opd": True})
+LAYOUTS: dict[str, dict[str, Any]] = {"tensor": {**SP, **ZERO}, "pipeline": {**PP, **ZERO}, "data": ZERO}
+HANDED_ON: dict[str, list[dict[str, Any]]] = {
+    "whole": [EP, VPP, EP],
+    "distributed": [{**EP, **ZERO}, {**CP, **ZERO}, {**EP, **ZERO}],
+}
+WITHOUT_RESPONSES = TrainBatch([np.arange(n, dtype=np.int32) for n in (3, 1)], [0, 0], [np.zeros(0, np.uint8)] * 2)
+
+
+def engine_of(
+    folder: Path, megatron: dict[str, Any], rank: int, algorithm: AlgorithmConfig = PPO, teacher: Path | None = None
+) -> Any:
+    from engines.training.factory import make_engine
+
+    return make_engine(
+        ModelConfig(path=str(folder), teacher_path=str(teacher) if teacher else None),
+        TrainingConfig(engine="megatron", world_size=2, megatron=megatron, **TRAINING),
+        algorithm,
+        temperature=1.0,
+        total_steps=100,
+        rank=rank,
+        world_size=2,
+    )
+
+
+def set_file_bytes(size: int) -> None:
+    from engines.training.megatron import checkpoint  # an engine must have been made before
+
+    checkpoint.FILE_BYTES = size
+
+
+def train(engine: Any, first: int, count: int) -> list[dict[str, float]]:
+    return [
+        engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
+        for version in range(first, first + count)
+    ]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(EngineError) as error:
+        call()
+    return str(error.value)
+
+
+class FullStore:
+    """A store that has no room for what one rank writes of the critic."""
+
+    def __init__(self, store: Store, *, full: bool) -> None:
+        self._store, self._full = store, full
+
+    def put_file(self, local: Path, path: str) -> None:
+        if self._full and "/critic/" in path:
+            raise StoreRefused("no space left")
+        self._store.put_file(local, path)
+
+    def write(self, path: str, data: bytes) -> None:
+        self._store.write(path, data)
+
+
+def offloaded(engine: Any, store: Store) -> dict[str, Any]:
+    """What an engine still gives out while its memory is away, and what it refuses; it has it back in the end."""
+
+    def exported(buckets: Any) -> dict[str, torch.Tensor]:
+        return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
+
+    before, digest = exported(engine.export_weights(50_000)), engine.state_digest()
+    reference = engine.score(BATCH, "ref")
+    for _ in range(2):
+        engine.offload()
+    given, everywhere = exported(engine.export_weights(50_000)), exported(engine.export_on_device(50_000))
+    report = {
+        "digest": engine.position().state_digest == digest,
+        "given": given.keys() == before.keys() and all(given[name].equal(before[name]) for name in before),
+        "everywhere": [name for name in everywhere if name in before and not everywhere[name].equal(before[name])],
+        "names": sorted(everywhere),
+        "refused": [
+            raised(work)
+            for work in (
+                lambda: train(engine, 2, 1),
+                lambda: engine.score(BATCH, "actor"),
+                lambda: engine.save(store, "again"),
+                lambda: engine.load(store, "tensor-2"),
+                lambda: engine.weights_checksum(),
+            )
+        ],
+    }
+    for _ in range(2):
+        engine.onload()
+    after = engine.score(BATCH, "ref")
+    report["reference"] = all((one == other).all() for one, other in zip(reference, after, strict=True))
+    return report
+
+
+def handed_on(folder: Path, store: Store, rank: int, optimizer: str) -> dict[str, Any]:
+    """One update by each layout, which goes on from the one before, and the same updates by the first alone."""
+    report: dict[str, Any] = {"metrics": [], "straight": [], "saved": [], "read": []}
+    for version, megatron in enumerate(HANDED_ON[optimizer]):
+        engine = engine_of(folder, megatron, rank, AlgorithmConfig())
+        if version:
+            engine.load(store, f"{optimizer}-{version}")
+            report["read"].append(engine.position().state_digest)
+        report["metrics"] += train(engine, version, 1)
+        engine.save(store, f"{optimizer}-{version + 1}")
+        report["saved"].append(engine.state_digest())
+        report["weights"] = engine.weights_checksum()
+        if version == 0:
+            report["straight"] = report["metrics"] + train(engine, 1, len(HANDED_ON[optimizer]) - 1)
+    return report
+
+
+def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
+    store = open_store(str(work / "store"))
+    report: dict[str, Any] = {}
+    for optimizer in HANDED_ON:
+        report[optimizer] = handed_on(work / "experts", store, rank, optimizer)
+    for layout in LAYOUTS:
+        engine = engine_of(folder, LAYOUTS[layout], rank)
+        set_file_bytes(300_000)
+        engine.save(store, f"{layout}-0")
+        train(engine, 0, 2)
+        files = engine.save(store, f"{layout}-2")
+        saved = engine.state_digest()
+        report[layout] = {
+            "saved": saved,
+            "weights": engine.weights_checksum(),
+            "whole": {file.path: (file.bytes, file.sha256) for file in files}
+            == {path: store.sha256(path) for path in store.find(f"{layout}-2")},
+            "files": sum(file.path.endswith(".distcp") for file in files),
+            "metrics": train(engine, 2, 2),
+            "digest": engine.state_digest(),
+        }
+    for source in LAYOUTS:  # the last engine reads them all
+        engine.load(store, f"{source}-2")
+        report[source]["read by data"] = engine.position().state_digest
+        report[source]["metrics by data"] = train(engine, 2, 2)
+    for target in ("tensor", "pipeline"):
+        engine = engine_of(folder, LAYOUTS[target], rank)
+        engine.load(store, "tensor-2")
+        report[target]["read"] = engine.state_digest()
+        report[target]["offloaded"] = offloaded(engine, store)
+        report[target]["resumed"] = train(engine, 2, 2)
+        report[target]["resumed digest"] = engine.state_digest()
+        engine.load(store, f"{target}-0")
+        report[target]["first"] = engine.position().weight_version
+    engine = engine_of(folder, PP, rank)
+    full: Any = FullStore(store, full=rank == 1)
+    report["failed save"] = raised(lambda: engine.save(full, "full"))
+    report["described"] = store.exists("full/megatron_state.json")
+    engine.save(store, "last")
+    report["scored"] = [len(scores) for scores in engine.score(WITHOUT_RESPONSES, "actor")]
+    report["wrong version"] = raised(lambda: train(engine, 7, 1))
+    assert BATCH.advantages is not None
+    broken = dataclasses.replace(BATCH, advantages=[np.full_like(BATCH.advantages[0], np.nan), *BATCH.advantages[1:]])
+    before = engine.state_digest()
+    report["not finite"] = raised(lambda: engine.train(broken, num_steps=1, expected_version=0, input_digest="d"))
+    report["unchanged"] = engine.position().state_digest == before
+    engine.export_hf(work / "exported")
+    if rank == 0:
+        file = next(path for path in store.find("last") if "/critic/" in path and path.endswith(".distcp"))
+        data = bytearray(store.read(file))
+        data[len(data) // 2] ^= 1
+        store.write(file, bytes(data))
+    dist.barrier()
+    report["without a critic"] = refusal(lambda: engine.load(store, "whole-1"))
+    report["missing"] = raised(lambda: engine.load(store, "nowhere"))
+    report["after a refusal"] = raised(engine.position)
+    report["damaged"] = raised(lambda: engine.load(store, "last"))
+    report["after damage"] = raised(engine.position)
+    plain = engine_of(folder, SP, rank, DISTILLED, work / "teacher")
+    report["teacher"] = [values.tolist() for values in plain.score(BATCH, "teacher")]
+    train(plain, 0, 1)
+    plain.save(store, "plain")
+    saved = plain.state_digest()
+    train(plain, 1, 1)
+    report["plain"] = plain.state_digest()
+    report["of another optimizer"] = refusal(lambda: plain.load(store, "tensor-2"))
+    report["with a critic"] = refusal(lambda: plain.load(store, "last"))
+    report["untouched"] = plain.position().state_digest
+    plain.load(store, "plain")
+    assert plain.state_digest() == saved
+    train(plain, 1, 1)
+    report["plain resumed"] = plain.state_digest()
+    return report
+
+
+def convert(folder: Path, work: Path) -> None:
+    """Model folders of checkpoints that two ranks wrote, made by one."""
+    from engines.training.megatron.convert import export_checkpoint
+
+    store = open_store(str(work / "store"))
+    for checkpoint, model in (("tensor-2", folder), ("whole-3", work / "experts"), ("distributed-3", work / "experts")):
+        export_checkpoint(store, checkpoint, model, work / checkpoint, dtype="float32", device=torch.device("cpu"))
+
+
+def launched(rank: int, folder: Path, work: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=2)
+    (work / f"report-{rank}.json").write_text(json.dumps(cases(folder, work, rank)))
+    dist.destroy_process_group()
+    if rank == 0:
+        convert(folder, work)
