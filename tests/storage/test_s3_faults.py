@@ -145,9 +145,10 @@ def test_an_endpoint_out_of_reach_is_refused_at_start(s3_server: S3Server, monke
 
 def test_a_missing_bucket_is_refused(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     use_server(monkeypatch, s3_server)
-    for call in (probe, lambda store: store.write("file", b"x"), lambda store: store.read("file")):
+    store = open_store("s3://no-such-bucket/prefix")
+    for call in (lambda: probe(store), lambda: store.write("file", b"x"), lambda: store.read("file")):
         with pytest.raises(StoreRefused, match="there is no such bucket; create it or name another"):
-            call(open_store("s3://no-such-bucket/prefix"))
+            call()
 
 
 def test_missing_keys_are_refused(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
