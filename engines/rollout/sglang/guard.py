@@ -21,17 +21,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 TRACKER = b"multiprocessing.resource_tracker"
 """In the command line of a resource tracker."""
 
 SHARED_MEMORY = "/dev/shm/"
 
-MAKERS = ("psm_", "sem.mp-", "sgl_", "sglang_")
-"""Beginnings of the names that Python's multiprocessing and SGLang give."""
+PREFIXES = tuple(SHARED_MEMORY + maker for maker in ("psm_", "sem.mp-", "sgl_", "sglang_"))
+"""Beginnings of the paths that Python's multiprocessing and SGLang give."""
 
-LOOK_EVERY = 20
+LOOK_EVERY = 10
 """Half seconds between two looks at what the group has mapped."""
 
 PATIENCE = 5.0
@@ -64,7 +64,7 @@ def guard(owner: int, before: int, command: list[str]) -> int:
                 if server.poll() is not None or os.getppid() != before:
                     break
                 if turn % LOOK_EVERY == 0:  # what only a process had mapped that is killed cannot be seen any more
-                    segments = {path for pid in _others() for path in _segments_of(pid)}
+                    segments = _segments_of(_others())
                 if select.select([owner], [], [], 0.5)[0]:
                     break
         finally:
@@ -76,8 +76,8 @@ def end_the_others(segments: set[str]) -> None:
     """Kill the group but for this process and its parent, and remove `segments` and the others that it has mapped."""
     give_up = time.monotonic() + PATIENCE
     while (others := list(_others())) and time.monotonic() < give_up:
+        segments |= _segments_of(others)  # before the first is killed, which some of the others do not survive
         for pid in others:
-            segments.update(_segments_of(pid))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT if TRACKER in _read(pid, "cmdline") else signal.SIGKILL)
         time.sleep(0.02)
@@ -98,12 +98,11 @@ def _others() -> Iterator[int]:
                 yield pid
 
 
-def _segments_of(pid: int) -> Iterator[str]:
-    """Paths of the shared memory that a process has mapped, of the kinds that are removed here."""
-    for line in _read(pid, "maps").decode(errors="replace").splitlines():
-        path = line[line.find("/") :] if "/" in line else ""
-        if path.startswith(tuple(SHARED_MEMORY + maker for maker in MAKERS)) and not path.endswith(" (deleted)"):
-            yield path
+def _segments_of(pids: Iterable[int]) -> set[str]:
+    """Paths of the shared memory that processes have mapped, of the kinds that are removed here."""
+    lines = (line for pid in pids for line in _read(pid, "maps").decode(errors="replace").splitlines())
+    paths = (line[line.find("/") :] for line in lines if SHARED_MEMORY in line)
+    return {path for path in paths if path.startswith(PREFIXES) and not path.endswith(" (deleted)")}
 
 
 def _read(pid: int, file: str) -> bytes:
