@@ -42,6 +42,7 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
         "reward.rm_timeout",
         "rollout.engine",
         "rollout.sglang",
+        "rollout.server_groups",
         "rollout.dtype",
         "rollout.num_threads",
         "rollout.rollout_stop_token_ids",

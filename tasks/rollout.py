@@ -31,6 +31,7 @@ from tasks.sync import bring_up_to_date
         "data",
         "rollout.engine",
         "rollout.sglang",
+        "rollout.server_groups",
         "rollout.dtype",
         "rollout.num_threads",
         "rollout.n_samples_per_prompt",

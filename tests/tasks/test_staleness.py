@@ -54,6 +54,7 @@ FROM_TRAIN = {"train", "checkpoint", "sync"}
         ("rollout", {"rollout_top_k": 5}, FIRST),
         ("rollout", {"mask_offpolicy_in_partial_rollout": True}, FIRST),
         ("rollout", {"sglang": {"attention_backend": "triton"}}, FIRST),
+        ("rollout", {"server_groups": [{"num_engines": 2, "overrides": {"attention_backend": "triton"}}]}, FIRST),
         ("rollout", {"num_engines": 1}, {"sync"}),
     ],
 )
