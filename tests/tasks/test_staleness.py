@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from configs.schema.run import RunConfig
+from configs.schema.servers import ServerGroup
 from flows.iteration import iteration
 from storage.errors import RunDiffers, StaleCommits
 from storage.ledger import Ledger
@@ -54,7 +55,7 @@ FROM_TRAIN = {"train", "checkpoint", "sync"}
         ("rollout", {"rollout_top_k": 5}, FIRST),
         ("rollout", {"mask_offpolicy_in_partial_rollout": True}, FIRST),
         ("rollout", {"sglang": {"attention_backend": "triton"}}, FIRST),
-        ("rollout", {"server_groups": [{"num_engines": 2, "overrides": {"attention_backend": "triton"}}]}, FIRST),
+        ("rollout", {"server_groups": (ServerGroup(num_engines=2, overrides={"attention_backend": "triton"}),)}, FIRST),
         ("rollout", {"num_engines": 1}, {"sync"}),
     ],
 )
