@@ -20,7 +20,9 @@ REASON = "the driver of this machine's card is gone"
 
 
 @pytest.mark.timeout(900)
-def test_a_run_without_any_server_says_why_and_resumes_when_there_is_one(tiny_assets: Path, tmp_path: Path) -> None:
+def test_a_run_without_any_server_says_why_and_resumes_when_there_is_one(
+    tiny_assets: Path, tmp_path: Path, api_url: str
+) -> None:
     python, broken, recipe = tmp_path / "python", tmp_path / "broken", tmp_path / "run.yaml"
     interpreter = Installation.find().python
     python.write_text(f'#!/bin/sh\n[ -e {broken} ] && {{ echo "{REASON}" >&2; exit 1; }}\nexec {interpreter} "$@"\n')
@@ -36,7 +38,8 @@ def test_a_run_without_any_server_says_why_and_resumes_when_there_is_one(tiny_as
     }
     config = tiny_config(tiny_assets, rollout=rollout, fleet={"start_timeout": 300}, retry={"retries": 1})
     recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    options = {"cwd": tmp_path, "env": os.environ | {INTERPRETER: str(python)}, "text": True}
+    environment = os.environ | {INTERPRETER: str(python), "PREFECT_API_URL": api_url}
+    options = {"cwd": tmp_path, "env": environment, "text": True}
 
     said = tmp_path / "said"
     command = [CAIRN, "train", recipe, "--run", "lost"]
