@@ -45,7 +45,9 @@ def test_a_run_without_any_server_says_why_and_resumes_when_there_is_one(
     command = [CAIRN, "train", recipe, "--run", "lost"]
     with said.open("w") as output, subprocess.Popen(command, stderr=output, **options) as driver:
         try:
-            wait_for(lambda: list(tmp_path.glob("runs/lost/iterations/000000/rollout.*.json")), 400)
+            first = "runs/lost/iterations/000000/rollout.*.json"
+            wait_for(lambda: list(tmp_path.glob(first)) or driver.poll() is not None, 400)
+            assert driver.poll() is None, said.read_text()
             broken.touch()
             for process in psutil.Process(driver.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
