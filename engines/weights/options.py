@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from configs.schema.run import RunConfig
+from engines.rollout.sglang.launch_plan import launch_plan
 
 _HOLD_ADDRESSES = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "nccl_ub")
 """Megatron's options whose work points into memory that is not to move."""
@@ -23,6 +24,12 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "rollout.external_urls run elsewhere: set it to distributed or disk"
         )
     kinds = {group.worker_type for group in rollout.server_groups}
+    over_gpus = any(engine.num_gpus * engine.nnodes > 1 for engine in launch_plan(rollout).engines)
+    if transport == "disk" and over_gpus and (config.fleet.offloads_rollout or kinds - {"regular"}):
+        yield (
+            "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away, or is one "
+            "of prefill and decode, cannot say when all of them have read the folder: set it to tensor or distributed"
+        )
     if config.fleet.check_weight_update_equal and kinds - {"regular"}:
         yield (
             "fleet.check_weight_update_equal asks each server alone to generate, which prefill and decode servers "

@@ -1,7 +1,7 @@
 """How weights come from the training engine to the rollout engines: one update of several engines at a time."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from configs.schema.operations import FleetConfig
@@ -37,7 +37,7 @@ def send_weights(
             case "distributed":
                 send_broadcasts(source, targets, version, fleet.update_weight_buffer_size, fleet.call_timeout)
             case "disk":
-                _send_folder(source, targets, version, fleet, load_timeout)
+                held.enter_context(_folder_sent(source, targets, version, fleet, load_timeout))
         _on_each(targets, "end_weight_update")
 
 
@@ -63,15 +63,18 @@ def _send_handles(source: TrainingHandle, targets: Sequence[RolloutHandle], vers
                 target.finish(call, "map_weights")
 
 
-def _send_folder(
+@contextmanager
+def _folder_sent(
     source: TrainingHandle, targets: Sequence[RolloutHandle], version: int, fleet: FleetConfig, load_timeout: float
-) -> None:
-    """As a model folder, `<update_weight_disk_dir>/<trainer>/weight_v<version>`."""
+) -> Iterator[None]:
+    """As a model folder, `<update_weight_disk_dir>/<trainer>/weight_v<version>`, which stays until the targets have
+    ended the update: of some of them a part may read longer than they say."""
     assert fleet.update_weight_disk_dir is not None
     folder = Path(fleet.update_weight_disk_dir, source.label, f"weight_v{version:06d}").absolute()
     try:
         source.export_hf(version, folder)
         _on_each(targets, "update_weights_from_disk", folder, timeout=load_timeout)
+        yield
     finally:
         if not fleet.update_weight_disk_keep_files:
             source.finish(source.submit("remove_folder", folder), "remove_folder")

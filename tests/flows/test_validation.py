@@ -185,6 +185,19 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
             "fleet.check_weight_update_equal asks each server alone to generate",
         ),
         (
+            {
+                "rollout": {"engine": "sglang", "num_gpus_per_engine": 2},
+                "training": {"world_size": 2, "num_gpus_per_rank": 1},
+                "fleet": {
+                    "colocate": True,
+                    "offload_rollout": True,
+                    "update_weight_transport": "disk",
+                    "update_weight_disk_dir": "weights",
+                },
+            },
+            "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away",
+        ),
+        (
             {"rollout": {"engine": "sglang", "external_urls": ["http://a:1"]}},
             "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines",
         ),

@@ -40,6 +40,8 @@ class ServerWeights:
         self._session = False
         """Whether the server is open to new weights."""
         self._whole = ours
+        self._from_folder = False
+        """Whether the weights of this update came as a model folder."""
         self._released: set[MemoryTag] = set()
         self._group: str | None = None
 
@@ -65,7 +67,7 @@ class ServerWeights:
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
         self._whole, self._updating = False, version
-        self._missing = set(self._names)
+        self._missing, self._from_folder = set(self._names), False
         self._control.call("/pause_generation", {"mode": "abort"})
         self._wait_until_idle()
         self._call_unless_refused("/end_weight_update", {})  # of an update that broke off
@@ -90,7 +92,7 @@ class ServerWeights:
         self._close_session()
         body = {"model_path": str(folder), "flush_cache": False}
         self._control.call("/update_weights_from_disk", body, timeout=self._load_timeout)
-        self._missing = set()
+        self._missing, self._from_folder = set(), True
 
     def receive(self, layout: Layout) -> None:
         """Replace some weights by one broadcast in the group. Raises EngineError where a name is unknown."""
@@ -122,6 +124,8 @@ class ServerWeights:
         self._control.call("/flush_cache", {})
         self._control.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._control.call("/continue_generation", {})
+        if self._from_folder and not self._released:
+            self._await_all_ranks()
         self._whole, self._updating = True, None
 
     def receiver(self) -> Receiver:
@@ -168,6 +172,14 @@ class ServerWeights:
     def released(self) -> list[str]:
         """What has no memory."""
         return sorted(self._released)
+
+    def _await_all_ranks(self) -> None:
+        """Return when every rank has read the folder: the first one answers for all of them as soon as it has, and a
+        rank that finds the folder gone keeps its old weights without a word. A token needs all of them."""
+        is_whole = self._info.get("disaggregation_mode") in (None, "null")  # a part of a split server gives no token
+        if is_whole and self._tp_size * int(self._info.get("pp_size", 1)) > 1:
+            body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+            self._control.call("/generate", body, timeout=self._load_timeout)
 
     @cached_property
     def _info(self) -> dict[str, Any]:
