@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 KILLS ?= 100
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-env quickstart tiny test test-ceph lint chaos bench clean
+.PHONY: help setup sglang-env quickstart tiny lint test test-all test-ceph chaos bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,16 +39,22 @@ quickstart: tiny ## Train the tiny model with the whole pipeline and show what c
 	$(BIN)/cairn train configs/recipes/quickstart.yaml
 	$(BIN)/python -m examples.quickstart.report
 
-test: setup sglang-env ## Lint, check types, run all tests
+lint: setup ## Lint and check types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+
+test: sglang-env lint ## Lint, check types, run all tests but the long ones
+	$(PYTEST) -m "not slow"
+
+test-all: sglang-env lint ## The same with the long ones, then test-ceph: what continuous integration runs
+	$(PYTEST)
+	$(MAKE) test-ceph
 
 test-ceph: setup ## Run the storage tests against a real Ceph RGW from Debian packages
 	$(BIN)/python -m pytest -m ceph tests/ceph
 
-chaos: setup ## Kill everything at every step, then KILLS=100 times at random, and report
+chaos: sglang-env setup ## Kill everything at every step, then KILLS=100 times at random; report, add to the tally
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
 bench: setup ## Run the benchmarks of bench/README.md

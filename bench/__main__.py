@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, each in a fresh process: `python -m bench`, which `make bench` runs.
+"""All benchmarks, one after the other, each in a fresh process: `python -m bench [--smoke]`, which `make bench` runs.
 
     build/bench/NAME.json       all numbers of each
     build/bench/machine.json    what they were measured on, and what else the machine was doing
@@ -7,6 +7,7 @@ About half an hour on two idle cores. The Ceph gateway of two of them needs Debi
 what each measures.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -41,11 +42,14 @@ BENCHMARKS = {
 
 def main() -> None:
     """Run them all; exits non-zero, at the end, if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="each once and short: do they work?")
+    smoke = ["--smoke"] if parser.parse_args().smoke else []
     RESULTS.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "examples.quickstart.build"], check=True)
     loads, failed = {}, []
     for name, module in BENCHMARKS.items():
-        arguments = ["-m", *shlex.split(module), "--json", str(RESULTS / f"{name}.json")]
+        arguments = ["-m", *shlex.split(module), "--json", str(RESULTS / f"{name}.json"), *smoke]
         loads[name] = os.getloadavg()[0]
         print(f"\n$ python {shlex.join(arguments)}    (load {loads[name]:.1f})", flush=True)
         began = time.monotonic()

@@ -1,6 +1,6 @@
 """GRPO on the same engines as a durable run, and with nothing around them: what is left when durability is taken away.
 
-    python -m bench.bare_loop [configs/recipes/quickstart.yaml] [--set a.b=c] [--seeds 42 1 2 3 4] [--json results.json]
+    python -m bench.bare_loop [RECIPE] [--set a.b=c] [--seeds 42 1 2 3 4] [--smoke] [--json FILE]
 
 Rollout engines run in processes of their own, the training engine in this one; they talk through pipes. There is no
 Prefect, no Ray, no ledger and no file: a durable run of the same configuration does the same arithmetic (its
@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from bench.command import SMALL_RUN, parse, say
 from configs.loader import load
 from configs.schema.evaluation import BenchmarkConfig
 from configs.schema.rollout import RolloutConfig
@@ -32,8 +32,10 @@ from engines.training.torch import TorchEngine
 from engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
 from tasks.advantages import get_estimator
 from tasks.data import PromptData, draw
+from tasks.evaluate import eval_seed
 from tasks.groups import sample_seed
 from tasks.rewards.pool import GraderPool
+from tasks.rewards.sample import Sample
 from tasks.rollout import shard_rows
 
 
@@ -111,12 +113,17 @@ def _serve(connection: Connection, model_path: str, config: RolloutConfig) -> No
 
 
 class BareLoop:
-    """The loop's workers. `config` has no dynamic sampling, no reference model and one optimizer step a rollout."""
+    """The loop's workers. `config` has no dynamic sampling, no top-p or top-k, no reference model and one
+    optimizer step a rollout."""
 
     def __init__(self, config: RunConfig) -> None:
         steps = config.training.num_steps_per_rollout
-        if config.rollout.dynamic_sampling_filter or config.algorithm.use_kl_loss or steps > 1:
-            raise SystemExit("the bare loop knows no dynamic sampling, no KL loss and one optimizer step a rollout")
+        unknown = config.rollout.dynamic_sampling_filter or config.rollout.cuts_vocabulary
+        if unknown or config.algorithm.use_kl_loss or steps > 1:
+            raise SystemExit(
+                "the bare loop knows no dynamic sampling, no top-p or top-k, no KL loss and one optimizer step a "
+                "rollout"
+            )
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.data = PromptData.open(config.data, config.data.path, self.tokenizer)
@@ -207,7 +214,7 @@ class BareLoop:
             GenerateRequest(
                 row.index,
                 row.prompt_ids,
-                tuple(sample_seed(self.config.seed, 0, row.index, i) for i in range(n)),
+                tuple(eval_seed(self.config.seed, benchmark.name, row.index, i) for i in range(n)),
                 params,
             )
             for row in rows
@@ -232,7 +239,7 @@ class BareLoop:
     def _grade(self, grader: GraderPool, samples: Sequence[tuple[Completion, str | None]]) -> np.ndarray:
         ids = [completion.response_ids.tolist() for completion, _ in samples]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        graded = grader.grade([(text, label, {}) for text, (_, label) in zip(texts, samples, strict=True)])
+        graded = grader.grade([Sample(text, label) for text, (_, label) in zip(texts, samples, strict=True)])
         failed = [g.error for g in graded if g.reward is None]
         if failed:
             raise SystemExit(f"{len(failed)} samples could not be graded: {failed[0]}")
@@ -278,14 +285,14 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
     parser.add_argument("--seeds", type=int, nargs="+", help="runs to make (default: the recipe's own seed)")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
-    config = load(arguments.recipe, arguments.set)
+    arguments = parse(parser)
+    small = ("rollout.num_rollout=2", *SMALL_RUN) if arguments.smoke else ()
+    config = load(arguments.recipe, [*small, *arguments.set])
     outcomes = []
     for seed in arguments.seeds or [config.seed]:
         for outcome in run(config.model_copy(update={"seed": seed})):
             done = len(outcome.iterations)
-            print(f"seed {seed}: iteration {done:3}  reward {outcome.iterations[-1].reward:.3f}", end="\r", flush=True)
+            say(f"seed {seed}: iteration {done:3}  reward {outcome.iterations[-1].reward:.3f}")
         outcomes.append(outcome)
         steps = {
             step: statistics.median(iteration.seconds[step] for iteration in outcome.iterations)

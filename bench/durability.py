@@ -1,6 +1,6 @@
 """What durability costs an iteration: a durable run and the same engines in a bare loop, turn by turn in one process.
 
-    python -m bench.durability [configs/recipes/quickstart.yaml] [--set a.b=c] [--iterations 20] [--json results.json]
+    python -m bench.durability [RECIPE] [--set a.b=c] [--iterations 20] [--smoke] [--json FILE]
 
 After each iteration of the durable run (Prefect flow and tasks, Ray actors, Parquet snapshots, commits) the bare loop
 of `bench/bare_loop.py` does the same iteration: the same prompts, samples and updates, which the equal state digest at
@@ -19,12 +19,12 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.bare_loop import BareLoop
+from bench.command import SMALL_RUN, parse, say
 from configs.loader import load
 from configs.schema.run import RunConfig
 from flows.events import Event, IterationDone, RunDone, StepCommitted
@@ -42,7 +42,7 @@ class SideBySide:
     def __init__(self, config: RunConfig) -> None:
         self._bare = BareLoop(config)
         self._step_seconds: dict[str, float] = {}
-        self._began = 0.0
+        self._began = time.perf_counter()
         self.milliseconds: dict[str, list[float]] = defaultdict(list)
         self.snapshot_bytes = self.tokens = 0
         self.state_digests: set[str] = set()
@@ -53,6 +53,7 @@ class SideBySide:
         elif isinstance(event, IterationDone):
             wall = time.perf_counter() - self._began
             bare = self._bare.iterate(event.iteration)
+            say(f"iteration {event.iteration}: {wall:.1f} s, in the bare loop {sum(bare.seconds.values()):.1f} s")
             if event.iteration >= WARM_UP:
                 self._add(wall, event.commits, sum(bare.seconds.values()))
             self._began = time.perf_counter()
@@ -96,9 +97,9 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
     parser.add_argument("--iterations", type=int, default=20, help="iterations, the first three of which do not count")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
-    overrides = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *arguments.set]
+    arguments = parse(parser, iterations=WARM_UP + 1)
+    small = SMALL_RUN if arguments.smoke else ()
+    overrides = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *small, *arguments.set]
     config = load(arguments.recipe, overrides)
     side_by_side = SideBySide(config)
     with tempfile.TemporaryDirectory() as folder:

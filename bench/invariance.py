@@ -1,6 +1,6 @@
 """What batch invariance costs the transformers engine: the engine as it is and without the measures, turn by turn.
 
-    python -m bench.invariance [--hidden 64 512] [--batch 8 64 256] [--rounds 5] [--json results.json]
+    python -m bench.invariance [--hidden 64 512] [--batch 8 64 256] [--rounds 5] [--smoke] [--json FILE]
 
 Without means, for this benchmark only: prompts of a batch share one prefill whatever their lengths, padded to the
 longest; no row of padding and no least number of rows; attention over as many positions as there are, not the next
@@ -25,6 +25,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from bench.command import parse, say
 from bench.rollout import NEW_TOKENS, build_model, make_requests, run_engine
 from configs.schema.rollout import RolloutConfig
 from engines.rollout import decoder
@@ -84,8 +85,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 64, 256], help="samples per call")
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each side")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, hidden=[64], batch=[8], rounds=1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results = []
@@ -95,6 +95,7 @@ def main() -> None:
             path = build_model(hidden, Path(folder))
             for batch in arguments.batch:
                 for workload in ("fixed", "groups"):
+                    say(f"hidden {hidden}, batch {batch}, {workload}")
                     speeds = measure(path, workload, batch, arguments.rounds)
                     cost = 1 - statistics.median(a / b for a, b in zip(*speeds.values(), strict=True))
                     results.append({"hidden": hidden, "batch": batch, "workload": workload, "speeds": speeds})

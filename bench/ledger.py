@@ -1,6 +1,6 @@
 """What a long history costs: requests and seconds on a Ceph object gateway, by the number of iterations a run has.
 
-    python -m bench.ledger [--iterations 100 1000 10000] [--read 1000] [--epochs 1000] [--json results.json]
+    python -m bench.ledger [--iterations 100 1000 10000] [--read 1000] [--epochs 1000] [--smoke] [--json FILE]
 
 Runs of eight steps an iteration (two shards of rollout and reward, filter, advantage, train, sync), with a checkpoint
 and a benchmark every tenth, are written as a driver writes them, but for the snapshots' files, which no listing shows.
@@ -21,18 +21,19 @@ for a store that is further away.
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import s3fs
 from rich.console import Console
 from rich.table import Table
 
-from configs.loader import parse
+from bench.command import parse
+from bench.gateway import STORE_HELP, bucket
+from configs import loader
 from configs.schema.run import RunConfig
 from flows.iteration import last_selection
 from flows.train import report_changed_environment
@@ -47,7 +48,6 @@ from storage.verification import verify
 from tasks.context import RunContext
 from tasks.evaluate import eval_due, eval_shard
 from tasks.recovery import checkpoint_due, newest_checkpoint
-from tests.ceph.rgw import gateway, prepare_packages
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"python": "3.11", "torch": "2.13"})
 SHARDS = ("00-000", "00-001")
@@ -72,7 +72,7 @@ class CountingStore(S3Store):
 def config_of(iterations: int) -> RunConfig:
     """A run that has all its iterations after the one it stands in."""
     benchmark = {"name": "heldout", "path": "test.jsonl", "max_response_len": 8}
-    return parse(
+    return loader.parse(
         {
             "model": {"path": "model"},
             "data": {"path": "train.jsonl"},
@@ -159,12 +159,17 @@ def find_the_place(store: S3Store, run: str) -> Lease:
     """All that a driver asks the store on its way to the first step that is not committed."""
     ledger = Ledger.open(store, run)
     lease = ledger.acquire()
-    config = RunConfig.model_validate(ledger.manifest.config)
+    config = loader.from_manifest(ledger.manifest.config)
     nothing = cast(Any, None)
+    fleet: Any = SimpleNamespace(
+        rollout=[nothing],
+        generating_environment=lambda engine: ENVIRONMENT,
+        training=SimpleNamespace(environment=ENVIRONMENT),
+    )
     context = RunContext(
         config,
         ledger,
-        fleet=nothing,
+        fleet=lambda: fleet,
         tokenizer=nothing,
         data=nothing,
         max_prompt_len=1,
@@ -213,8 +218,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--read", type=int, default=1000, help="longest run that is read as a whole")
     parser.add_argument("--epochs", type=int, default=1000)
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
+    parser.add_argument("--store", metavar="URL", help=STORE_HELP)
+    arguments = parse(parser, iterations=[12], epochs=3)
     console, found = Console(), []
     table = Table("work", "iterations", "requests", "seconds")
 
@@ -223,9 +228,7 @@ def main() -> None:
         found.append({"work": work, "iterations": iterations, "requests": requests, "seconds": seconds})
         table.add_row(work, str(iterations), str(requests), f"{seconds:.2f}")
 
-    with gateway(prepare_packages()) as server:
-        os.environ.update(server.env)
-        url = f"s3://{server.new_bucket()}/bench"
+    with bucket(arguments.store) as url:
         for iterations in arguments.iterations:
             began = time.perf_counter()
             run = write_run(url, iterations)

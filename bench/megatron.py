@@ -1,6 +1,6 @@
 """Time of one training step through the Megatron engine, the torch engine, and a bare loop around megatron-core.
 
-    python -m bench.megatron [--hidden 128] [--layers 4] [--rounds 7] [--json results.json]
+    python -m bench.megatron [--hidden 128] [--layers 4] [--rounds 7] [--smoke] [--json FILE]
 
 One optimizer step of GRPO on 64 samples with prompts of 18 to 27 tokens and responses of 4 to 128, in float32 on one
 rank and one CPU thread, on a tiny Qwen3 model. The bare loop calls Megatron's schedule, clipping and optimizer on the
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.command import parse, say
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
@@ -39,8 +40,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parse(parser, hidden=64, layers=2, rounds=1)
     batch = make_batch()
     with tempfile.TemporaryDirectory() as folder:
         build_model(options.hidden, options.layers, folder)
@@ -50,8 +50,9 @@ def main() -> None:
             "torch engine": engine_step("torch", folder, batch),
         }
         seconds: dict[str, list[float]] = {name: [] for name in variants}
-        for _ in range(options.rounds + 1):
+        for turn in range(options.rounds + 1):
             for name, step in variants.items():
+                say(f"{name}: turn {turn} of {options.rounds}")
                 started = time.process_time()
                 step()
                 seconds[name].append(time.process_time() - started)

@@ -1,6 +1,6 @@
 """What Prefect costs an iteration: eight steps that do nothing, called directly and as flow runs of an embedded server.
 
-    python -m bench.orchestration [--rounds 20] [--pause 0] [--home DIR] [--json results.json]
+    python -m bench.orchestration [--rounds 20] [--pause 0] [--home DIR] [--smoke] [--json FILE]
 
   direct   the steps, called one after the other: what the other shapes are compared with.
   tasks    the same as Prefect tasks of the driver's flow run: no graph of its own for each iteration.
@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settin
 from rich.console import Console
 from rich.table import Table
 
+from bench.command import parse, say
 from configs.schema.operations import RetryConfig
 from flows.orchestration import driving, silence_console, subflow
 from flows.server import prefect_api
 from flows.steps import PrefectSteps
 from storage.commits import Commit, Environment, OutputFile, Step
+from tasks.retries import RetryTally
 
 STEPS = [step for step in Step if step is not Step.EVAL]
 
@@ -104,7 +107,8 @@ def plain_iteration(index: int) -> None:
 def measure(rounds: int, pause: float) -> list[Shape]:
     """Take turns."""
     with driving("bench", tempfile.gettempdir()) as tags:
-        call = PrefectSteps(cast(Any, SimpleNamespace(config=SimpleNamespace(retry=RetryConfig())))).call
+        run = SimpleNamespace(retries=RetryTally(RetryConfig()), stopping=threading.Event())
+        call = PrefectSteps(cast(Any, run)).call
         own_flow = subflow(
             lambda index: one_iteration(call, index), name="iteration", run_name="bench {index:06d}", tags=tags
         )
@@ -115,6 +119,7 @@ def measure(rounds: int, pause: float) -> list[Shape]:
             Shape("plain", plain_iteration),
         ]
         for turn in range(rounds + 1):
+            say(f"turn {turn} of {rounds}")
             first = turn % len(shapes)
             for shape in shapes[first:] + shapes[:first]:
                 heartbeat = 180 if shape.name == "plain" else None
@@ -142,8 +147,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--home", type=Path, help="folder of the server's database; a temporary one by default")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = parse(parser, rounds=1)
     silence_console()
     with tempfile.TemporaryDirectory() as folder, prefect_api(arguments.home or Path(folder)):
         shapes = measure(arguments.rounds, arguments.pause)

@@ -1,6 +1,6 @@
 """How long a killed run stands still: from SIGKILL of its driver to the next new commit, and what the time goes into.
 
-    python -m bench.recovery [configs/recipes/quickstart.yaml] [--set a.b=c] [--rounds 3] [--json results.json]
+    python -m bench.recovery [RECIPE] [--set a.b=c] [--rounds 3] [--smoke] [--json FILE]
 
 A driver with a Prefect server and a Ray cluster of its own is killed just after a train step was committed; its
 weights are lost with its engines. Its successor, started at once as by `cairn resume`, restores them for
@@ -34,6 +34,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from bench.command import SMALL_RUN, parse, say
 
 DEADLINE = 600.0
 """Seconds that one driver may take to the commit that is waited for."""
@@ -151,19 +153,21 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--drive", metavar="STORE", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    overrides = ["tracking.tensorboard_dir=null", *arguments.set]
+    arguments = parse(parser, rounds=1)
+    small = SMALL_RUN if arguments.smoke else ()
+    overrides = ["tracking.tensorboard_dir=null", *small, *arguments.set]
     if arguments.drive:
         drive(arguments.drive, "recovery", arguments.recipe, overrides)
         return
     shares, alone = defaultdict(list), defaultdict(list)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         given = [folder, arguments.recipe, *(word for option in arguments.set for word in ("--set", option))]
+        given += ["--smoke"] if arguments.smoke else []
         driver = Driver(given)
         try:
-            for _ in range(arguments.rounds):
+            for turn in range(arguments.rounds):
+                say(f"round {turn + 1} of {arguments.rounds}")
                 one_share, one_alone, driver = one_round(given, driver)
                 for name, seconds in one_share.items():
                     shares[name].append(seconds)

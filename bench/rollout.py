@@ -1,6 +1,6 @@
 """Speed of the transformers rollout engine against `transformers.generate`, both with log-probs, on one CPU thread.
 
-    python bench/rollout.py [--hidden 64 512] [--batch 8 64 256] [--rounds 3] [--json results.json]
+    python bench/rollout.py [--hidden 64 512] [--batch 8 64 256] [--rounds 3] [--smoke] [--json FILE]
 
 Tiny Qwen3 models (2 layers; hidden 64 has 123k parameters), prompts of 16 to 47 tokens, up to 64 new ones, temperature
 1. Two workloads:
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from bench.command import parse, say
 from configs.schema.rollout import RolloutConfig
 from engines.rollout.transformers import TransformersEngine
 from engines.types import GenerateRequest, SamplingParams
@@ -160,8 +161,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 64, 256], help="samples per call")
     parser.add_argument("--rounds", type=int, default=3, help="counted turns of each side")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    args = parser.parse_args()
+    args = parse(parser, hidden=[64], batch=[8], rounds=1)
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -173,6 +173,7 @@ def main() -> None:
             model = Qwen3ForCausalLM.from_pretrained(path).eval()
             for workload in ("fixed", "groups"):
                 for batch_size in args.batch:
+                    say(f"hidden {hidden_size}, {workload}, batch {batch_size}")
                     result = measure(model, path, workload, batch_size, args.rounds)
                     results.append(result)
                     numbers = f"{result.generate:,.0f}", f"{result.engine:,.0f}", f"{result.speedup:.2f}"

@@ -1,6 +1,6 @@
 """Cairn's SGLang engine against a bare client of the same server, and how long a server takes to start.
 
-    python -m bench.sglang [--hidden 64 512] [--samples 16 64 256] [--rounds 5] [--starts 2] [--json results.json]
+    python -m bench.sglang [--hidden 64 512] [--samples 16 64 256] [--rounds 5] [--starts 2] [--smoke] [--json FILE]
 
 Tiny Qwen3 models (2 layers), prompts of 16 to 47 tokens in groups of 8 samples, 64 new tokens each, log-probs on. Both
 sides send one `/generate` a sample, all at once, and take turns on one server; the first turn of each is not counted.
@@ -25,6 +25,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
+from bench.command import parse, say
 from bench.rollout import GROUP_SIZE, NEW_TOKENS, VOCAB_SIZE, build_model
 from configs.schema.rollout import RolloutConfig
 from engines.rollout.sglang.engine import SGLangEngine
@@ -84,6 +85,7 @@ def start(path: Path, log: Path) -> tuple[SGLangEngine, float]:
         max_running_requests=64,
         sglang={"max_total_tokens": 16384},
     )
+    say("starting a server")
     began = time.monotonic()
     engine = SGLangEngine(str(path), config, "cpu", log, START_TIMEOUT)
     return engine, time.monotonic() - began
@@ -114,8 +116,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[16, 64, 256], help="samples per call")
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each side")
     parser.add_argument("--starts", type=int, default=2, help="servers started for each model")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, hidden=[64], samples=[16], rounds=1, starts=1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results, starts = [], []
@@ -130,6 +131,7 @@ def main() -> None:
             engine, seconds = start(path, Path(folder, "server.log"))
             starts.append(seconds)
             for samples in arguments.samples:
+                say(f"hidden {hidden}, {samples} samples")
                 found = measure(engine, samples, arguments.rounds)
                 results.append({"hidden": hidden, "samples": samples, **found})
                 ours, theirs = found["engine"]["tokens/s"], found["client"]["tokens/s"]

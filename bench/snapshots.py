@@ -1,6 +1,6 @@
 """Size and speed of snapshots: what a sample's rollout, reward and advantage rows take as committed Parquet.
 
-    python -m bench.snapshots [--samples 2048] [--tokens 512] [--json results.json]
+    python -m bench.snapshots [--samples 2048] [--tokens 512] [--smoke] [--json FILE]
 
 Token ids are drawn from a Zipf distribution over 151,000 words, log-probs from an exponential one, and texts from
 twenty words: the columns that decide, the ids and the float32 log-probs, compress no better than those of a language
@@ -11,11 +11,11 @@ import argparse
 import json
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from bench.command import parse
 from storage.commits import Step
 from storage.leases import Outcome
 from storage.ledger import Ledger
@@ -52,6 +52,7 @@ def tables(samples: int, tokens: int) -> dict[Step, pa.Table]:
         "weight_versions": [np.full(tokens, 7, np.int32)] * samples,
         "seed": draw.integers(0, 2**63, samples).astype(np.uint64),
         "seconds": draw.random(samples).astype(np.float32),
+        "cached_tokens": np.zeros(samples, np.int64),
         "label": ["72"] * samples,
         **{name: [value] * samples for name, value in constant.items()},
     }
@@ -65,7 +66,8 @@ def tables(samples: int, tokens: int) -> dict[Step, pa.Table]:
         "error": [None] * samples,
     }
     per_token = [np.full(tokens, value, np.float32) for value in draw.normal(size=samples)]
-    advantage = {**keys, "reward": rewards, "advantages": per_token, "returns": per_token}
+    ages = [np.zeros(tokens, np.int32)] * samples
+    advantage = {**keys, "reward": rewards, "advantages": per_token, "returns": per_token, "ages": ages}
     columns = {Step.ROLLOUT: (rollout, ROLLOUT), Step.REWARD: (reward, REWARD), Step.ADVANTAGE: (advantage, ADVANTAGE)}
     return {
         step: pa.table([pa.array(values[name], schema.field(name).type) for name in schema.names], schema=schema)
@@ -78,8 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=512, help="response tokens a sample")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, samples=64, tokens=32)
     all_tokens = arguments.samples * arguments.tokens
     found = {}
     with tempfile.TemporaryDirectory() as folder:

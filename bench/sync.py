@@ -1,6 +1,6 @@
 """Seconds that new weights take to an SGLang server, by transport and by the bytes that move.
 
-    python -m bench.sync [--hidden 64 512] [--rounds 5] [--json results.json]
+    python -m bench.sync [--hidden 64 512] [--rounds 5] [--smoke] [--json FILE]
 
 A fleet of one training rank and one server, without GPUs, on tiny Qwen3 models of those hidden sizes (2 layers, fp32).
 The transports take turns; the first turn of each is not counted. A turn is all of `send_weights`: the server made
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
+from bench.command import parse, say
 from bench.rollout import build_model
 from configs.schema.operations import FleetConfig
 from configs.schema.run import RunConfig
@@ -60,6 +61,7 @@ def measure(fleet: Fleet, disk: Path, rounds: int) -> dict[str, list[float]]:
     }
     seconds: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
     for turn in range(rounds + 1):
+        say(f"turn {turn} of {rounds}")
         for transport in TRANSPORTS if turn % 2 else reversed(TRANSPORTS):
             began = time.perf_counter()
             send_weights(fleet.training, fleet.rollout, 0, options[transport], load_timeout=START_TIMEOUT)
@@ -81,8 +83,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each transport")
     parser.add_argument("--disk", type=Path, help="folder in which model folders are written")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, hidden=[64], rounds=1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results = []
@@ -90,6 +91,7 @@ def main() -> None:
     for hidden in arguments.hidden:
         with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
             model = build_model(hidden, Path(folder, "model"))
+            say(f"hidden {hidden}: starting a server and a training rank")
             with Fleet.start(run_config(model), name="sync", total_steps=1) as fleet:
                 seconds = measure(fleet, Path(folder), arguments.rounds)
             megabytes = size_of(model) / 1e6

@@ -1,7 +1,7 @@
 """Time of one training step on samples of skewed lengths: in one padded micro-batch and in sorted ones, and what the
 state digest takes of it.
 
-    python -m bench.training [--hidden 64 512] [--max-tokens 2048 4096 8192] [--rounds 5] [--json results.json]
+    python -m bench.training [--hidden 64 512] [--max-tokens 2048 4096 8192] [--rounds 5] [--smoke] [--json FILE]
 
 One optimizer step of GRPO on 256 samples with prompts of 18 to 27 tokens and responses of 4 to 128 (exponential, mean
 28), through the torch engine in float32, on tiny Qwen3 models (2 layers; hidden 64 has 123k parameters) and one CPU
@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.command import parse, say
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
@@ -124,6 +124,7 @@ def measure(folder: str, parameters: int, budgets: list[int | None], rounds: int
                     batch, num_steps=1, expected_version=turn, input_digest=str(turn)
                 )
             )
+            say(f"{parameters:,} parameters, max tokens {budget}: turn {turn} of {rounds}, {seconds:.1f} CPU s")
             if turn:
                 steps[budget].append(seconds)
         seconds = cpu_seconds(lambda turn=turn: state_digest(state, turn, world_size=1))  # type: ignore[misc]
@@ -149,8 +150,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 512], help="hidden sizes of the models")
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[2048, 4096, 8192], help="max_tokens_per_gpu")
     parser.add_argument("--rounds", type=int, default=5, help="counted turns of each variant")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    args = parser.parse_args()
+    args = parse(parser, hidden=[64], max_tokens=[4096], rounds=1)
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

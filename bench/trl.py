@@ -1,6 +1,6 @@
 """One training step and one iteration of GRPO against TRL's GRPOTrainer: same model, same prompts, turn by turn.
 
-    python -m bench.trl [configs/recipes/quickstart.yaml] [--set a.b=c] [--rounds 12] [--json results.json]
+    python -m bench.trl [RECIPE] [--set a.b=c] [--rounds 12] [--smoke] [--json FILE]
 
 Two comparisons; in each, both sides take turns in one run:
 
@@ -33,6 +33,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from bench.command import SMALL_RUN, parse, say
 from bench.meter import Meter
 from bench.trl_process import Step, TrlProcess, install
 from configs.loader import load
@@ -44,9 +45,9 @@ from flows.events import Event, IterationDone
 from flows.train import start
 from tasks.advantages import get_estimator
 from tasks.data import Draw, PromptData, draw
+from tasks.groups import sample_seed
 from tasks.plugins import load_callable
 from tasks.rewards import get_grader
-from tasks.rollout import sample_seed
 
 WARM_UP = 3
 """Rounds that are not counted, and iterations of the durable run that follow each other."""
@@ -161,6 +162,7 @@ def compare_engines(config: RunConfig, rounds: int) -> dict[str, Any]:
             step, responses = cairn.iterate(index)
             steps["cairn"].append(step)
             steps["trl"].append(trl.step(responses))
+            say(f"engines, round {index + 1} of {rounds}")
         trl.finish()
         before = load_file(Path(config.model.path) / "model.safetensors")
         theirs = load_file(Path(folder) / "model.safetensors")
@@ -180,13 +182,14 @@ class DurableTurns:
 
     def __init__(self, processes: dict[str, TrlProcess]) -> None:
         self._processes = processes
-        self._began = 0.0
+        self._began = time.perf_counter()
         self.seconds: dict[str, list[float]] = {"cairn": [], **{name: [] for name in processes}}
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, IterationDone):
             return
         self.seconds["cairn"].append(time.perf_counter() - self._began)
+        say(f"durable run, iteration {event.iteration}")
         if (event.iteration + 1) % WARM_UP == 0:
             time.sleep(PAUSE)
             for _ in range(WARM_UP):
@@ -251,8 +254,7 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each side, the first three of which warm up")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    arguments = parser.parse_args()
+    arguments = parse(parser, rounds=WARM_UP + 1)
     if arguments.rounds <= WARM_UP:
         parser.error(f"--rounds must be above {WARM_UP}")
     install()
@@ -263,11 +265,12 @@ def main() -> None:
         "tracking.tensorboard_dir=null",
         "training.lr_decay_style=constant",
         "training.lr_warmup_iters=0",
+        *(SMALL_RUN if arguments.smoke else ()),
         *arguments.set,
     ]
     config = load(arguments.recipe, overrides)
-    if config.algorithm.use_kl_loss or config.training.num_steps_per_rollout > 1:
-        raise SystemExit("this comparison knows no KL loss and one optimizer step an iteration")
+    if config.algorithm.use_kl_loss or config.training.num_steps_per_rollout > 1 or config.rollout.cuts_vocabulary:
+        raise SystemExit("this comparison knows no KL loss, one optimizer step an iteration and no top-p or top-k")
     one_thread = load(arguments.recipe, [*overrides, "rollout.num_threads=1", "training.num_threads=1"])
     console = Console()
     engines = compare_engines(one_thread, arguments.rounds)

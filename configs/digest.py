@@ -2,7 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from pydantic import BaseModel
@@ -31,4 +33,12 @@ def digest(config: BaseModel, fields: Sequence[str]) -> str:
         if last not in type(owner).model_fields:
             raise AttributeError(f"{name} is not an option of {type(config).__name__}")
         read[name] = owner.model_dump(mode="json", include={last})[last]
+    return hashlib.sha256(canonical_json(read)).hexdigest()
+
+
+def recorded_digest(config: Mapping[str, Any], fields: Sequence[str]) -> str:
+    """`digest` of a configuration in JSON values, as a ledger records it. KeyError for a name that it lacks."""
+    read: dict[str, Any] = {}
+    for name in fields:
+        read[name] = reduce(getitem, name.split("."), config)
     return hashlib.sha256(canonical_json(read)).hexdigest()

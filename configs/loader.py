@@ -4,7 +4,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,11 @@ from pydantic_core import ErrorDetails
 
 from configs.errors import ConfigError
 from configs.options import LIST_ITEM, item_of, options, section_of
+from configs.schema.base import RECORDED
 from configs.schema.run import RunConfig
 from configs.yaml_file import parse_yaml
 
-__all__ = ["ConfigError", "load", "override", "parse"]
+__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "load", "override", "parse"]
 
 
 _LEFT_OUT = {
@@ -66,6 +67,25 @@ def parse(values: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
+
+
+def from_manifest(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration in a run's manifest, as it was recorded: rules that were added since are not held against it,
+    and options keep what they said."""
+    return RunConfig.model_validate(values, context=RECORDED)
+
+
+def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConfig:
+    """`config`, with what a manifest says for options whose default has changed since, where it means the same.
+
+    `algorithm.kl_loss_type` once had the default `k1`, which manifests name whether it is read or not.
+    """
+    algorithm, before = config.algorithm, recorded.get("algorithm", {})
+    same = not algorithm.use_reference or before.get("kl_loss_type") == algorithm.kl_estimator
+    if algorithm.kl_loss_type is not None or before.get("kl_loss_type") is None or not same:
+        return config
+    algorithm = algorithm.model_copy(update={"kl_loss_type": before["kl_loss_type"]})
+    return config.model_copy(update={"algorithm": algorithm})
 
 
 def _place_and_problem(error: yaml.YAMLError) -> str:

@@ -1,9 +1,13 @@
-"""Write docs/configuration.md and docs/metrics.md from the code: `python docs/generate.py`."""
+"""Write docs/configuration.md, docs/metrics.md and a section of docs/recovery.md: `python docs/generate.py`."""
 
 import json
+import runpy
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 from configs.options import LIST_ITEM, Option, options
 from configs.schema.run import RunConfig
@@ -60,13 +64,30 @@ sizes of their files.
     return f"{intro}\n{_table(['metric', 'unit', 'source', 'meaning'], rows)}"
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "metrics.md": metrics}
+def recovery() -> str:
+    """The page with the tally of random kills as it is now; the rest is written by hand."""
+    tally = runpy.run_path(str(DOCS.parent / "tests" / "chaos" / "tally.py"), run_name="tally")
+    page = (DOCS / "recovery.md").read_text(encoding="utf-8")
+    before, rest = page.split(tally["BEGIN"])
+    return before + tally["section"](tally["read"]()) + rest.split(tally["END"])[1]
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "metrics.md": metrics,
+    "recovery.md": recovery,
+}
 
 
 def _default(option: Option) -> str:
     if option.required:
         return "required"
-    return f"`{json.dumps(option.default, ensure_ascii=False)}`"
+    return f"`{json.dumps(option.default, ensure_ascii=False, default=_given)}`"
+
+
+def _given(section: BaseModel) -> dict[str, Any]:
+    """What a section in a list says itself."""
+    return section.model_dump(mode="json", exclude_unset=True)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

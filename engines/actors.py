@@ -4,7 +4,7 @@ They import an engine only where they make it, so that the driver can name these
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,8 +17,10 @@ from configs.schema.rollout import RolloutConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.errors import EngineError
+from engines.fencing import FencedActor
 from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from engines.rollout.sglang.route import Route
+from engines.slots import Slot
 from engines.types import Completion, GenerateRequest, Position, Role, TrainBatch, TrainResult
 from engines.weights.source import WeightSource
 from engines.weights.target import WeightTarget
@@ -30,27 +32,41 @@ if TYPE_CHECKING:
     from engines.rollout.sglang.launch import FurtherRank
     from engines.rollout.sglang.router import Router
     from engines.training.base import TrainingEngine
+    from storage.commits import Environment
     from storage.store import StoredFile
 
 
 def device_of(num_gpus: float) -> str:
-    """Where an engine with so many GPUs computes; Ray shows an actor only those that are its own."""
+    """Where an engine with so many GPUs computes; an actor sees only those that are its own."""
     return "cuda" if num_gpus > 0 else "cpu"
 
 
-def _set_threads(num_threads: int) -> None:
-    """Called before PyTorch is imported, which reads these once. Threads that wait must not spin: on a machine that
-    does something else too, spinning made small updates twenty times slower."""
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+class _Placed(FencedActor):
+    """An actor that knows its slot: its machine, and the devices there that are its own."""
+
+    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
+        """Called before PyTorch is imported, which reads the environment once. Threads that wait must not spin: on a
+        machine that does something else too, spinning made small updates twenty times slower."""
+        super().__init__(epoch)
+        found = ray.get_runtime_context().get_node_id()
+        if found != slot.node:  # Ray moved the bundle after it was asked where it lies: the devices are others
+            raise EngineError(f"this actor was to run on node {slot.node} and runs on {found}: it must be made again")
+        if slot.gpu_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpu_ids)
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        self._slot = slot
+
+    def _process(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "node": self._slot.address, "slot": self._slot}
 
 
-class _OnItsMachine:
+class _OnItsMachine(_Placed):
     """What actors of servers know of their machine."""
 
     def host(self) -> str:
         """Its address within the cluster."""
-        return ray.util.get_node_ip_address()
+        return self._slot.address
 
     def free_port(self, host: str) -> int:
         """See `engines.rollout.sglang.server.free_port`."""
@@ -59,11 +75,21 @@ class _OnItsMachine:
         return free_port(host)
 
 
-class RolloutActor(_OnItsMachine, WeightTarget):
+class _OfModels:
+    """What actors of engines know of the models that they load."""
+
+    def model_digests(self, folders: Mapping[str, str]) -> dict[str, str]:
+        """Digests of model folders as this machine has them, by the names given to them."""
+        from engines.models import folder_digest
+
+        return {name: folder_digest(Path(folder)) for name, folder in folders.items()}
+
+
+class RolloutActor(_OnItsMachine, _OfModels, WeightTarget):
     """A rollout engine in a process of its own, or one machine's part of it."""
 
-    def __init__(self, num_threads: int) -> None:
-        _set_threads(num_threads)
+    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
+        super().__init__(epoch, num_threads, slot)
         self._engine: RolloutEngine | None = None
         self._further_rank: FurtherRank | None = None
         self._batch_invariant = False
@@ -79,14 +105,12 @@ class RolloutActor(_OnItsMachine, WeightTarget):
         call_timeout: float,
     ) -> None:
         """Make the engine; see `engines.rollout.factory`. Raises BadModel, EngineDied and EngineTimeout."""
-        if place.gpu_ids:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpu_ids)
         device = device_of(plan.num_gpus)
         if place.node_rank:
             from engines.rollout.sglang.launch import FurtherRank, launch
 
             launched = launch(model_path, config, device, plan, place, log, start_timeout)
-            self._further_rank = FurtherRank(launched.server)
+            self._further_rank = FurtherRank(launched)
             return
         from engines.rollout.factory import make_engine
 
@@ -96,7 +120,11 @@ class RolloutActor(_OnItsMachine, WeightTarget):
 
     def health(self) -> dict[str, Any]:
         """What the engine says of itself, and its process. Answers at once, also while the engine works."""
-        return {**(self._further_rank or self._started).health(), **_process()}
+        return {**(self._further_rank or self._started).health(), **self._process()}
+
+    def environment(self) -> "Environment":
+        """What the engine computes on."""
+        return (self._further_rank or self._started).environment()
 
     def follow(self, route: Route | None) -> None:
         """See `SGLangEngine.follow`; other engines have no choice."""
@@ -129,8 +157,8 @@ class RolloutActor(_OnItsMachine, WeightTarget):
 class RouterActor(_OnItsMachine):
     """The router before the rollout servers, in a process of its own."""
 
-    def __init__(self, num_threads: int) -> None:
-        _set_threads(num_threads)
+    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
+        super().__init__(epoch, num_threads, slot)
         self._router: Router | None = None
 
     def start(self, options: dict[str, Any], config: RolloutConfig, host: str, log: Path, start_timeout: float) -> None:
@@ -148,7 +176,7 @@ class RouterActor(_OnItsMachine):
 
     def health(self) -> dict[str, Any]:
         """What the router says of itself, and its process."""
-        return {**self._started.health(), **_process()}
+        return {**self._started.health(), **self._process()}
 
     def serve(self, workers: Sequence[Worker]) -> None:
         self._started.serve(workers)
@@ -163,11 +191,11 @@ class RouterActor(_OnItsMachine):
         return self._router
 
 
-class TrainingActor(WeightSource):
+class TrainingActor(_Placed, _OfModels, WeightSource):
     """One rank of the training engine in a process of its own."""
 
-    def __init__(self, num_threads: int) -> None:
-        _set_threads(num_threads)
+    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
+        super().__init__(epoch, num_threads, slot)
         self._engine: TrainingEngine | None = None
         self._rank = 0
 
@@ -175,7 +203,7 @@ class TrainingActor(WeightSource):
         """On rank 0: open the store over which the ranks find each other. Returns its host and port."""
         from torch.distributed import TCPStore
 
-        host = ray.util.get_node_ip_address()
+        host = self._slot.address
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
@@ -190,9 +218,11 @@ class TrainingActor(WeightSource):
         store_address: tuple[str, int] | None,
     ) -> None:
         """Make the engine; with several ranks, once all have met at rank 0's store. Raises BadModel."""
+        from engines.training.determinism import prepare_environment
         from engines.training.factory import make_engine
 
         device = device_of(training.num_gpus_per_rank)
+        prepare_environment(training, device)
         self._rank = rank
         if store_address is not None:
             self._meet(store_address, training, device)
@@ -209,7 +239,11 @@ class TrainingActor(WeightSource):
 
     def health(self) -> dict[str, Any]:
         """What the engine says of itself, and its process. Answers at once, also while the engine works."""
-        return {**self._started.health(), **_process()}
+        return {**self._started.health(), **self._process()}
+
+    def environment(self) -> "Environment":
+        """What the engine computes on."""
+        return self._started.environment()
 
     def position(self) -> Position:
         return self._started.position()
@@ -243,10 +277,6 @@ class TrainingActor(WeightSource):
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"]) -> str:
         return self._started.weights_checksum(dtype)
 
-    def gpus(self) -> tuple[str, tuple[str, ...]]:
-        """Its machine, and the GPUs of it that Ray reserved for this rank."""
-        return ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids()))
-
     def offload(self) -> None:
         self._sharing.offload()
 
@@ -260,7 +290,7 @@ class TrainingActor(WeightSource):
         host, port = store_address
         store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
         # On GPUs too: Megatron makes groups over gloo beside those over NCCL.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(ray.util.get_node_ip_address()))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(self._slot.address))
         distributed.init_process_group(
             "gloo" if device == "cpu" else "nccl",
             store=store,
@@ -274,10 +304,6 @@ class TrainingActor(WeightSource):
         if self._engine is None:
             raise EngineError("the training engine has not been started")
         return self._engine
-
-
-def _process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
 
 def _interface_of(ip: str) -> str:

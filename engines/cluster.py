@@ -9,6 +9,7 @@ A process has one cluster at a time; it is let go when the last of its users clo
 
 import contextlib
 import logging
+import math
 import os
 import select
 import shutil
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +43,13 @@ HEAD = ("gcs_server", "raylet")
 
 LOOK_INTERVAL = 0.5
 """Seconds after which a watch of them notices that the cluster was closed."""
+
+
+def seconds_until_drained(nodes: Collection[str]) -> float | None:
+    """Seconds until the first of these nodes goes, as its cluster was told; None where none is to go."""
+    told = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it; 0: at no certain time
+    ends = [told[node] / 1000 or math.inf for node in nodes if node in told]
+    return max(0.0, min(ends) - time.time()) if ends else None
 
 
 class ClusterError(EngineError):

@@ -7,16 +7,16 @@ Each engine knows for itself what it gave away, and a call for what is done alre
 half done, the next turn completes.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from configs.schema.operations import FleetConfig
 from configs.schema.run import RunConfig
 from engines.calls import at_the_same_time
-from engines.cluster import ClusterError
 from engines.errors import EngineError
 from engines.handles import EngineHandle
-from engines.placement import Role
+from engines.roles import LEAST_CPUS, Role
 from engines.rollout.handle import RolloutHandle
 from engines.rollout.sglang.launch_plan import LaunchPlan
 from engines.training.handle import TrainingHandle
@@ -24,17 +24,17 @@ from engines.weights.layout import MemoryTag
 
 
 def share_bundles(training: Role, rollout: Role, config: RunConfig) -> tuple[Role, Role]:
-    """Both roles, the rollout engines as guests: each in the bundle of the first rank whose GPU it uses."""
-    stride = int(config.rollout.num_gpus_per_engine)
-    places = tuple(index * stride if stride else index % len(training.bundles) for index in range(len(rollout.bundles)))
-    host = replace(
-        training,
-        bundles=tuple(
-            replace(bundle, guest_cpus=places.count(index) * config.fleet.num_cpus_per_engine)
-            for index, bundle in enumerate(training.bundles)
-        ),
-    )
-    return host, replace(rollout, host=host, host_bundles=places)
+    """Both roles, the rollout engines as guests: each in the bundle of the ranks whose GPUs it uses. On CPUs, which are
+    not shared, each is a guest of one rank.
+
+    All bundles have room for as many guests: Ray places larger ones first, and ranks would lie where nobody expects.
+    """
+    stride, ranks = int(config.rollout.num_gpus_per_engine), config.training.world_size
+    firsts = [index * stride if stride else index % ranks for index in range(len(rollout.bundles))]
+    guests = Counter(training.bundle_of(first)[0] for first in firsts)
+    room = max(guests.values()) * max(config.fleet.num_cpus_per_engine, LEAST_CPUS)
+    host = replace(training, bundles=tuple(replace(bundle, guest_cpus=room) for bundle in training.bundles))
+    return host, replace(rollout, host=host, hosts=tuple(range(first, first + max(1, stride)) for first in firsts))
 
 
 def with_memory_saver(plan: LaunchPlan) -> LaunchPlan:
@@ -55,25 +55,6 @@ class Turns:
         training.make_room = self.release_rollout
         for engine in rollout:
             engine.make_room = self.offload_training
-
-    def share_gpus(self, num_gpus_per_engine: float) -> None:
-        """Tell each rollout engine the GPUs of the ranks that it shares them with.
-
-        Raises:
-            ClusterError: an engine's GPUs are not on one machine.
-        """
-        if not num_gpus_per_engine:
-            return
-        stride, ranks = int(num_gpus_per_engine), self._training.gpus()
-        for index, engine in enumerate(self._rollout):
-            engine.ranks = range(index * stride, (index + 1) * stride)
-            hosts = [ranks[rank] for rank in engine.ranks]
-            if len({machine for machine, _ in hosts}) > 1:
-                raise ClusterError(
-                    f"{engine.name} would share GPUs of several machines: make rollout.num_gpus_per_engine a divisor "
-                    "of the GPUs of a machine"
-                )
-            engine.gpu_ids = tuple(gpu for _, gpus in hosts for gpu in gpus)
 
     def release_rollout(self) -> None:
         """The rollout engines give their memory away. One that fails to is ended, and the next rollout starts it."""

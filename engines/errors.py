@@ -17,6 +17,16 @@ class ClusterLost(EngineError):
     """The cluster that the driver started is gone, and every engine with it: a new driver has to start another."""
 
 
+class GenerationFailed(EngineError):
+    """The engine lives and holds the right weights, and failed on what it was given to generate: other prompts may fare
+    better. No death, deadline or lost connection is one."""
+
+
+class Superseded(Exception):
+    """The engine belongs to a later driver of the run and refused a call of this one, which has to stop: no new try can
+    help."""
+
+
 class WrongVersion(EngineError):
     """The engine holds other weights than the caller expects; nothing was changed."""
 

@@ -5,24 +5,32 @@
     cairn:<name>:training:0, 1, …     ranks of the training engine
 
 Each role has a placement group. On a cluster that was joined, actors and groups outlive a driver that is killed; the
-next driver of the same name takes over those that were made from the same configuration, and replaces the others.
+next driver of the same name takes over those that were made from the same configuration, and replaces the others. From
+then on the earlier driver, should it still be there, changes nothing of them: see `engines.fencing`.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from configs.digest import digest
 from configs.schema.run import RunConfig
 from engines.actors import RolloutActor, RouterActor, TrainingActor
 from engines.calls import Deadline, at_the_same_time
-from engines.cluster import Cluster
+from engines.cluster import Cluster, seconds_until_drained
 from engines.colocation import Turns, share_bundles, with_memory_saver
-from engines.errors import EngineError
+from engines.errors import EngineError, Superseded
+from engines.fencing import Tenure
+from engines.fingerprint import combined
 from engines.handles import EngineHandle
-from engines.placement import Bundle, Placement, Role
+from engines.machines import ranks_together
+from engines.placement import Placement
+from engines.roles import Bundle, Role, in_bundles
 from engines.rollout.handle import RolloutHandle
 from engines.rollout.router import RouterHandle
 from engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
@@ -30,6 +38,8 @@ from engines.rollout.sglang.route import Route
 from engines.training.handle import TrainingHandle
 from engines.weights.send import send_weights
 from engines.weights.verify import verify_checksums, verify_log_probs
+from storage.commits import Environment
+from storage.errors import LeaseLost, StoreError
 
 SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")
 """Options on which placement and servers depend."""
@@ -48,6 +58,8 @@ class Fleet:
         rollout: list[RolloutHandle],
         training: TrainingHandle,
         turns: Turns,
+        cluster: Cluster,
+        placement: Placement,
         closing: ExitStack,
     ) -> None:
         self.router = router
@@ -59,30 +71,40 @@ class Fleet:
         self.turns = turns
         """Who has the memory of GPUs that training and rollout share."""
         self._config = config
+        self._cluster = cluster
+        self._placement = placement
         self._closing = closing
 
     @classmethod
-    def start(cls, config: RunConfig, *, name: str, total_steps: int) -> "Fleet":
+    def start(
+        cls,
+        config: RunConfig,
+        *,
+        name: str,
+        total_steps: int,
+        model_digests: Mapping[str, str] | None = None,
+        tenure: Tenure | None = None,
+    ) -> "Fleet":
         """Start or join the cluster, make all engines at the same time, and wait for them.
 
         Args:
             name: of no other fleet on the cluster. An earlier fleet of this name is taken over.
             total_steps: optimizer steps of the whole run.
+            model_digests: of the models of `config.model.folders`; every engine's machine must have these.
+            tenure: the driver's right to a fleet that its successors take over. None: nobody else will have it, and
+                it ends with this process on a joined cluster too.
 
         Raises:
-            BadModel: an engine cannot use the model folder.
+            BadModel: an engine cannot use the model folder, or its machine has another model there.
             ClusterError: no cluster, or no room on it.
             EngineDied, EngineTimeout: an engine did not come up within `fleet.start_timeout` seconds.
+            LeaseLost, Superseded: another driver has the fleet.
         """
         config = _with_absolute_paths(config)
         plan = launch_plan(config.rollout)
-        training_role, router_role = _training_role(config, total_steps), _router_role(config)
-        rollout_role = _rollout_role(config, plan)
-        if config.fleet.colocate:
-            training_role, rollout_role = share_bundles(training_role, rollout_role, config)
+        roles = rollout_role, training_role, *routers = roles_of(config, plan, total_steps)
         if config.fleet.offloads_rollout:
             plan = with_memory_saver(plan)
-        roles = [rollout_role, training_role, *([router_role] if plan.router is not None else [])]
         deadline = Deadline(config.fleet.start_timeout)
         with ExitStack() as stack:
             cluster = Cluster.open(
@@ -92,12 +114,13 @@ class Fleet:
                 timeout=deadline.remaining,
             )
             stack.callback(cluster.close)
-            placement = Placement(name, roles, cluster, deadline)
-            stack.callback(lambda: placement.remove(Deadline(config.fleet.call_timeout)))
+            placement = Placement(name, roles, cluster, deadline, tenure)
+            started: list[EngineHandle] = []
+            stack.callback(_give_back, started, placement, config.fleet.call_timeout)
             router = None
             if plan.router is not None:
                 router = RouterHandle(
-                    "router", placement.actors(router_role)[0], plan.router, config.rollout, config.fleet
+                    "router", placement.actors(*routers)[0], plan.router, config.rollout, config.fleet
                 )
             actors = iter(placement.actors(rollout_role))
             rollout = [
@@ -109,24 +132,27 @@ class Fleet:
                     config.rollout,
                     config.fleet,
                     router,
+                    model_digests,
                 )
                 for index, engine in enumerate(plan.engines)
             ]
-            training = TrainingHandle("training", placement.actors(training_role), config, total_steps)
+            if config.rollout.num_gpus_per_engine:
+                for guest, ranks in zip(rollout, rollout_role.hosts, strict=False):  # no hosts where they are apart
+                    guest.ranks = ranks
+            training = TrainingHandle("training", placement.actors(training_role), config, total_steps, model_digests)
             engines = [*([router] if router else []), *rollout, training]
-            for engine in engines:
-                stack.callback(engine.kill)
+            started += engines
             turns = Turns(rollout, training, config.fleet)
             if config.fleet.colocate:  # before servers that take what memory is free
                 training.start(deadline, adopt=True)
-                turns.share_gpus(config.rollout.num_gpus_per_engine)
                 turns.offload_training()
                 engines.remove(training)
             at_the_same_time(engines, lambda engine: engine.start(deadline, adopt=True))
-            return cls(config, router, rollout, training, turns, stack.pop_all())
+            return cls(config, router, rollout, training, turns, cluster, placement, stack.pop_all())
 
     def close(self) -> None:
-        """Kill all engines, give their resources back, and leave the cluster; one that was started ends."""
+        """Kill all engines, give their resources back, and leave the cluster; one that was started ends. On a joined
+        cluster all is left as it is if another driver has it, or if that cannot be told."""
         self._closing.close()
 
     def __enter__(self) -> "Fleet":
@@ -152,6 +178,13 @@ class Fleet:
         found = at_the_same_time(self.engines, ask)
         return {engine.name: health for engine, health in zip(self.engines, found, strict=True)}
 
+    def seconds_until_drained(self) -> float | None:
+        """Seconds until a machine goes that this process or an engine is on, as a joined cluster was told; None where
+        none is to go."""
+        if not self._cluster.joined:
+            return None
+        return seconds_until_drained({ray.get_runtime_context().get_node_id(), *self._placement.nodes()})
+
     def ensure_rollout_alive(self) -> None:
         """Restart the rollout engines, and the router, that died or hang."""
         at_the_same_time([engine for engine in self.engines if engine is not self.training], EngineHandle.ensure_alive)
@@ -169,6 +202,10 @@ class Fleet:
         self.router.serve(workers)
         route = Route(self.router.url, tuple(worker.url for worker in workers))
         at_the_same_time(self.rollout, lambda engine: engine.follow(route))
+
+    def generating_environment(self, engine: RolloutHandle) -> Environment:
+        """What computes the requests of a rollout engine: that engine, or all of them where a router deals them out."""
+        return engine.environment if self.router is None else combined([one.environment for one in self.rollout])
 
     def rollout_versions(self) -> list[int | None]:
         """The weight version that each rollout engine reports."""
@@ -211,6 +248,22 @@ class Fleet:
         verify(self.training, self.rollout, self._config)
 
 
+def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
+    with contextlib.suppress(LeaseLost, Superseded, StoreError):
+        placement.require_held()
+        at_the_same_time(engines, EngineHandle.kill)
+        placement.require_held()
+        placement.remove(Deadline(timeout))
+
+
+def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[Role]:
+    """What the rollout engines, the training ranks and, where there is one, the router need."""
+    rollout, training = _rollout_role(config, plan), _training_role(config, total_steps)
+    if config.fleet.colocate:
+        training, rollout = share_bundles(training, rollout, config)
+    return [rollout, training, *([_router_role(config)] if plan.router is not None else [])]
+
+
 def _rollout_role(config: RunConfig, plan: LaunchPlan) -> Role:
     fleet = config.fleet
     return Role(
@@ -235,10 +288,11 @@ def _training_role(config: RunConfig, total_steps: int) -> Role:
     return Role(
         "training",
         TrainingActor,
-        (Bundle(fleet.num_cpus_per_rank, training.num_gpus_per_rank),) * training.world_size,
+        in_bundles(training.world_size, ranks_together(config), fleet.num_cpus_per_rank, training.num_gpus_per_rank),
         training.num_threads,
         digest(config, [*trained, "fleet.num_cpus_per_rank", *SHARING])[:16] + f"-{total_steps}",
-        "training.world_size, training.num_gpus_per_rank, fleet.num_cpus_per_rank",
+        "training.world_size, training.num_gpus_per_rank, fleet.num_cpus_per_rank, or the ranks that must be on one "
+        "machine (training.megatron.tensor_model_parallel_size, expert_model_parallel_size)",
     )
 
 

@@ -7,7 +7,7 @@ by asking it for its weight version or position, never assumed.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,18 @@ import ray
 from configs.schema.operations import FleetConfig
 from engines.calls import Deadline, result
 from engines.cluster import require_cluster
-from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
+from engines.errors import BadModel, ClusterLost, EngineDied, EngineError, EngineTimeout, Superseded
+from engines.fencing import Tenure
+from engines.fingerprint import combined
+from engines.slots import Slot
+from storage.commits import Environment
 
 CONTROL = "control"
 """Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
 
+
+TO_END = 10.0
+"""Seconds that an actor gets to end by itself; one that does not answer is killed."""
 
 LOGS = Path(".cairn/engines")
 """Logs of servers, below the driver's working directory, on the machine of their actor."""
@@ -29,9 +36,22 @@ LOGS = Path(".cairn/engines")
 class Actor:
     """A named Ray actor in its bundle of a placement group, created as often as it is needed."""
 
-    def __init__(self, name: str, create: "Callable[[], ray.actor.ActorHandle]") -> None:
+    def __init__(
+        self,
+        name: str,
+        create: "Callable[[Deadline], ray.actor.ActorHandle]",
+        slot: Callable[[Deadline], Slot],
+        tenure: Tenure | None = None,
+    ) -> None:
+        """
+        Args:
+            slot: says where it is to run.
+            tenure: of the driver, where others may come to have the actor; see engines.fencing.
+        """
         self.name = name
+        self.slot = slot
         self._create = create
+        self._tenure = tenure
         self._handle: ray.actor.ActorHandle | None = None
 
     def find(self) -> bool:
@@ -44,29 +64,59 @@ class Actor:
         return True
 
     def create(self, deadline: Deadline) -> None:
-        """Replace the actor that has this name, if any, by a new one, which may have to wait for its bundle."""
+        """Replace the actor that has this name, if any, by a new one, which may have to wait for its bundle. Raises
+        LeaseLost if another driver has it."""
         self.kill()
-        while self.find():
-            self.kill()
-            if not deadline.remaining:
-                raise EngineTimeout(f"{self.name}: its predecessor was not removed within {deadline.seconds:g} s")
-            time.sleep(0.01)
-        self._handle = self._create()
+        while True:
+            while self.find():
+                self.kill()
+                if not deadline.remaining:
+                    raise EngineTimeout(f"{self.name}: its predecessor was not removed within {deadline.seconds:g} s")
+                time.sleep(0.01)
+            try:
+                self._handle = self._create(deadline)
+                return
+            except ValueError:  # another driver was faster to give an actor this name
+                self.require_held()
 
     def kill(self) -> None:
-        """End the process, whatever it is doing."""
-        if self._handle is not None:
-            with contextlib.suppress(ClusterLost):  # then it is gone
-                require_cluster()
-                ray.kill(self._handle)
-            self._handle = None
+        """End the process, whatever it is doing. Raises LeaseLost, and leaves it alone, if another driver has it."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        with contextlib.suppress(ClusterLost):  # then it is gone
+            require_cluster()
+            if not self._ends(handle):
+                self.require_held()
+                ray.kill(handle)
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method; returns what Ray's `.remote()` returns."""
+        """Call a method; returns what Ray's `.remote()` returns. The result may be Superseded."""
         require_cluster()
         if self._handle is None:
             raise EngineDied(f"{self.name} was killed and has not been started again")
-        return getattr(self._handle, method).options(**options).remote(*args)
+        return self._submit(self._handle, method, *args, **options)
+
+    def require_held(self) -> None:
+        """Raise LeaseLost if another driver may have the actor by now."""
+        if self._tenure is not None:
+            self._tenure.check()
+
+    def _submit(self, handle: "ray.actor.ActorHandle", method: str, *args: Any, **options: Any) -> Any:
+        obey: Any = handle.obey_streaming if options.get("num_returns") == "streaming" else handle.obey
+        epoch = 0 if self._tenure is None else self._tenure.epoch
+        return obey.options(name=method, **options).remote(epoch, method, *args)
+
+    def _ends(self, handle: "ray.actor.ActorHandle") -> bool:
+        """Whether the actor has ended by itself, as it does for no driver but the newest."""
+        if self._tenure is None:
+            return False  # nobody else has it: it need not be asked
+        with contextlib.suppress(Superseded, EngineError):
+            try:
+                result(self._submit(handle, "end", concurrency_group=CONTROL), Deadline(TO_END), f"{self.name}.end()")
+            except EngineDied:
+                return True
+        return False
 
 
 def log_of(actor: Actor) -> Path:
@@ -124,15 +174,16 @@ class EngineHandle:
             self.restart()
 
     def health(self) -> dict[str, Any]:
-        """What the engine says of itself (its first rank, where there are several), the `pids` of its actors, and its
-        `restarts`.
+        """What the engine says of itself (its first rank, where there are several), the `pids` and `slots` of its
+        actors, and its `restarts`.
 
         Answered while the engine works too. Raises EngineDied or EngineTimeout if one of its actors does not answer.
         """
         deadline = Deadline(self._fleet.call_timeout)
         refs = [actor.call("health", concurrency_group=CONTROL) for actor in self._actors]
         found = [self._result(ref, deadline, actor, "health") for ref, actor in zip(refs, self._actors, strict=True)]
-        return {**found[0], "pids": [health["pid"] for health in found], "restarts": self.restarts}
+        of_all = {"pids": [health["pid"] for health in found], "slots": [health.pop("slot") for health in found]}
+        return {**found[0], **of_all, "restarts": self.restarts}
 
     def kill(self) -> None:
         """End the engine's actors for good."""
@@ -152,11 +203,16 @@ class EngineHandle:
     def _adopted(self) -> bool:
         if not all(actor.find() for actor in self._actors):
             return False
+        deadline = Deadline(self._fleet.call_timeout)
         try:
-            self.health()
+            found: list[Slot] = self.health()["slots"]
+            # They are where this driver's placement has them: it deals bundles out anew.
+            return found == [actor.slot(deadline) for actor in self._actors]
         except EngineError:
             return False
-        return True
+        except Superseded:  # by a driver of a run of the same name that was deleted since, or of this one
+            self._actors[0].require_held()
+            return False
 
     def _result(self, ref: Any, deadline: Deadline, actor: Actor, method: str) -> Any:
         try:
@@ -164,3 +220,60 @@ class EngineHandle:
         except EngineTimeout:
             self._suspect = True
             raise
+
+
+class ModelHandle(EngineHandle):
+    """An engine that computes with models."""
+
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Actor],
+        fleet: FleetConfig,
+        folders: Mapping[str, str],
+        digests: Mapping[str, str],
+    ) -> None:
+        """
+        Args:
+            folders: of its models, by their names.
+            digests: what `engines.models.folder_digest` must give of them on every machine of the engine; one that is
+                not named is not looked at.
+        """
+        super().__init__(name, actors, fleet)
+        self._folders = {name: folder for name, folder in folders.items() if name in digests}
+        self._digests = digests
+        self._environment: Environment | None = None
+
+    def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
+        """See `EngineHandle.start`. Raises BadModel also where a machine has another model than the run's."""
+        with self._replacing:
+            self._environment = None
+            super().start(deadline, adopt=adopt)
+            self._require_models(deadline)
+
+    @property
+    def environment(self) -> Environment:
+        """What all of its actors compute on. Raises EngineDied and EngineTimeout."""
+        environment = self._environment
+        if environment is None:
+            deadline = Deadline(self._fleet.call_timeout)
+            environment = self._environment = combined(list(self._environments(deadline).values()))
+        return environment
+
+    def _environments(self, deadline: Deadline) -> dict[Actor, Environment]:
+        refs = {actor: actor.call("environment", concurrency_group=CONTROL) for actor in self._actors}
+        return {actor: self._result(ref, deadline, actor, "environment") for actor, ref in refs.items()}
+
+    def _require_models(self, deadline: Deadline) -> None:
+        if not self._folders:
+            return
+        machines = {environment.host: actor for actor, environment in self._environments(deadline).items()}
+        asked = {host: (actor, actor.call("model_digests", self._folders)) for host, actor in machines.items()}
+        for host, (actor, ref) in asked.items():
+            found = self._result(ref, deadline, actor, "model_digests")
+            for name, digest in found.items():
+                if digest != self._digests[name]:
+                    raise BadModel(
+                        f"{self.name} has loaded another model than the run's: the digest of {self._folders[name]} on "
+                        f"{host} is {digest}, that of the run's {name} is {self._digests[name]}; copy the folder there"
+                    )

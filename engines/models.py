@@ -3,8 +3,10 @@
 Weights are read from safetensors only (no pickle) and no code of the folder is run.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from engines.errors import BadModel
+from storage import canonical
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,6 +64,7 @@ def load_causal_lm(
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
+                trust_remote_code=False,
                 local_files_only=True,
                 ignore_mismatched_sizes=True,  # reported below, all of them at once
                 output_loading_info=True,
@@ -124,10 +128,15 @@ def _read_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise BadModel(f"Model folder {folder} has no config.json: give a folder in Hugging Face format.")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     # The library reports a broken config with whatever its many config classes raise.
     except Exception as error:
         raise BadModel(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from error
+    for part in (config, config.get_text_config()):
+        for name in ("attn_implementation", "experts_implementation"):
+            kernel = getattr(part, f"_{name}", None)
+            if kernel is not None and "/" in str(kernel):  # a repository, whose code transformers would fetch and run
+                raise BadModel(f"{folder / 'config.json'} takes {name} from {kernel}: take it out, no code is fetched.")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise BadModel(f"Model type {config.model_type} in {folder} is not a causal language model.")
     return config
@@ -144,6 +153,21 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadModel(f"{folder / INDEX} is not an index of weight files: copy the folder again.") from error
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over names and contents of a model folder's files; large files are read in parallel."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(digest, files))
+    return canonical.digest(
+        [[str(path.relative_to(folder)), value] for path, value in zip(files, digests, strict=True)]
+    )
 
 
 @contextmanager

@@ -1,128 +1,199 @@
-"""Where actors go: one Ray placement group a role, with a bundle for each of its actors."""
+"""Where actors go: one Ray placement group a role, whose bundles hold the actors that must not be apart."""
 
+import contextlib
+import hashlib
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from configs.digest import canonical_json
 from engines.calls import Deadline
-from engines.cluster import NAMESPACE, Cluster, ClusterError
+from engines.cluster import NAMESPACE, Cluster, ClusterError, require_cluster
+from engines.fencing import Tenure
 from engines.handles import CONTROL, Actor
+from engines.roles import LEAST_CPUS, Role, room_problem
+from engines.slots import Slot, Where, arrange, ask
 
-LEAST_CPUS = 0.001
-"""A bundle must not be empty, even for actors that reserve nothing."""
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """What one actor reserves."""
-
-    num_cpus: float
-    num_gpus: float = 0
-    guest_cpus: float = 0
-    """Further CPUs, of actors that are placed in it beside the one it is made for."""
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """In Ray's words."""
-        gpus = {"GPU": self.num_gpus} if self.num_gpus else {}
-        return {"CPU": max(self.num_cpus + self.guest_cpus, LEAST_CPUS), **gpus}
-
-    def __str__(self) -> str:
-        return f"({self.num_cpus:g} CPU, {self.num_gpus:g} GPU)"
+LOOK_INTERVAL = 0.1
+"""Seconds between two looks at bundles that lie nowhere yet."""
 
 
-@dataclass(frozen=True)
-class Role:
-    """What the actors of one role need."""
+@dataclass
+class _Group:
+    """A role's placement group, and where its bundles were seen last."""
 
+    role: Role
     name: str
-    actor_class: type
-    bundles: tuple[Bundle, ...]
-    """One for each actor."""
-    num_threads: int
-    digest: str
-    """Of everything that its actors are made from: only equal ones are taken over from an earlier driver."""
-    options: str
-    """The options that say how much it asks for, for messages."""
-    host: "Role | None" = None
-    """The role in whose bundles its actors are guests: they reserve no GPU and have those of their hosts in turn."""
-    host_bundles: tuple[int, ...] = ()
-    """For each of its actors the bundle of the host."""
+    handle: PlacementGroup
+    where: dict[int, Where] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+    """For each of the role's bundles, in the order of its actors, the one of Ray's that serves as it."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def num_cpus(self) -> float:
-        """CPUs that it reserves; those of guests are their host's."""
-        return 0 if self.host is not None else sum(bundle.resources["CPU"] for bundle in self.bundles)
+    def replace(self, handle: PlacementGroup) -> None:
+        """Another placement group in place of one that is gone."""
+        self.handle, self.where, self.order = handle, {}, ()
 
-    def __str__(self) -> str:
-        return f"{self.name} {' + '.join(f'{count} × {bundle}' for bundle, count in Counter(self.bundles).items())}"
+    def look(self, nodes: Mapping[int, str], actor: int, deadline: Deadline) -> bool:
+        """Know where bundles lie that are on these machines; returns whether the actor's is among them, and at first
+        whether all are. Raises RayError where a machine was lost meanwhile."""
+        bundles = self.role.bundles
+        needed = {self.order[self.role.bundle_of(actor)[0]]} if self.order else set(range(len(bundles)))
+        if not needed <= nodes.keys():
+            return False
+        moved = {b: node for b, node in nodes.items() if b not in self.where or self.where[b].node != node}
+        if moved:
+            self.where |= ask(self.handle, moved, {b: bundles[b].resources.get("GPU", 0) for b in moved}, deadline)
+            self.order = arrange(bundles, self.where, self.order, moved)
+        return True
+
+    def slots(self, actors: range) -> list[Slot]:
+        """Of actors that share a bundle."""
+        place, first = self.role.bundle_of(actors.start)
+        found, each = self.where[self.order[place]], round(self.role.bundles[place].num_gpus)
+        numbers = (actor - first for actor in actors)
+        devices = [found.gpu_ids[n * each : (n + 1) * each] if each else found.gpu_ids for n in numbers]
+        return [Slot(self.order[place], found.node, found.address, own) for own in devices]
 
 
 class Placement:
     """The placement groups of a fleet."""
 
-    def __init__(self, fleet_name: str, roles: Sequence[Role], cluster: Cluster, deadline: Deadline) -> None:
-        """Reserve the bundles of all roles, or take over those of an earlier driver of the same name.
+    def __init__(
+        self,
+        fleet_name: str,
+        roles: Sequence[Role],
+        cluster: Cluster,
+        deadline: Deadline,
+        tenure: Tenure | None = None,
+    ) -> None:
+        """Reserve the bundles of all roles, or take over those of an earlier driver of the same name. With a `tenure`
+        they outlive this process, on a cluster that does.
 
         Raises:
             ClusterError: the cluster has no room by the deadline, or never will.
+            LeaseLost: another driver has the fleet.
         """
-        roles = [role for role in roles if role.host is None]
+        # Large bundles first: no machine has room for them once small ones are everywhere.
+        roles = sorted((role for role in roles if role.host is None), key=_largest_bundle, reverse=True)
         self._cluster = cluster
         self._prefix = f"cairn:{fleet_name}"
-        self._lifetime = "detached" if cluster.joined else None
-        names = {role.name: f"{self._prefix}:{role.name}:{role.digest}" for role in roles}
+        self._tenure = tenure if cluster.joined else None
+        self._lifetime = "detached" if self._tenure is not None else None
+        names = {role.name: f"{self._prefix}:{role.name}:{role.digest}-{_shape(role)}" for role in roles}
         kept = _groups(lambda name: name in names.values())
+        self.require_held()
         _remove(_groups(lambda name: name.startswith(f"{self._prefix}:") and name not in names.values()), deadline)
         if not cluster.joined:
             _require_capacity(roles)
-        self._groups: dict[str, PlacementGroup] = {
-            role.name: kept.get(names[role.name])
-            or placement_group(
-                [bundle.resources for bundle in role.bundles], "PACK", names[role.name], lifetime=self._lifetime
-            )
-            for role in roles
-        }
+        if problem := room_problem(roles, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
+            raise ClusterError(_no_room(roles, problem))
+        self._groups: dict[str, _Group] = {}
+        for role in roles:
+            name = names[role.name]
+            self._groups[role.name] = _Group(role, name, kept.get(name) or self._reserve(role, name))
         for group in self._groups.values():
-            if not group.wait(deadline.remaining):
+            if not group.handle.wait(deadline.remaining):
                 self.remove(Deadline(10))
                 raise ClusterError(_no_room(roles, f"did not make room within {deadline.seconds:g} s"))
 
+    def require_held(self) -> None:
+        """Raise LeaseLost if another driver may have the groups by now."""
+        if self._tenure is not None:
+            self._tenure.check()
+
+    def nodes(self) -> set[str]:
+        """Ids of the nodes that the bundles are on."""
+        tables = [placement_group_table(group.handle) for group in self._groups.values()]
+        return {node for table in tables for node in table.get("bundles_to_node_id", {}).values()}
+
     def actors(self, role: Role) -> list[Actor]:
         """The role's actors, none of them created yet."""
-        return [self._actor(role, index) for index in range(len(role.bundles))]
+        return [self._actor(role, index) for index in range(role.num_actors)]
+
+    def slot(self, role: Role, index: int, deadline: Deadline) -> Slot:
+        """Where an actor of the role is to run. Ray is asked again for every bundle that does not lie where it lay, and
+        a group that somebody removed is made again; actors whose bundles stayed keep their slots.
+
+        Raises:
+            ClusterError: its machine was lost, and there is no room elsewhere by the deadline.
+        """
+        owner = role.host or role
+        actors = role.hosts[index] if role.host is not None else range(index, index + 1)
+        group = self._groups[owner.name]
+        with group.lock:
+            self._settle(group, actors.start, deadline)
+            slots = group.slots(actors)
+        if not role.bundles[role.bundle_of(index)[0]].num_gpus:
+            return replace(slots[0], gpu_ids=())
+        return replace(slots[0], gpu_ids=tuple(gpu for slot in slots for gpu in slot.gpu_ids))
 
     def remove(self, deadline: Deadline) -> None:
         """Give the bundles back; what still runs in them is killed."""
         if self._cluster.lost is not None:
             return
-        _remove({group.id.hex(): group for group in self._groups.values()}, deadline)
+        _remove({group.name: group.handle for group in self._groups.values()}, deadline)
+
+    def _reserve(self, role: Role, name: str) -> PlacementGroup:
+        return placement_group([bundle.resources for bundle in role.bundles], "PACK", name, lifetime=self._lifetime)
+
+    def _settle(self, group: _Group, actor: int, deadline: Deadline) -> None:
+        """Wait until the actor's bundle lies on a machine, and know where."""
+        while True:
+            require_cluster()
+            table = placement_group_table(group.handle)
+            if table.get("state", "REMOVED") == "REMOVED":
+                self.require_held()
+                group.replace(self._reserve(group.role, group.name))
+                continue
+            # Of a bundle whose machine was lost Ray says "", until it has another.
+            nodes = {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node}
+            with contextlib.suppress(RayError):
+                if group.look(nodes, actor, deadline):
+                    return
+            if not deadline.remaining:
+                problem = f"did not make room for {group.role.name} again within {deadline.seconds:g} s"
+                raise ClusterError(_no_room([group.role], problem))
+            time.sleep(LOOK_INTERVAL)
 
     def _actor(self, role: Role, index: int) -> Actor:
-        name, bundle = f"{self._prefix}:{role.name}:{index}", role.bundles[index]
-        host, place = (role, index) if role.host is None else (role.host, role.host_bundles[index])
+        bundle = role.bundles[role.bundle_of(index)[0]]
+        name = f"{self._prefix}:{role.name}:{index}"
 
-        def create() -> "ray.actor.ActorHandle":
+        def create(deadline: Deadline) -> "ray.actor.ActorHandle":
+            slot = self.slot(role, index, deadline)
+            group = self._groups[(role.host or role).name].handle
             actor_class: Any = ray.remote(concurrency_groups={CONTROL: 1})(role.actor_class)  # type: ignore[call-overload]
             options = actor_class.options(
                 name=name,
                 namespace=NAMESPACE,
                 lifetime=self._lifetime,
                 num_cpus=max(bundle.num_cpus, LEAST_CPUS),
-                num_gpus=bundle.num_gpus if role.host is None else 0,
+                num_gpus=0,  # its bundle has reserved them, and its slot says which are its own
                 max_restarts=0,
                 max_task_retries=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._groups[host.name], place),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot.bundle),
             )
-            return options.remote(role.num_threads)
+            return options.remote(0 if self._tenure is None else self._tenure.epoch, role.num_threads, slot)
 
-        return Actor(name, create)
+        return Actor(name, create, lambda deadline: self.slot(role, index, deadline), self._tenure)
+
+
+def _largest_bundle(role: Role) -> tuple[float, float]:
+    resources = [bundle.resources for bundle in role.bundles]
+    return max(each.get("GPU", 0) for each in resources), max(each["CPU"] for each in resources)
+
+
+def _shape(role: Role) -> str:
+    """Digest of the bundles: what is reserved otherwise is another group."""
+    return hashlib.sha256(canonical_json([bundle.resources for bundle in role.bundles])).hexdigest()[:8]
 
 
 def _groups(wanted: Callable[[str], bool]) -> dict[str, PlacementGroup]:
@@ -144,7 +215,8 @@ def _remove(groups: dict[str, PlacementGroup], deadline: Deadline) -> None:
 
 def _require_capacity(roles: Sequence[Role]) -> None:
     """A cluster of this machine alone does not grow; its CPUs are as many as were asked for."""
-    if sum(bundle.num_gpus for role in roles for bundle in role.bundles) > ray.cluster_resources().get("GPU", 0):
+    wanted = sum(bundle.resources.get("GPU", 0) for role in roles for bundle in role.bundles)
+    if wanted > ray.cluster_resources().get("GPU", 0):
         raise ClusterError(_no_room(roles, "has too few GPUs"))
 
 

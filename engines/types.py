@@ -26,6 +26,51 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class KeptTokens:
+    """What each of T tokens was drawn from, where the sampler cut the vocabulary down to the most probable tokens.
+
+    The ids themselves, since no threshold or count would give another engine, whose logits differ in rounding, the same
+    set."""
+
+    ids: np.ndarray
+    """[sum of counts] int32: the token ids that were left, token after token, ascending in each."""
+    counts: np.ndarray
+    """[T] int32: how many were left; 0 where the whole vocabulary was."""
+
+    @classmethod
+    def whole(cls, length: int) -> "KeptTokens":
+        """Of tokens that were drawn from the whole vocabulary."""
+        return cls(np.zeros(0, np.int32), np.zeros(length, np.int32))
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int] | np.ndarray]) -> "KeptTokens":
+        """Of the ids that each token was drawn from, in any order; none where that was the whole vocabulary."""
+        ids = [np.sort(np.asarray(ids, np.int32)) for ids in sets]
+        return cls(np.concatenate([np.zeros(0, np.int32), *ids]), np.array([len(part) for part in ids], np.int32))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __add__(self, later: "KeptTokens") -> "KeptTokens":
+        """Of these tokens and those that follow them."""
+        return KeptTokens(np.concatenate([self.ids, later.ids]), np.concatenate([self.counts, later.counts]))
+
+    def at(self, places: np.ndarray) -> "KeptTokens":
+        """Of some of the tokens, by their places among the T."""
+        counts = self.counts[places]
+        starts = (np.cumsum(self.counts) - self.counts)[places]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return KeptTokens(self.ids[np.repeat(starts, counts) + within], counts)
+
+    def first_without(self, tokens: np.ndarray) -> int | None:
+        """The first place whose token, of [T], is not among those it was drawn from; None where there is none."""
+        rows = np.repeat(np.arange(len(self)), self.counts)
+        found = self.counts == 0
+        found[rows[self.ids == np.asarray(tokens)[rows]]] = True
+        return None if found.all() else int(found.argmin())
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn. Names as in SGLang's sampling parameters."""
 
@@ -36,6 +81,13 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     """Ends a response besides the model's own end tokens."""
+    return_kept: bool = False
+    """Report, for each token, the ids that top_p and top_k left to draw from."""
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary only."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 @dataclass(frozen=True)
@@ -66,8 +118,9 @@ class Completion:
     response_ids: np.ndarray
     """[T] int32, generated in this call, the end token included."""
     log_probs: np.ndarray
-    """[T] float32: of each response token under softmax(logits / temperature), before top-p and top-k; at
-    temperature 0, under softmax(logits)."""
+    """[T] float32: of each response token under the distribution that it was drawn from, softmax(logits / temperature)
+    over what top-p and top-k left of the vocabulary; at temperature 0, under softmax(logits). Where what was left was
+    not asked for, an engine may give those over the whole vocabulary."""
     weight_versions: np.ndarray
     """[T] int32: of the weights that each token was sampled from."""
     finish_reason: FinishReason
@@ -75,6 +128,8 @@ class Completion:
     """From the request's admission to its end."""
     cached_tokens: int = 0
     """Of the prompt and the prefix, those whose keys and values the engine had kept from other requests."""
+    kept: KeptTokens | None = None
+    """What its T tokens were drawn from, where that was asked for and is less than the whole vocabulary."""
     error: str | None = None
     """Why generation failed; None where it did not."""
 
@@ -120,6 +175,9 @@ class TrainBatch:
     """[R_i] float32 of the critic before the update, which its new values are held to."""
     returns: list[np.ndarray] | None = None
     """[R_i] float32: what the critic learns."""
+    kept: list[KeptTokens] | None = None
+    """Of R_i tokens: what each was drawn from. Log-probs and entropies are those of the softmax over it, under every
+    model. None where all were drawn from the whole vocabulary."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from configs.loader import from_manifest
 from storage.commits import Commit, Record, Step, causal_order
 from storage.comparison import differences
 from storage.ledger import Ledger
@@ -34,7 +35,7 @@ class Parting(Record):
 def diff(ours: Ledger, theirs: Ledger) -> Parting:
     """Compare two runs step by step, in the order in which steps were made from each other. Reads markers, and tables
     only at the step where they part. Raises Damaged."""
-    options = tuple(differing_fields(ours.manifest.config, theirs.manifest.config))
+    options = tuple(differing_options(ours, theirs))
     compared = shared = 0
     iteration = None
 
@@ -58,6 +59,12 @@ def diff(ours: Ledger, theirs: Ledger) -> Parting:
                     return parting(ended=lacking.run)
                 return parting(parts_at=commit.name, how=(f"{lacking.run} has none",))
     return parting()
+
+
+def differing_options(ours: Ledger, theirs: Ledger) -> list[tuple[str, Any, Any]]:
+    """(option, its value in the one, in the other), as this version of the code reads both."""
+    one, other = (from_manifest(ledger.manifest.config).model_dump(mode="json") for ledger in (ours, theirs))
+    return differing_fields(one, other)
 
 
 def _has_ended_before(commit: Commit, ledger: Ledger, commits: dict[str, Commit]) -> bool:

@@ -3,26 +3,37 @@
 from collections.abc import Sequence
 
 from configs.errors import ConfigError
-from configs.loader import override
+from configs.loader import from_manifest, override
 from configs.schema.run import RunConfig
 from flows.session import Sources
 from flows.trust import require_trusted
 from storage import layout
 from storage.commits import Commit, Step
+from storage.deletion import delete_run
+from storage.errors import BeingDeleted, Retired
 from storage.ledger import Ledger, Parent
 from storage.retention import require_restorable
 from tasks.filter import number
+from tasks.steps import RULES
 
 
 class CannotFork(Exception):
     """What was asked for makes no run. The message says why, and what would."""
 
 
-def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = ()) -> Ledger:
+def fork(
+    parent: Ledger,
+    iteration: int,
+    name: str,
+    overrides: Sequence[str] = (),
+    reason: str | None = None,
+    given: RunConfig | None = None,
+) -> Ledger:
     """Create the run `name`, which shares iterations 0 to `iteration` of `parent`, in the parent's store.
 
-    Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration. The
-    parent may be running. Raises CannotFork, ConfigError, Retired, BadModel, BadData and BadPlugin.
+    Writes one small file and copies nothing. `overrides` are `a.b=value`, applied to the parent's configuration;
+    `reason` stands in the fork's manifest; `given` is the parent's recipe, where the user gave one. The parent may be
+    running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
     config = override(parent.manifest.config, overrides)
     layout.check_name(name, "run")
@@ -32,21 +43,27 @@ def fork(parent: Ledger, iteration: int, name: str, overrides: Sequence[str] = (
     _check_critic(parent, iteration, config)
     _check_adapters(parent, iteration, config)
     require_restorable(parent, iteration)
-    require_trusted(config, parent.store)
+    require_trusted(config, parent.store, given)
     sources = Sources.open(config)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
-        if sources.digests.get(name_of_input) != parent.manifest.inputs.get(name_of_input):
+        if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
             raise CannotFork(
                 f"model.{option} ({getattr(config.model, option)}) is not the model that {parent.run} started from, "
                 "and the weights of a fork come from its parent; leave it out, or start a new run with `cairn train`"
             )
-    origin = Parent(run=parent.run, iteration=iteration)
+    origin = Parent(run=parent.run, iteration=iteration, reason=reason)
     if parent.store.exists(layout.run_manifest(name)):
         raise CannotFork(f"there is a run {name!r} already; choose another name")
-    created = Ledger.create(parent.store, name, config.model_dump(mode="json"), sources.digests, origin)
+    created = Ledger.create(parent.store, name, config, sources.digests, origin, RULES)
     if created.manifest.parent != origin:
         raise CannotFork(f"there is a run {name!r} already; choose another name")
-    require_restorable(parent, iteration)  # the parent's driver may have removed files before it could see the fork
+    try:
+        # Before they could see the fork, the parent's driver may have removed files, and someone may have deleted it.
+        require_restorable(parent, iteration)
+        Ledger.open(parent.store, parent.run)
+    except (Retired, BeingDeleted, FileNotFoundError):
+        delete_run(parent.store, name)
+        raise
     return created
 
 
@@ -70,7 +87,7 @@ def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunC
 
 
 def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
-    size = RunConfig.model_validate(parent.owner(iteration).manifest.config).rollout.n_samples_per_prompt
+    size = from_manifest(parent.owner(iteration).manifest.config).rollout.n_samples_per_prompt
     selection = _last_filter(parent, iteration)
     waiting = number(selection, "buffered") + number(selection, "unfinished")
     if waiting and config.rollout.n_samples_per_prompt != size:
@@ -85,7 +102,7 @@ def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
 
 def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
     """The critic is part of the state that a fork goes on from."""
-    before = RunConfig.model_validate(parent.owner(iteration).manifest.config).algorithm
+    before = from_manifest(parent.owner(iteration).manifest.config).algorithm
     if config.algorithm.use_critic != before.use_critic:
         raise CannotFork(
             f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was trained "
@@ -96,7 +113,7 @@ def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
 
 def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
     """A checkpoint holds the adapters alone, and what they add depends on how they are put into the model."""
-    before = RunConfig.model_validate(parent.owner(iteration).manifest.config).training.lora
+    before = from_manifest(parent.owner(iteration).manifest.config).training.lora
     lora = config.training.lora
     if lora != before and (lora.r or before.r):
         raise CannotFork(

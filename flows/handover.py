@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from flows.events import OnEvent
+from flows.preemption import Ending
 from tasks.context import RunContext
 
-OpenedRun = tuple[RunContext, OnEvent]
-"""A live run, and whom to tell what happens."""
+OpenedRun = tuple[RunContext, OnEvent, Ending]
+"""A live run, whom to tell what happens, and whether it is to end."""
 
 _opened: ContextVar[OpenedRun | None] = ContextVar("opened", default=None)
 

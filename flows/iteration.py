@@ -11,7 +11,7 @@ from tasks.batch import trained_shards
 from tasks.checkpoint import checkpoint
 from tasks.context import RunContext
 from tasks.evaluate import eval_due, eval_shard, evaluate
-from tasks.filter import filter_groups, number
+from tasks.filter import buffered_groups, filter_groups, number
 from tasks.recovery import checkpoint_due
 from tasks.reward import reward
 from tasks.rollout import resumed_groups, rollout
@@ -73,7 +73,7 @@ def sample(
     selection: Commit | None = None
     for round in itertools.count():
         before = [commit for commit in (selection or previous,) if commit]
-        shards = plan_round(run, selection, previous, round)
+        shards = plan_round(run, index, selection, previous, round)
         pending = [
             steps.submit(rollout, index, shard, weights, before, continued_shards(run, before, part), **part)
             for shard, part in shards
@@ -100,13 +100,13 @@ def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit
 
 
 def plan_round(
-    run: RunContext, selection: Commit | None, previous: Commit | None, round: int
+    run: RunContext, index: int, selection: Commit | None, previous: Commit | None, round: int
 ) -> Sequence[tuple[str, dict[str, Any]]]:
     """The shards of a round: their names, and which groups each generates.
 
-    The first round generates `over_sampling_batch_size` groups less what the buffer holds; a later one in the same
-    proportion to what is missing. Groups that were left unfinished are continued before prompts are drawn. With
-    `partial_rollout` the round is over when as many as are missing have been generated.
+    The first round generates `over_sampling_batch_size` groups less those of the buffer that are young enough to be
+    trained on; a later one in the same proportion to what is missing. Groups that were left unfinished are continued
+    before prompts are drawn. With `partial_rollout` the round is over when as many as are missing have been generated.
     """
     config = run.config.rollout
     first = config.over_sampling_batch_size or config.rollout_batch_size
@@ -114,7 +114,7 @@ def plan_round(
         missing = number(selection, "missing")
         count = math.ceil(missing * first / config.rollout_batch_size)
     else:
-        buffered = number(previous, "buffered") if previous else 0
+        buffered = buffered_groups(run, previous, index) if previous else 0
         missing = max(0, config.rollout_batch_size - buffered)
         count = max(0, first - buffered)
     if config.partial_rollout and not missing:

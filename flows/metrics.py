@@ -1,8 +1,8 @@
 """The metrics of an iteration: a view of its commits. `docs/metrics.md` is generated from `METRICS`.
 
 A step writes its metrics into its commit. They are shown under the step's prefix (`train/`, `eval/`, otherwise
-`rollout/`), slime's names where slime has the metric. Everything under `perf/` is computed here, from when steps began
-and were committed and from the sizes of their files.
+`rollout/`; `age/` stands for itself), slime's names where slime has the metric. Everything under `perf/` is computed
+here, from when steps began and were committed and from the sizes of their files.
 """
 
 import re
@@ -34,12 +34,24 @@ class Metric:
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("rollout/raw_reward", "reward", "advantage", "Mean reward of the samples trained on, as graded."),
-    Metric("rollout/response_len/mean", "tokens", "advantage", "Their mean response."),
-    Metric("rollout/response_len/median", "tokens", "advantage", "Their median response."),
-    Metric("rollout/response_len/max", "tokens", "advantage", "Their longest response."),
-    Metric("rollout/response_len/min", "tokens", "advantage", "Their shortest response."),
-    Metric("rollout/truncated_ratio", "fraction", "advantage", "Of them cut at the longest response allowed."),
+    Metric(
+        "rollout/raw_reward",
+        "reward",
+        "filter",
+        "Mean reward, as graded, of all samples that the iteration generated and finished, those that the filter drops "
+        "included; what could not be graded has none.",
+    ),
+    Metric("rollout/response_len/mean", "tokens", "filter", "Their mean response."),
+    Metric("rollout/response_len/median", "tokens", "filter", "Their median response."),
+    Metric("rollout/response_len/max", "tokens", "filter", "Their longest response."),
+    Metric("rollout/response_len/min", "tokens", "filter", "Their shortest response."),
+    Metric("rollout/truncated_ratio", "fraction", "filter", "Of them cut at the longest response allowed."),
+    Metric("rollout/trained/raw_reward", "reward", "advantage", "Mean reward of the samples trained on, as graded."),
+    Metric("rollout/trained/response_len/mean", "tokens", "advantage", "Their mean response."),
+    Metric("rollout/trained/response_len/median", "tokens", "advantage", "Their median response."),
+    Metric("rollout/trained/response_len/max", "tokens", "advantage", "Their longest response."),
+    Metric("rollout/trained/response_len/min", "tokens", "advantage", "Their shortest response."),
+    Metric("rollout/trained/truncated_ratio", "fraction", "advantage", "Of them cut at the longest response allowed."),
     Metric(
         "rollout/zero_std/count_<reward>", "groups", "advantage", "Trained groups whose samples all got this reward."
     ),
@@ -97,11 +109,33 @@ METRICS: tuple[Metric, ...] = (
         "Generation or grading failed or timed out: no reward.",
         is_count=True,
     ),
+    Metric(
+        "rollout/graded_again",
+        "samples",
+        "reward",
+        "Graded more than once: a service did not answer, or the machine ended or starved the grader's process.",
+        is_count=True,
+    ),
     Metric("rollout/rounds", "rounds", "filter", "Rounds of rollout until the batch was full."),
     Metric("rollout/groups", "groups", "filter", "Judged, those from the buffer included."),
     Metric("rollout/buffered", "groups", "filter", "Kept for the next iteration."),
     Metric("rollout/unfinished", "groups", "filter", "Waiting to be continued."),
     Metric("rollout/dynamic_filter/drop_<reason>", "groups", "filter", "Dropped, by reason."),
+    Metric("age/mean", "publications", "advantage", "Mean age of the trained tokens."),
+    Metric("age/max", "publications", "advantage", "The oldest of them."),
+    Metric(
+        "age/masked_tokens",
+        "tokens",
+        "advantage",
+        "Of the trained groups, not trained on since they are older than `rollout.max_age`.",
+    ),
+    Metric(
+        "age/dropped_groups",
+        "groups",
+        "filter",
+        "Kept by the filter and left over, and dropped since the next iteration could not train on them: all surplus, "
+        "unless `rollout.max_age` is above 0.",
+    ),
     Metric("train/loss", "", "train", "What the optimizer minimises."),
     Metric("train/pg_loss", "", "train", "Policy loss after clipping."),
     Metric("train/entropy_loss", "nats", "train", "Mean entropy of the policy at a response token."),
@@ -127,13 +161,33 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/critic_grad_norm", "", "train", "The critic's global gradient norm before clipping."),
     Metric("train/critic_lr", "", "train", "The critic's learning rate, mean over the optimizer steps."),
     Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
-    Metric("eval/<benchmark>", "reward", "eval", "Mean reward over the benchmark's samples."),
-    Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response allowed."),
     Metric(
-        "eval/<benchmark>-failed_samples", "samples", "eval", "Generation or grading failed or timed out: no reward."
+        "eval/<benchmark>",
+        "reward",
+        "eval",
+        "Mean reward over all of the benchmark's samples; one that failed counts as wrong: 0, or the lowest reward of "
+        "the others where that is less.",
     ),
+    Metric(
+        "eval/<benchmark>-graded",
+        "reward",
+        "eval",
+        "Mean reward over the samples that were graded, failed ones left out.",
+    ),
+    Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response allowed."),
+    Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Generation or grading failed or timed out."),
+    Metric("eval/<benchmark>-graded_again", "samples", "eval", "Graded more than once, as in training."),
     Metric("eval/<benchmark>/response_len/mean", "tokens", "eval", "Mean response."),
     Metric("eval/<benchmark>/response_len/max", "tokens", "eval", "Longest response."),
+    Metric(
+        "retries/<error>",
+        "tries",
+        "all",
+        "New tries of steps after errors of this class: `engine_died`, `engine_timeout`, `engine`, `store`, `disk`, "
+        "`grader`.",
+        is_count=True,
+    ),
+    Metric("perf/retry_wait_time", "s", "timings", "Waited before new tries of steps and samples, shards added up."),
     Metric("perf/step_time", "s", "timings", "The iteration, from the start of its first step to its last commit."),
     Metric("perf/rollout_time", "s", "timings", "From the first rollout's start to the last filter's commit."),
     Metric("perf/log_probs_time", "s", "timings", "`score`."),
@@ -163,6 +217,9 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
+_OWN_PREFIX = ("age/", "retries/")
+_OF_SAMPLES = ("raw_reward", "truncated_ratio", "response_len/")
+"""Of all that was generated in the filter step's commit, of what is trained on in the advantage step's."""
 _PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/"}
 _TIMES = {
     "perf/log_probs_time": Step.SCORE,
@@ -182,8 +239,16 @@ def find_metric(name: str) -> Metric | None:
 
 def shown_metrics(commit: Commit) -> dict[str, float]:
     """The metrics of one commit under the names of `METRICS`."""
-    prefix = _PREFIX.get(commit.step, "rollout/")
-    return {prefix + name.removeprefix(prefix): value for name, value in commit.metrics.items()}
+    return {_shown_name(commit.step, name): value for name, value in commit.metrics.items()}
+
+
+def _shown_name(step: Step, name: str) -> str:
+    if name.startswith(_OWN_PREFIX):
+        return name
+    if step is Step.ADVANTAGE and name.startswith(_OF_SAMPLES):
+        return f"rollout/trained/{name}"
+    prefix = _PREFIX.get(step, "rollout/")
+    return prefix + name.removeprefix(prefix)
 
 
 def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
@@ -218,9 +283,18 @@ def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
     return {step: busy for step in Step if (busy := _busy(commit for commit in commits if commit.step is step)) > 0}
 
 
+def spell_score(score: float | None, failed: float | None, graded: float | None) -> str:
+    """A benchmark's score and, where samples failed, that of the others: `0.250 (6 failed; 1.000 without them)`."""
+    spelled = "–" if score is None else f"{score:.3f}"
+    return spelled + (f" ({failed:.0f} failed; {graded:.3f} without them)" if failed and graded is not None else "")
+
+
 def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: RunConfig) -> dict[str, float]:
     seconds = step_seconds(commits)
     performance = {name: seconds[step] for name, step in _TIMES.items() if step in seconds}
+    waits = sum(commit.timings.get(name, 0.0) for commit in commits for name in ("retry_wait", "grader_wait"))
+    if waits:
+        performance["perf/retry_wait_time"] = waits
     whole = _span(commits)
     performance["perf/step_time"] = whole
     performance["perf/other_time"] = max(0.0, whole - _busy(commits))

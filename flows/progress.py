@@ -18,7 +18,7 @@ from rich.text import Text
 
 from configs.schema.run import RunConfig
 from flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
-from flows.metrics import eval_metrics, iteration_metrics, step_seconds
+from flows.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
 from storage.commits import Step
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -82,8 +82,9 @@ class Progress:
         for name, spent in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
         parts = [f"[{self._done}/{self._config.rollout.num_rollout}] iteration {event.iteration}"]
-        if "rollout/raw_reward" in metrics:
-            self._rewards.append(metrics["rollout/raw_reward"])
+        reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+        if reward is not None:
+            self._rewards.append(reward)
             parts.append(f"reward {self._rewards[-1]:.3f}")
         if "rollout/response_tokens" in metrics and metrics["perf/rollout_time"]:
             parts.append(f"{metrics['rollout/response_tokens'] / metrics['perf/rollout_time']:,.0f} tokens/s")
@@ -92,8 +93,11 @@ class Progress:
         for trained, scores in sorted(eval_metrics(event.commits, self._config).items()):
             for benchmark in self._config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
-                    score = scores[f"eval/{benchmark.name}"]
-                    self._print(f"        {benchmark.name} {score:.3f} after {trained} iterations", style="bold")
+                    name = f"eval/{benchmark.name}"
+                    score = spell_score(
+                        scores[name], scores.get(f"{name}-failed_samples"), scores.get(f"{name}-graded")
+                    )
+                    self._print(f"        {benchmark.name} {score} after {trained} iterations", style="bold")
 
     def _print(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)

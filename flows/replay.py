@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from flows.events import Event
 from flows.iteration import iteration
@@ -18,10 +19,11 @@ from storage.commits import Commit, Record, Step
 from storage.comparison import differences
 from storage.errors import RunDiffers
 from storage.ledger import Ledger
-from storage.ledger import differences as differing_fields
 from storage.snapshots import Attempt
 from storage.store import Store, open_store
+from storage.terms import input_differences
 from tasks.context import RunContext
+from tasks.environment import changes
 from tasks.step import DurableStep, StepCall, input_digest
 
 if TYPE_CHECKING:
@@ -78,12 +80,11 @@ class Replaying:
                 "values": dict(outcome.values),
             }
         )
-        then = committed.environment.model_dump(exclude={"host"})
-        now = run.environment.model_dump(exclude={"host"})
+        now = outcome.environment or run.environment
         return Replayed(
             name=committed.name,
             differences=tuple(differences(committed, run.ledger.store, made, self._scratch)),
-            environment=tuple(f"{name} was {old}, is {new}" for name, old, new in differing_fields(then, now)),
+            environment=tuple(changes(committed.environment, now)),
         )
 
 
@@ -115,7 +116,7 @@ def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator
     """A context that reads a run as its driver does and owns nothing of it."""
     config = recorded_config(ledger)
     sources = Sources.open(config)
-    differing = differing_fields(dict(ledger.manifest.inputs), sources.digests, "digest of ")
+    differing = input_differences(ledger.terms.inputs, sources.digests)
     if differing:
         with telling_what_is_stale(ledger.store, ledger.run, config, sources.digests):
             raise RunDiffers(ledger.run, differing)
@@ -124,8 +125,10 @@ def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator
 
         def fleet() -> "Fleet":
             if not started:
-                name = f"{fleet_name(ledger.store, ledger.run)}-replay"
-                started.append(stack.enter_context(starting_fleet(config, name, total_steps(ledger, config)))())
+                # Of no other replay either: on a joined cluster the later one would take the engines.
+                name = f"{fleet_name(ledger.store, ledger.run)}-replay-{uuid4().hex[:8]}"
+                steps = total_steps(ledger, config)
+                started.append(stack.enter_context(starting_fleet(config, name, steps, sources.digests, None))())
             return started[0]
 
         yield sources.context(config, ledger, fleet, open_graders(config, stack), emit)

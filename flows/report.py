@@ -5,8 +5,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from configs.schema.run import RunConfig
-from flows.views import benchmark_scores
+from configs.loader import from_manifest
+from flows.views import benchmark_scores, generated_reward
 from storage.commits import Step
 from storage.ledger import Ledger
 
@@ -16,16 +16,21 @@ _REQUESTS = 8
 def reward_curve(ledger: Ledger, path: str | Path) -> None:
     """Draw the mean reward of every iteration, and every benchmark's score, into an image file; the suffix of `path`
     chooses the format."""
-    config = RunConfig.model_validate(ledger.manifest.config)
+    config = from_manifest(ledger.manifest.config)
     last = ledger.last_iteration()
     iterations = range(0 if last is None else last + 1)
     with ThreadPoolExecutor(_REQUESTS) as readers:
         commits = list(readers.map(lambda iteration: ledger.find(iteration, Step.ADVANTAGE), iterations))
-    rewards = {commit.iteration: commit.metrics["raw_reward"] for commit in commits if commit is not None}
+        trained = [commit for commit in commits if commit is not None]
+        means = list(readers.map(lambda commit: generated_reward(ledger, commit), trained))
+    rewards = {commit.iteration: mean for commit, mean in zip(trained, means, strict=True)}
+    chosen = {commit.iteration: commit.metrics["raw_reward"] for commit in trained}
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     if rewards:
         axes.plot(list(rewards), list(rewards.values()), label="training reward")
+    if chosen != rewards:
+        axes.plot(list(chosen), list(chosen.values()), alpha=0.4, label="of the samples trained on")
     for name, points in benchmark_scores(ledger, config).items():
         if points:
             axes.plot(list(points), list(points.values()), marker="o", linestyle="--", label=name)

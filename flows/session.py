@@ -7,23 +7,26 @@ Whatever ends the driver, the lease says how; a driver that was killed says noth
 gone.
 """
 
-import hashlib
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from configs.digest import digest
 from configs.errors import ConfigError
+from configs.loader import from_manifest, in_recorded_words
 from configs.schema.run import RunConfig
-from engines.models import check_model_folder, context_length
+from engines.fencing import Tenure
+from engines.fingerprint import cpu_model, installed
+from engines.models import check_model_folder, context_length, folder_digest
 from flows.events import Event
 from flows.iteration import last_selection
+from flows.preemption import OnLease, Preempted
 from flows.trust import recorded_config, user_code
 from flows.validation import load_tokenizer, setup_problems
 from storage import canonical
@@ -36,17 +39,19 @@ from tasks.checkpoint import checkpoint
 from tasks.context import RunContext
 from tasks.data import PromptData
 from tasks.events import Message
-from tasks.plugins import load_callable, source_digest
-from tasks.recovery import weight_version_after
+from tasks.plugin_sources import defining_file_digest, source_digest
+from tasks.plugins import load_callable
 from tasks.rewards.pool import GraderPool
 from tasks.staleness import stale_steps
+from tasks.steps import RULES
 from tasks.train import train
+from tasks.versions import weight_version_after
 
 if TYPE_CHECKING:
     from engines.fleet import Fleet
 
-FINGERPRINTED = ("torch", "transformers", "tokenizers", "numpy", "pyarrow", "ray", "prefect")
-"""Packages whose versions are part of every commit's environment."""
+DRIVER = ("numpy", "pyarrow", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "prefect")
+"""Packages that the steps of the driver and its graders rest on."""
 
 
 @contextmanager
@@ -57,6 +62,7 @@ def open_run(
     *,
     takeover: bool = False,
     emit: Callable[[Event], None] = lambda event: None,
+    on_lease: OnLease = lambda lease, grace_period: None,
 ) -> Iterator[RunContext]:
     """Own the run `name` for the length of the block, with engines starting in the background.
 
@@ -65,18 +71,25 @@ def open_run(
     """
     store = open_store(store_url)
     probe(store)
+    given = config
     if config is None:
         config = recorded_config(Ledger.open(store, name))
+    else:
+        config = as_recorded(store, name, config)
     sources = Sources.open(config)
     with telling_what_is_stale(store, name, config, sources.digests):
-        ledger = Ledger.create(store, name, config.model_dump(mode="json"), sources.digests)
+        ledger = Ledger.create(store, name, config, sources.digests, rules=RULES)
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
         stack.push(_releasing(lease))
+        on_lease(lease, config.operations.grace_period)
         graders = open_graders(config, stack)
         if needs_restore_point(ledger, config):
-            make_restore_point(ledger, config, sources, emit)
-        fleet = stack.enter_context(starting_fleet(config, fleet_name(store, name), total_steps(ledger, config)))
+            make_restore_point(ledger, config, sources, emit, given)
+        tenure = Tenure(lease.epoch, lease.check)
+        fleet = stack.enter_context(
+            starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure)
+        )
         yield sources.context(config, ledger, fleet, graders, emit)
 
 
@@ -121,9 +134,17 @@ class Sources:
             max_prompt_len=config.rollout.rollout_max_prompt_len or longest_prompt(config),
             benchmarks=self.benchmarks,
             graders=graders,
-            environment=environment(config),
+            environment=environment(),
             emit=emit,
         )
+
+
+def as_recorded(store: Store, name: str, config: RunConfig) -> RunConfig:
+    """A configuration that was given, in the words of the run's manifest if there is a run of that name."""
+    try:
+        return in_recorded_words(config, Ledger.open(store, name).manifest.config)
+    except FileNotFoundError:
+        return config
 
 
 @contextmanager
@@ -142,19 +163,28 @@ def needs_restore_point(ledger: Ledger, config: RunConfig) -> bool:
     if ledger.parent is None:
         return False
     last = ledger.first_iteration - 1
-    before = RunConfig.model_validate(ledger.owner(last).manifest.config)
+    before = from_manifest(ledger.owner(last).manifest.config)
     same = digest(config, train.reads) == digest(before, train.reads)
     return not same and ledger.find(last, Step.CHECKPOINT) is None
 
 
-def make_restore_point(ledger: Ledger, config: RunConfig, sources: Sources, emit: Callable[[Event], None]) -> None:
-    """Commit a checkpoint of the last iteration that a fork shares, by engines with its parent's configuration."""
+def make_restore_point(
+    ledger: Ledger,
+    config: RunConfig,
+    sources: Sources,
+    emit: Callable[[Event], None],
+    given: RunConfig | None = None,
+) -> None:
+    """Commit a checkpoint of the last iteration that a fork shares, by engines with its parent's configuration, in the
+    fork's cluster. `given`: the fork's recipe, where the user gave one. Raises ConfigError where a store must not ask
+    for what the parent's configuration does."""
     last = ledger.first_iteration - 1
     owner = ledger.owner(last)
-    before = RunConfig.model_validate(owner.manifest.config)
+    before = recorded_config(owner, config, given)
     emit(Message(f"Restoring the weights of iteration {last} as run {owner.run} trained them"))
-    name = f"{fleet_name(ledger.store, ledger.run)}-restore"
-    with starting_fleet(before, name, total_steps(owner, before)) as fleet:
+    # This driver's alone, and gone with it on a joined cluster too: a successor may need their room, and not them.
+    name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
+    with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
         run = sources.context(before, ledger, fleet, {}, emit)
         checkpoint(run, last, None, run.committed(last, Step.TRAIN), last_selection(run, last))
 
@@ -171,53 +201,40 @@ def longest_prompt(config: RunConfig) -> int:
 
 def input_digests(config: RunConfig, data: PromptData, benchmarks: Mapping[str, PromptData]) -> dict[str, str]:
     """Digests of everything that a run reads from outside its ledger; its manifest fixes them."""
-    digests = {"data": data.fingerprint, "model": folder_digest(Path(config.model.path))}
+    digests = {"data": data.fingerprint}
+    digests |= {name: folder_digest(Path(path)) for name, path in config.model.folders.items()}
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})
-    digests |= {option: source_digest(load_callable(path)) for option, path in user_code(config).items()}
-    if config.model.ref_path is not None:
-        digests["ref_model"] = folder_digest(Path(config.model.ref_path))
-    if config.model.teacher_path is not None:
-        digests["teacher_model"] = folder_digest(Path(config.model.teacher_path))
-    if config.model.critic_path is not None:
-        digests["critic_model"] = folder_digest(Path(config.model.critic_path))
+    for option, path in user_code(config).items():
+        digests[option] = defining_file_digest(load_callable(path))
+        digests[f"{option}:modules"] = source_digest(path)
     return digests
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over names and contents of a model folder's files; large files are read in parallel."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(digest, files))
-    return canonical.digest(
-        [[str(path.relative_to(folder)), value] for path, value in zip(files, digests, strict=True)]
-    )
 
 
 def open_graders(config: RunConfig, stack: ExitStack) -> dict[str | None, GraderPool]:
     """The grader of the training samples under None, those of the benchmarks under their names."""
-    graders: dict[str | None, GraderPool] = {None: stack.enter_context(GraderPool(config.reward))}
+    graders: dict[str | None, GraderPool] = {None: stack.enter_context(GraderPool(config.reward, config.retry.grader))}
     for benchmark in config.eval.benchmarks:
         own = config.reward
         if benchmark.rm_type is not None:
             own = own.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None})
         same = own == config.reward
-        graders[benchmark.name] = graders[None] if same else stack.enter_context(GraderPool(own))
+        graders[benchmark.name] = graders[None] if same else stack.enter_context(GraderPool(own, config.retry.grader))
     return graders
 
 
 @contextmanager
-def starting_fleet(config: RunConfig, name: str, total_steps: int) -> "Iterator[Callable[[], Fleet]]":
-    """Engines that start beside whatever the block does, and are closed with it; calling what it yields awaits them."""
+def starting_fleet(
+    config: RunConfig, name: str, total_steps: int, digests: Mapping[str, str], tenure: Tenure | None
+) -> "Iterator[Callable[[], Fleet]]":
+    """Engines that start beside whatever the block does, and are closed with it; calling what it yields awaits them.
+    Their models must have these digests. `tenure`: see `Fleet.start`."""
     from engines.fleet import Fleet  # Ray takes a second to import
 
     deadline = config.fleet.start_timeout * 2
     with ThreadPoolExecutor(1, thread_name_prefix="fleet") as pool:
-        fleet = pool.submit(Fleet.start, config, name=name, total_steps=total_steps)
+        fleet = pool.submit(
+            Fleet.start, config, name=name, total_steps=total_steps, model_digests=digests, tenure=tenure
+        )
         try:
             yield lambda: fleet.result(timeout=deadline)
         finally:
@@ -230,29 +247,18 @@ def fleet_name(store: Store, run: str) -> str:
     return f"{run}-{canonical.digest(store.url)[:8]}"
 
 
-def environment(config: RunConfig) -> Environment:
-    """Where the run computes, as far as it changes bits."""
-    gpus = config.training.num_gpus_per_rank > 0
-    device = _gpu_name() if gpus else platform.processor() or platform.machine()
-    versions = {package: version(package) for package in FINGERPRINTED}
-    return Environment(
-        device=device,
-        threads=config.training.num_threads,
-        host=platform.node(),
-        versions={"python": platform.python_version(), **versions},
-    )
-
-
-def _gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cuda"
+def environment() -> Environment:
+    """Where the driver and its graders compute, as far as it changes bits; engines tell their own."""
+    return Environment(device=cpu_model(), threads=1, host=platform.node(), versions=installed(DRIVER))
 
 
 def _releasing(
     lease: Lease,
 ) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
     def release(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and issubclass(kind, Preempted):
+            lease.release(Outcome.PREEMPTED)
+            return
         stopped = kind is not None and not issubclass(kind, Exception)
         lease.release(Outcome.STOPPED if stopped else Outcome.FAILED if kind is not None else Outcome.COMPLETED)
 

@@ -1,4 +1,4 @@
-"""Steps as Prefect tasks: each visible in its iteration's graph, retried where a new try can help."""
+"""Steps as Prefect tasks: each visible in its iteration's graph, with every new try."""
 
 from typing import Any
 
@@ -8,12 +8,13 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
 
-from configs.schema.operations import RetryConfig
-from engines.errors import ClusterLost, EngineError
 from storage.commits import Commit
-from storage.errors import StoreError, StoreRefused
 from tasks.context import RunContext
 from tasks.step import DurableStep
+
+
+class Stopping(Exception):
+    """The driver is about to end, and begins no step."""
 
 
 class PrefectSteps:
@@ -38,16 +39,28 @@ class PrefectSteps:
 
 
 def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
-    """A Prefect task of a durable step. Whether it has happened is for the ledger to say: nothing is cached here."""
+    """A Prefect task of a durable step. Whether it has happened is for the ledger to say: nothing is cached here.
+
+    Which errors are worth a new try, and after which wait, is for `tasks.retries` to say.
+    """
 
     def execute(index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
-        return step(run, index, shard, *args, **kwargs)
+        place = (index, step.name, shard)
+        if run.stopping.wait(run.retries.next_wait(place)):
+            raise Stopping(f"the driver ends: {step.name} does not begin")
+        try:
+            return step(run, index, shard, *args, **kwargs)
+        except Exception as error:
+            run.retries.ask(place, error)
+            raise
+
+    def is_tried_again(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+        return not run.stopping.is_set() and run.retries.granted(state.result(raise_on_failure=False))
 
     def run_name() -> str:
         shard = task_run.parameters["shard"]
         return str(step.name) if shard is None else f"{step.name} {shard}"
 
-    policy = run.config.retry
     return Task(
         execute,
         name=str(step.name),
@@ -55,18 +68,6 @@ def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
         description=step.body.__doc__,
         cache_policy=NO_CACHE,
         persist_result=False,
-        retries=policy.retries,
-        retry_delay_seconds=retry_delays(policy),
-        retry_condition_fn=can_be_mended,
+        retries=run.retries.most(step.name),
+        retry_condition_fn=is_tried_again,
     )
-
-
-def retry_delays(policy: RetryConfig) -> list[float]:
-    """Seconds before each new try."""
-    return [policy.retry_delay_seconds * 2**attempt for attempt in range(policy.retries)]
-
-
-def can_be_mended(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
-    """Whether a failed step is worth a new try: an engine or the store failed, not the run itself."""
-    error = state.result(raise_on_failure=False)
-    return isinstance(error, EngineError | StoreError) and not isinstance(error, StoreRefused | ClusterLost)

@@ -1,17 +1,21 @@
 """`train`: all iterations of a run, from its last commit to its last iteration."""
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from prefect import flow
+from prefect.exceptions import TerminationSignal
 
 from configs.schema.run import RunConfig
+from flows.divergence import fork_after_divergence
 from flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
 from flows.handover import OpenedRun, handed_over, handing_over
 from flows.iteration import iteration
 from flows.orchestration import driving, silence_console, subflow
+from flows.preemption import Ending, Preempted, ending_in_order
 from flows.server import prefect_api
 from flows.session import open_run
 from flows.steps import PrefectSteps
@@ -20,8 +24,10 @@ from storage.commits import Commit, Step
 from storage.errors import Damaged, StoreError
 from storage.retention import retire
 from tasks.context import RunContext
+from tasks.environment import tell_changed_environment
 from tasks.events import Message
-from tasks.recovery import checkpoint_due
+from tasks.recovery import ReplayDiverged, checkpoint_due
+from tasks.self_test import self_test_once
 
 PREFECT_HOME = Path(".cairn/prefect")
 """Database and log of the embedded Prefect server, below the folder one stands in."""
@@ -33,19 +39,26 @@ def start(
     config: RunConfig | None = None,
     takeover: bool = False,
     on_event: OnEvent = lambda event: None,
-) -> None:
-    """Train the run `run` in this process to its last iteration, from its last commit or from the start.
+) -> str:
+    """Train the run `run` in this process to its last iteration, from its last commit or from the start. Returns the
+    name of the run that was trained: that of a fork where `recovery.on_divergence` made one.
 
     `config` creates the run or must equal the one it has; None takes the ledger's. Raises what `open_run` raises, and
-    what a step raised after its last try.
+    what a step raised after its last try. Raises Preempted if the driver was told to end; see flows.preemption.
     """
     silence_console()
-    with (
-        opened(store_url, run, config, takeover, on_event) as pair,
-        prefect_api(PREFECT_HOME),
-        handing_over(pair),
-    ):
-        train(run=run, store=store_url)
+    try:
+        with (
+            ending_in_order() as ending,
+            opened(store_url, run, config, takeover, on_event, ending) as run_to_drive,
+            prefect_api(PREFECT_HOME),
+            handing_over(run_to_drive),
+        ):
+            train(run=run, store=store_url)
+    except ReplayDiverged as error:
+        fork = fork_after_divergence(store_url, run, error, on_event, config)
+        return start(store_url, fork, config, on_event=on_event)
+    return run
 
 
 @flow(name="train", flow_run_name="{run}", persist_result=False)
@@ -58,19 +71,32 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         config: The configuration of a new run; leave it out to go on with the one in the ledger.
         takeover: Take the run from a driver that still lives.
     """
-    pair = handed_over()
-    if pair is not None:
-        drive(*pair)
+    started_elsewhere = handed_over()
+    if started_elsewhere is not None:
+        drive(*started_elsewhere)
         return
-    with opened(store, run, config, takeover, lambda event: None) as pair:
-        drive(*pair)
+    try:
+        with (
+            ending_in_order() as ending,
+            opened(store, run, config, takeover, lambda event: None, ending) as run_to_drive,
+        ):
+            drive(*run_to_drive)
+    except ReplayDiverged as error:
+        fork = fork_after_divergence(store, run, error, lambda event: None, config)
+        train(run=fork, store=store, config=config)
+    except Preempted as end:  # such as Cancel in the interface: Prefect knows what it meant by the signal
+        raise TerminationSignal(signal.SIGTERM) from end
 
 
 @contextmanager
-def opened(store: str, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent) -> Iterator[OpenedRun]:
+def opened(
+    store: str, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent, ending: Ending
+) -> Iterator[OpenedRun]:
     """A run and whom to tell what happens: its TensorBoard files and the watcher."""
     with (
-        open_run(store, run, config, takeover=takeover, emit=watcher) as context,
+        ending.in_order(),
+        open_run(store, run, config, takeover=takeover, emit=watcher, on_lease=ending.owns) as context,
+        ending.in_order(),
         tracked(context.ledger, context.config) as board,
     ):
 
@@ -78,10 +104,10 @@ def opened(store: str, run: str, config: RunConfig | None, takeover: bool, watch
             board(event)
             watcher(event)
 
-        yield context, tell
+        yield context, tell, ending
 
 
-def drive(run: RunContext, on_event: OnEvent) -> None:
+def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
     """Execute every iteration that is not complete, each as a flow run of its own below the current one.
 
     The newest iteration is entered again even if all its steps are there: which of them are, the steps find out.
@@ -91,21 +117,25 @@ def drive(run: RunContext, on_event: OnEvent) -> None:
     lease = run.ledger.lease
     assert lease is not None
     wait_for_engines(run)
+    ending.works(run)
     on_event(RunStarted(run.ledger.run, lease.epoch, first, total))
     report_changed_environment(run, first)
     steps = PrefectSteps(run)
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
         """The DAG of flows/iteration.py."""
-        return iteration(run, steps, index)
+        with ending.in_order():  # before Prefect waits for the steps that run beside
+            return iteration(run, steps, index)
 
-    with driving(run.ledger.run, run.ledger.store.url) as tags:
+    with ending.in_order(), driving(run.ledger.run, run.ledger.store.url) as tags:
         iterate = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
         for index in range(first, total):
             before = run.ledger.store.retries
             commits = tuple(iterate(run.ledger.run, index))
             on_event(IterationDone(index, commits, run.ledger.store.retries - before))
             remove_old_files(run, index)
+            if run.config.self_tests and index == first and index + 1 < total:
+                self_test_once(run, run.committed(index, Step.TRAIN))
     trained = run.committed(total - 1, Step.TRAIN)
     assert trained.weight_version_out is not None
     assert trained.state_digest is not None
@@ -131,16 +161,13 @@ def wait_for_engines(run: RunContext) -> None:
 
 
 def report_changed_environment(run: RunContext, first: int) -> None:
-    """Tell what differs from where the newest train step ran: bitwise equality is claimed between equals only."""
-    before: Commit | None = run.find(first, Step.TRAIN) or (run.find(first - 1, Step.TRAIN) if first else None)
-    if before is None:
-        return
-    then, now = before.environment.model_dump(exclude={"host"}), run.environment.model_dump(exclude={"host"})
-    changed = {name: (then[name], now[name]) for name in then if then[name] != now[name]}
-    if changed:
-        described = "; ".join(f"{name} was {old}, is {new}" for name, (old, new) in changed.items())
-        run.emit(
-            Message(
-                f"The environment is not that of the run so far ({described}): bits may differ from here on", "warning"
-            )
-        )
+    """Tell what differs from where the newest steps ran: bitwise equality is claimed between equals only."""
+    fleet = run.fleet
+    engines = {
+        (Step.ROLLOUT, "00-000"): fleet.generating_environment(fleet.rollout[0]),
+        (Step.TRAIN, None): fleet.training.environment,
+    }
+    for (step, shard), now in engines.items():
+        newest = run.find(first, step, shard) or (run.find(first - 1, step, shard) if first else None)
+        if newest is not None:
+            tell_changed_environment(run, newest, now)

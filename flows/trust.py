@@ -1,37 +1,67 @@
 """What a configuration may make this machine do when it comes out of a store.
 
 Whoever can write to a store can write a manifest there whose digest is right: a digest tells damage, not authors. So a
-configuration that was read from a store runs only code that lies where its user works, joins no Ray cluster of another
-machine, since the members of a cluster run each other's code, and sends no weights to servers of another machine. A
-recipe, given by the user, may name anything. See docs/security.md.
+configuration that was read from a store is trusted less than a recipe, which the user gives. Options that hold numbers,
+switches or one of a fixed set of words can change only what is computed. Of every other one `RULES` says what a store
+may set it to; one that is not named there a store may not set. See docs/security.md.
 """
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
 
 from configs.errors import ConfigError
+from configs.loader import from_manifest
+from configs.schema.base import Section
 from configs.schema.run import RunConfig
-from engines.rollout.sglang.installation import CODE_OPTIONS, ROUTER_CODE_OPTIONS
+from engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED, refused
+from engines.training.megatron.permitted import PERMITTED as MEGATRON_PERMITTED
 from storage import layout
 from storage.ledger import Ledger
 from storage.store import Store
 from tasks.plugins import find_source
 
-_THIS_MACHINE = {"auto", "local", "localhost", "127.0.0.1", "[::1]"}
+Rule = Callable[[Any, Store], str | None]
+"""(value, store that it comes from) → why a store may not set it, and the way out; None if it may."""
+
+GIVE_THE_RECIPE = "give the recipe again with `cairn train RECIPE --run NAME`"
 
 
-def recorded_config(ledger: Ledger) -> RunConfig:
-    """A run's configuration, to be executed. Raises ConfigError if a store must not ask for it."""
-    config = RunConfig.model_validate(ledger.manifest.config)
-    require_trusted(config, ledger.store)
+def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunConfig | None = None) -> RunConfig:
+    """A run's configuration, to be executed: the only way from a manifest to engines and user code.
+
+    Args:
+        heir: of the fork on whose behalf an ancestor's is executed, in the fork's cluster.
+        given: the recipe, where the user gave one: what it says too is the user's word.
+
+    Raises:
+        ConfigError: a store must not ask for something in it.
+    """
+    config = from_manifest(ledger.manifest.config)
+    if heir is not None:
+        fleet = config.fleet.model_copy(update={"ray_address": heir.fleet.ray_address})
+        config = config.model_copy(update={"fleet": fleet})
+    require_trusted(config, ledger.store, given, of=f" of {ledger.run}")
     return config
 
 
-def require_trusted(config: RunConfig, store: Store) -> None:
-    """Raise ConfigError unless all that a configuration runs may be named by the store that it comes from."""
-    problems = list(_problems(config, store))
+def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = None, *, of: str = "") -> None:
+    """Raise ConfigError unless a store may set all that a configuration sets and the recipe `given` does not. `of`
+    names the ledger in messages."""
+    users = {} if given is None else {option: value for option, value, _ in _free_options(given)}
+    problems = []
+    for option, value, default in _free_options(config):
+        if value == default or (option in users and users[option] == value):
+            continue
+        why = RULES.get(_general(option), _only_the_user)(value, store)
+        if why is not None:
+            shown = "set" if isinstance(value, Mapping) else repr(value)
+            problems.append(f"{option} is {shown} in the ledger{of}, and {why}")
     if problems:
         raise ConfigError(problems)
 
@@ -49,48 +79,177 @@ def is_at_hand(source: Path, store: Store) -> bool:
     """Whether a file lies in the working directory or in a folder of PYTHONPATH, and neither in the Python installation
     nor among the runs of a local store."""
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
-    others = [Path(sys.prefix), Path(sys.base_prefix), Path(store.url) / layout.runs()]
-
-    def lies_in(folder: Path) -> bool:
-        return source.is_relative_to(folder.resolve())
-
-    return any(map(lies_in, folders)) and not any(map(lies_in, others))
+    others = [Path(sys.prefix), Path(sys.base_prefix), _runs(store)]
+    return any(_lies_in(source, folder) for folder in folders) and not any(_lies_in(source, other) for other in others)
 
 
-def _problems(config: RunConfig, store: Store) -> Iterator[str]:
-    again = "or give the recipe again with `cairn train RECIPE --run NAME`"
-    for option, path in user_code(config).items():
-        source = find_source(path)
-        if source is None or not is_at_hand(source, store):
-            yield (
-                f"{option} is {path!r} in the ledger, and a store may name no code outside the folder one stands in: "
-                f"go there, put the code's folder on PYTHONPATH, {again}"
-            )
-    rollout = config.rollout
-    executed = {"rollout.sglang": CODE_OPTIONS & rollout.sglang.keys()}
-    executed["rollout.router"] = ROUTER_CODE_OPTIONS & (rollout.router or {}).keys()
-    for index, group in enumerate(rollout.server_groups):
-        executed[f"rollout.server_groups.{index}.overrides"] = CODE_OPTIONS & group.overrides.keys()
-    for section, options in executed.items():
-        for option in sorted(options):
-            yield (
-                f"{section}.{option} is set in the ledger, and a store may not name what a server executes: give the "
-                "recipe again with `cairn train RECIPE --run NAME`"
-            )
-    for url in rollout.external_urls:
-        if not _is_here(url.rpartition("://")[2].rstrip("/")):
-            yield (
-                f"rollout.external_urls names {url!r} in the ledger, and a store may have weights sent to no other "
-                "machine: give the recipe again with `cairn train RECIPE --run NAME`"
-            )
-    address = config.fleet.ray_address
-    if address is not None and not _is_here(address):
-        yield (
-            f"fleet.ray_address is {address!r} in the ledger, and a store may name no cluster of another machine: join "
-            f"this machine to it and use `auto`, {again}"
-        )
+def free_options(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Options of a configuration that hold text of one's own, mappings, or lists of these; those of the members of a
+    list without their positions."""
+    found = []
+    for name, field in section.model_fields.items():
+        below = _sections_in(field.annotation)
+        if below:
+            found += [option for inner in below for option in free_options(inner, f"{prefix}{name}.")]
+        elif not _is_closed(field.annotation):
+            found.append(f"{prefix}{name}")
+    return found
 
 
-def _is_here(address: str) -> bool:
-    """Whether `host` or `host:port` is this machine."""
-    return bool({address, address.rpartition(":")[0]} & _THIS_MACHINE)
+def _anything(value: Any, store: Store) -> None:
+    """It is looked up, compared or shown, and can change only what is computed."""
+
+
+def _only_the_user(value: Any, store: Store) -> str:
+    return f"a store may not set it: {GIVE_THE_RECIPE}"
+
+
+def _code(value: str | None, store: Store) -> str | None:
+    if value is None or "." not in value:  # one of Cairn's own, by name
+        return None
+    source = find_source(value)
+    if source is not None and is_at_hand(source, store):
+        return None
+    return (
+        "a store may name no code outside the folder one stands in: go there, put the code's folder on PYTHONPATH, or "
+        f"{GIVE_THE_RECIPE}"
+    )
+
+
+def _model_folder(value: str | None, store: Store) -> str | None:
+    if value is None or not _lies_in(Path(value).expanduser().resolve(), _runs(store)):
+        return None
+    return f"a store may name no model among its own files: {GIVE_THE_RECIPE}"
+
+
+_DATA = re.compile(r"(simplecache::)?(file|local|https?|s3a?|gs|gcs|az|abfss?|hf)://")
+"""File systems that read bytes where they are told to. Others of fsspec's start programs, log in to other machines, or
+read instructions from the file that they are given."""
+
+
+def _data(value: str, store: Store) -> str | None:
+    is_url = "://" in value or "::" in value or value.startswith("data:")
+    address = _DATA.match(value)
+    if not is_url or (address is not None and "::" not in value[address.end() :]):
+        return None
+    return f"a store may name data in a folder, at http(s), S3, Google's, Azure's or Hugging Face's: {GIVE_THE_RECIPE}"
+
+
+def _template_arguments(value: Mapping[str, Any], store: Store) -> str | None:
+    own = {"chat_template", "tools", "documents", "tokenizer_kwargs", "tokenize", "return_dict", "return_tensors"}
+    if not own & value.keys() and all(isinstance(item, bool | int | float | str) for item in value.values()):
+        return None
+    return f"a store may hand a chat template numbers, switches and text, and no template: {GIVE_THE_RECIPE}"
+
+
+def _among(permitted: frozenset[str], whose: str) -> Rule:
+    def rule(value: Mapping[str, Any] | None, store: Store) -> str | None:
+        names = refused(value or {}, permitted)
+        return f"a store may not set {', '.join(names)} of {whose}: {GIVE_THE_RECIPE}" if names else None
+
+    return rule
+
+
+def _megatron(value: Mapping[str, Any], store: Store) -> str | None:
+    names = sorted(value.keys() - MEGATRON_PERMITTED)
+    return f"a store may not set {', '.join(names)} of Megatron: {GIVE_THE_RECIPE}" if names else None
+
+
+def _servers(value: tuple[str, ...], store: Store) -> str | None:
+    if all(_HERE.fullmatch(url.removeprefix("http://").removeprefix("https://").rstrip("/")) for url in value):
+        return None
+    return f"a store may have weights sent to no other machine: {GIVE_THE_RECIPE}"
+
+
+def _cluster(value: str | None, store: Store) -> str | None:
+    if value is None or value in ("auto", "local") or _HERE.fullmatch(value):
+        return None
+    return (
+        f"a store may name no cluster of another machine: join this machine to it and use `auto`, or {GIVE_THE_RECIPE}"
+    )
+
+
+def _written_folder(value: str | None, store: Store) -> str | None:
+    if value is None or _lies_in(Path(value).expanduser().resolve(), Path.cwd()):
+        return None
+    return f"a store may have files written below the folder one stands in alone: go there, or {GIVE_THE_RECIPE}"
+
+
+_ROW: dict[str, Rule] = {
+    "input_key": _anything,
+    "label_key": _anything,
+    "metadata_key": _anything,
+    "tool_key": _anything,
+    "label_pattern": _anything,
+    "apply_chat_template_kwargs": _template_arguments,
+    "path": _data,
+}
+
+RULES: Mapping[str, Rule] = {
+    "model.path": _model_folder,
+    "model.ref_path": _model_folder,
+    "model.teacher_path": _model_folder,
+    "model.critic_path": _model_folder,
+    **{f"data.{name}": rule for name, rule in _ROW.items()},
+    "rollout.sglang": _among(PERMITTED, "a server"),
+    "rollout.router": _among(ROUTER_PERMITTED, "the router"),
+    "rollout.server_groups.overrides": _among(PERMITTED, "a server"),
+    "rollout.external_urls": _servers,
+    "rollout.dynamic_sampling_filter": _code,
+    "reward.rm_type": _anything,  # one of Cairn's own, or refused when it is looked up
+    "retry.grader.errors": _anything,  # names that are compared with those of exceptions, never imported
+    "reward.custom_rm_path": _code,
+    "training.megatron": _megatron,
+    "training.lora.target_modules": _anything,
+    **{f"eval.benchmarks.{name}": rule for name, rule in _ROW.items()},
+    "eval.benchmarks.name": _anything,
+    "eval.benchmarks.rm_type": _anything,
+    "fleet.ray_address": _cluster,
+    "fleet.update_weight_disk_dir": _written_folder,
+    "tracking.tensorboard_dir": _written_folder,
+}
+"""Every option that holds more than a number, a switch or one of a fixed set of words."""
+
+_HERE = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
+"""This machine's address, and nothing after it."""
+
+
+def _free_options(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The same of a configuration, with their values and defaults."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _free_options(value, f"{prefix}{name}.")
+        elif _sections_in(field.annotation) and isinstance(value, tuple):
+            for index, member in enumerate(value):
+                yield from _free_options(member, f"{prefix}{name}.{index}.")
+        elif not _is_closed(field.annotation):
+            yield f"{prefix}{name}", value, field.get_default(call_default_factory=True)
+
+
+def _general(option: str) -> str:
+    """An option of a list's member without its position."""
+    return ".".join(part for part in option.split(".") if not part.isdecimal())
+
+
+def _sections_in(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
+
+
+def _is_closed(annotation: Any) -> bool:
+    """Whether a type holds only numbers, switches and words of a fixed set."""
+    if get_origin(annotation) is Literal:
+        return True
+    if arguments := get_args(annotation):
+        return all(argument is Ellipsis or _is_closed(argument) for argument in arguments)
+    return annotation in (bool, int, float, type(None))
+
+
+def _runs(store: Store) -> Path:
+    return Path(store.url) / layout.runs()
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    return path.is_relative_to(folder.resolve())

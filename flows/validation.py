@@ -10,11 +10,15 @@ from transformers import AutoTokenizer
 
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import BenchmarkConfig
+from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
 from engines.errors import BadModel
+from engines.machines import placement_problems
 from engines.models import check_model_folder, context_length
 from engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
+from engines.rollout.sglang.kept import kept_problems, version_problems
 from engines.rollout.sglang.launch_plan import plan_problems
+from engines.rollout.sglang.model_code import code_problem
 from engines.training.megatron.options import problems as megatron_problems
 from engines.weights.options import weight_problems
 from tasks.data import BadData, PromptData
@@ -26,7 +30,7 @@ from tasks.rewards import get_grader
 def setup_problems(config: RunConfig) -> list[str]:
     """Sentences on the model folders, the lengths against the context, and user code. Reads no data."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
-    problems += weight_problems(config)
+    problems += [*placement_problems(config), *weight_problems(config)]
     if config.training.engine == "megatron":
         model = config.model
         for path in filter(None, (model.path, model.ref_path, model.teacher_path, model.critic_path)):
@@ -67,7 +71,7 @@ def data_problems(config: RunConfig) -> list[str]:
 def load_tokenizer(path: str) -> Any:
     """The Hugging Face tokenizer of a model folder. Raises BadModel."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
     except Exception as error:
         why = str(error).partition("\n")[0].rstrip(": ")
@@ -131,11 +135,14 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
                 yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
         return
     yield from plan_problems(rollout)
+    yield from kept_problems(rollout)
     yield from _served_otherwise(config.model.path)
     if rollout.external_urls and rollout.router is None:  # nothing is launched here
         return
     try:
         installation = Installation.find()
+        yield from version_problems(rollout, installation)
+        yield from _code_of_the_model(rollout, config.model.path)
         yield from option_problems(installation, "rollout.sglang", rollout.sglang)
         for index, group in enumerate(rollout.server_groups):
             yield from option_problems(installation, f"rollout.server_groups.{index}.overrides", group.overrides)
@@ -156,6 +163,15 @@ def _served_otherwise(path: str) -> Iterator[str]:
             f"config.json of {path} has dense ones (mlp_only_layers, decoder_sparse_step): set rollout.engine to "
             "transformers"
         )
+
+
+def _code_of_the_model(rollout: RolloutConfig, path: str) -> Iterator[str]:
+    try:
+        problem = code_problem(path, rollout.sglang, *(group.overrides for group in rollout.server_groups))
+    except BadModel:  # told of by _model_problems
+        return
+    if problem is not None:
+        yield f"model.path: {problem}"
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:

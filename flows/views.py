@@ -4,23 +4,28 @@ Reading a run's status takes its newest iteration's commits, a few single ones a
 after ten iterations as after ten thousand.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
 from pydantic import Field
 
+from configs.loader import from_manifest
 from configs.schema.evaluation import BenchmarkConfig
 from configs.schema.run import RunConfig
 from storage.commits import Commit, Record, Step
 from storage.errors import BeingDeleted, Damaged
 from storage.leases import LeaseState, Outcome, newest_lease
 from storage.ledger import Ledger, Parent, list_runs
+from storage.self_tests import find_self_test
 from storage.snapshots import waiting_groups
 from storage.store import Store
 from tasks.evaluate import eval_due, eval_shard
-from tasks.recovery import checkpoint_due, weight_version_after
+from tasks.recovery import checkpoint_due
 from tasks.score import needs_scores
+from tasks.self_test import fingerprint
+from tasks.versions import weight_version_after
 
 _RUNS_AT_A_TIME = 8
 
@@ -38,6 +43,8 @@ class RunState(StrEnum):
     """Its driver ended with an error; `cairn resume` goes on from the last commit."""
     INTERRUPTED = "interrupted"
     """Its driver was stopped or killed; `cairn resume` goes on from the last commit."""
+    PREEMPTED = "preempted"
+    """Its driver was told to end because the machine was wanted, and did; `cairn resume` goes on from there."""
     DAMAGED = "damaged"
     """A piece of the ledger is missing or altered; `cairn verify` says which."""
     DELETED = "deleted"
@@ -56,10 +63,16 @@ class Driver(Record):
 
 
 class Scores(Record):
-    """A benchmark's mean reward; None where it is not there yet."""
+    """A benchmark's scores, in which failed samples count as wrong; None where there are none yet."""
 
     first: float | None
     last: float | None
+    first_graded: float | None = None
+    """Mean reward of the samples that were graded."""
+    last_graded: float | None = None
+    first_failed: int = 0
+    """Samples that could not be generated or graded."""
+    last_failed: int = 0
 
 
 class Groups(Record):
@@ -71,6 +84,26 @@ class Groups(Record):
     """Finished by an attempt that was interrupted, and kept."""
     waiting: int = 0
     """Finished and durable, of shards that are not committed: a new attempt keeps them."""
+
+
+class WrittenBy(Record):
+    """A version of the code that committed to the run."""
+
+    package: str
+    commit: str | None
+    since: float
+    """Unix seconds."""
+
+
+class Retries(Record):
+    """What was tried again in an iteration."""
+
+    by_error: dict[str, int] = Field(default_factory=dict)
+    """New tries of steps, by the class of the error; `tasks.retries` names the classes."""
+    samples: int = 0
+    """That were graded more than once."""
+    waited: float = 0.0
+    """Seconds before new tries."""
 
 
 class RunStatus(Record):
@@ -90,20 +123,28 @@ class RunStatus(Record):
     """The next one there."""
     groups: Groups = Groups()
     """Of the newest iteration with any."""
+    retries: Retries = Retries()
+    """Of the newest iteration with any commit."""
     weight_version: int = 0
     state_digest: str | None = None
+    same_bits: bool | None = None
+    """Whether a self-test of the machine that trained last gave the same bits twice; None where there was none."""
     reward: float | None = None
-    """Mean of the newest training batch."""
+    """Mean of all samples that the newest iteration with a batch generated."""
+    trained_reward: float | None = None
+    """Mean of those that it trained on."""
     eval: dict[str, Scores] = Field(default_factory=dict)
     last_commit: str | None = None
     last_commit_at: float | None = None
     driver: Driver | None = None
+    written_by: tuple[WrittenBy, ...] = ()
+    """The versions of the code, in their order."""
 
 
 def run_status(store: Store, run: str) -> RunStatus:
     """Where a run stands. Raises FileNotFoundError if there is none of this name, Damaged if its newest commits are."""
     ledger = Ledger.open(store, run)
-    config = RunConfig.model_validate(ledger.manifest.config)
+    config = from_manifest(ledger.manifest.config)
     lease = newest_lease(store, run)
     last = ledger.last_iteration()
     commits = ledger.commits(last) if last is not None else []
@@ -120,14 +161,25 @@ def run_status(store: Store, run: str) -> RunStatus:
         iteration=iteration,
         step=step,
         groups=_groups(ledger, iteration, commits),
+        retries=_retries(commits),
         weight_version=trained.weight_version_out or 0 if trained else 0,
         state_digest=trained.state_digest if trained else None,
-        reward=graded.metrics.get("raw_reward") if graded else None,
+        same_bits=_same_bits(ledger, config, trained),
+        reward=generated_reward(ledger, graded) if graded else None,
+        trained_reward=graded.metrics["raw_reward"] if graded else None,
         eval=first_and_last_scores(ledger, config, last),
         last_commit=newest.name if newest else None,
         last_commit_at=newest.committed_at if newest else None,
         driver=_driver(lease),
+        written_by=_written_by(ledger),
     )
+
+
+def _same_bits(ledger: Ledger, config: RunConfig, trained: Commit | None) -> bool | None:
+    if trained is None:
+        return None
+    found = find_self_test(ledger.store, fingerprint(config, ledger.terms.inputs.get("model"), trained.environment))
+    return found.agrees if found else None
 
 
 def all_runs(store: Store) -> list[RunStatus]:
@@ -170,7 +222,7 @@ def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequen
 def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
     """(iteration, weight version) of every evaluation of a run; the first iteration holds that of the initial weights
     too."""
-    config = RunConfig.model_validate(ledger.manifest.config)
+    config = from_manifest(ledger.manifest.config)
     if ledger.parent is not None:
         yield from (place for place in evaluations(ledger.parent) if place[0] < ledger.first_iteration)
     elif config.eval.eval_interval is not None and not config.eval.skip_eval_before_train:
@@ -183,7 +235,8 @@ def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
 
 
 def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, float]]:
-    """Every score of every benchmark, by the iterations that the weights were trained for."""
+    """Every score of every benchmark, by the iterations that the weights were trained for. Where samples failed, the
+    mean over the others stands under `<benchmark>, graded`."""
     last = ledger.last_iteration()
     if last is None:
         return {}
@@ -191,8 +244,13 @@ def benchmark_scores(ledger: Ledger, config: RunConfig) -> dict[str, dict[int, f
     for iteration, version in evaluations(ledger):
         for benchmark in config.eval.benchmarks if iteration <= last else ():
             commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
-            if commit is not None and benchmark.name in commit.metrics:
-                scores[benchmark.name][iteration + 1 if version else 0] = commit.metrics[benchmark.name]
+            if commit is None or benchmark.name not in commit.metrics:
+                continue
+            trained = iteration + 1 if version else 0
+            scores[benchmark.name][trained] = commit.metrics[benchmark.name]
+            graded = graded_score(commit.metrics, benchmark.name)
+            if graded is not None and commit.metrics.get(f"{benchmark.name}-failed_samples"):
+                scores.setdefault(f"{benchmark.name}, graded", {})[trained] = graded
     return scores
 
 
@@ -200,17 +258,40 @@ def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -
     """The first and the newest score of every benchmark, reading no others."""
     places = [place for place in evaluations(ledger) if last is not None and place[0] <= last]
 
-    def score(benchmark: BenchmarkConfig, places: Sequence[tuple[int, int]]) -> float | None:
+    def metrics(benchmark: BenchmarkConfig, places: Sequence[tuple[int, int]]) -> Mapping[str, float]:
         for iteration, version in places:
             commit = ledger.find(iteration, Step.EVAL, eval_shard(benchmark, version))
             if commit is not None:
-                return commit.metrics.get(benchmark.name)
-        return None
+                return commit.metrics
+        return {}
 
-    return {
-        benchmark.name: Scores(first=score(benchmark, places[:1]), last=score(benchmark, places[::-1]))
-        for benchmark in config.eval.benchmarks
-    }
+    def scores(benchmark: BenchmarkConfig) -> Scores:
+        name = benchmark.name
+        first, last = metrics(benchmark, places[:1]), metrics(benchmark, places[::-1])
+        return Scores(
+            first=first.get(name),
+            last=last.get(name),
+            first_graded=graded_score(first, name),
+            last_graded=graded_score(last, name),
+            first_failed=int(first.get(f"{name}-failed_samples", 0)),
+            last_failed=int(last.get(f"{name}-failed_samples", 0)),
+        )
+
+    return {benchmark.name: scores(benchmark) for benchmark in config.eval.benchmarks}
+
+
+def generated_reward(ledger: Ledger, trained: Commit) -> float:
+    """Mean reward of all samples that an iteration generated, by its advantage step's commit; of those that it trained
+    on where the filter step has not told it. One request."""
+    shard = next(name.partition("/filter.")[2] for name in trained.inputs if "/filter." in name)
+    selection = ledger.find(trained.iteration, Step.FILTER, shard)
+    metrics = trained.metrics if selection is None else {**trained.metrics, **selection.metrics}
+    return metrics["raw_reward"]
+
+
+def graded_score(metrics: Mapping[str, float], benchmark: str) -> float | None:
+    """The mean over the samples that were graded, of an evaluation's metrics as its commit names them."""
+    return metrics.get(f"{benchmark}-graded", metrics.get(benchmark))
 
 
 def _place(
@@ -246,15 +327,37 @@ def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) ->
     )
 
 
+def _written_by(ledger: Ledger) -> tuple[WrittenBy, ...]:
+    created = (ledger.manifest, ledger.manifest.created_at)
+    upgraded = [(upgrade, upgrade.recorded_at) for upgrade in ledger.upgrades]
+    return tuple(
+        WrittenBy(package=terms.code_version.package, commit=terms.code_version.commit, since=since)
+        for terms, since in (created, *upgraded)
+    )
+
+
+def _retries(commits: Sequence[Commit]) -> Retries:
+    by_error: Counter[str] = Counter()
+    for commit in commits:
+        for name, count in commit.metrics.items():
+            if name.startswith("retries/"):
+                by_error[name.removeprefix("retries/")] += int(count)
+    graded = sum(int(n) for c in commits for name, n in c.metrics.items() if name.endswith("graded_again"))
+    waited = sum(c.timings.get(name, 0.0) for c in commits for name in ("retry_wait", "grader_wait"))
+    return Retries(by_error=dict(sorted(by_error.items())), samples=graded, waited=waited)
+
+
 def _state(lease: LeaseState | None, done: bool) -> RunState:
     if lease is None:
         return RunState.NEW
-    if not lease.is_over():
+    if not lease.looks_over():
         return RunState.RUNNING
     if done:
         return RunState.COMPLETED
     if lease.outcome is Outcome.FAILED:
         return RunState.FAILED
+    if lease.outcome is Outcome.PREEMPTED:
+        return RunState.PREEMPTED
     return RunState.INTERRUPTED
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from storage import layout
-from storage.commits import Record
+from storage.commits import Record, Step
 from storage.layout import Kind
 from storage.leases import newest_lease
 from storage.ledger import Ledger
@@ -59,7 +59,9 @@ def garbage(ledger: Ledger) -> Iterator[Garbage]:
     live_epoch = _live_epoch(ledger)
     gone, shared = retired(ledger), shared_with_forks(ledger)
     for entry in ledger.store.list(layout.iterations(ledger.run)):
-        iteration = int(entry.removesuffix("/"))
+        iteration = layout.parse_iteration(entry)
+        if iteration is None:
+            continue
         in_work = newest is None or iteration >= newest
         kinds = {kind for kind in Kind if (iteration, kind) in gone and iteration > shared}
         yield from _of_iteration(ledger, iteration, in_work, live_epoch, kinds)
@@ -98,6 +100,11 @@ def _of_iteration(
     commits = {
         (str(commit.step), commit.shard): commit for commit in ledger.commits(iteration) if commit.run == ledger.run
     }
+    for step, shard in {(step, layout.attempt_shard(attempt)) for _, step, attempt in places.values()} - commits.keys():
+        # A listing may lag behind: only a look at the very path says that there is none.
+        commit = ledger.find(iteration, Step(step), shard) if step in set(Step) else None
+        if commit is not None and commit.run == ledger.run:
+            commits[step, shard] = commit
     for path, (_, step, attempt) in places.items():
         commit = commits.get((step, layout.attempt_shard(attempt)))
         reason = None

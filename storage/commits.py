@@ -28,7 +28,7 @@ goes on from there. A commit is never rewritten. Its digest covers everything in
 included: the commits of a run form a Merkle chain from any weights back to the prompts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from graphlib import TopologicalSorter
 from typing import Any
@@ -39,7 +39,10 @@ from storage import canonical, layout
 from storage.errors import Damaged
 from storage.paths import check_path
 
-SCHEMA_VERSION = 2
+FORMAT = 3
+"""Of the commits and manifests that this version writes."""
+OLDEST_FORMAT = 2
+"""That it reads: `tests/fixtures/ledgers` holds a ledger of each format from here on."""
 
 
 class Step(StrEnum):
@@ -106,8 +109,10 @@ class Environment(Record):
 class Commit(Record):
     """See the module. Digests are hexadecimal SHA-256, times Unix seconds."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = FORMAT
     run: str
+    terms: int = Field(0, ge=0)
+    """Number of the terms that it was made under, see `storage.terms`."""
     iteration: int = Field(ge=0)
     step: Step
     shard: str | None = None
@@ -158,11 +163,7 @@ class Commit(Record):
         """Read a marker. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""
         try:
             fields = canonical.unseal(data)
-            if fields.get("schema_version") != SCHEMA_VERSION:
-                raise ValueError(
-                    f"it has format {fields.get('schema_version')}, this Cairn reads format {SCHEMA_VERSION}; use the "
-                    "version that wrote it"
-                )
+            require_readable(fields)
             del fields["digest"]
             commit = cls.model_validate(fields)
         except ValueError as error:
@@ -172,7 +173,18 @@ class Commit(Record):
         return commit
 
     def _fields(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
+        # What a commit was written without stays out of its digest: older versions knew fewer fields.
+        return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_unset=True)}
+
+
+def require_readable(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a file's format is one that this version reads."""
+    found = fields.get("schema_version")
+    if not isinstance(found, int) or not OLDEST_FORMAT <= found <= FORMAT:
+        raise ValueError(
+            f"it has format {found}, this Cairn reads formats {OLDEST_FORMAT} to {FORMAT}; use the version that wrote "
+            "it, or a newer one"
+        )
 
 
 def causal_order(commits: Iterable[Commit]) -> list[Commit]:

@@ -1,7 +1,8 @@
 """What two commits of the same step made, held against each other.
 
 Only what they made counts: weight versions, state digest, values, and the content of every file. When and where it was
-made, by which attempt and in how many seconds, does not.
+made, by which attempt and in how many seconds, does not; nor what only one of them notes, since a later version of the
+code made it: another value, or a column that its table got since.
 """
 
 from collections.abc import Sequence
@@ -10,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 
 from storage.commits import Commit, OutputFile
-from storage.schemas import MEASURED
-from storage.snapshots import read_table
+from storage.schemas import MEASURED, SCHEMAS
+from storage.snapshots import read_recorded_table
 from storage.store import Store
 
-_COMPARED = ("weight_version_in", "weight_version_out", "state_digest", "values")
+_COMPARED = ("weight_version_in", "weight_version_out", "state_digest")
 _TABLE = ".parquet"
 
 
@@ -26,6 +27,11 @@ def differences(ours: Commit, our_store: Store, theirs: Commit, their_store: Sto
         for field in _COMPARED
         if getattr(ours, field) != getattr(theirs, field)
     ]
+    our_values, their_values = (
+        {name: commit.values[name] for name in ours.values.keys() & theirs.values.keys()} for commit in (ours, theirs)
+    )
+    if our_values != their_values:
+        found.append(f"values is {our_values} and {their_values}")
     our_files, their_files = _files(ours), _files(theirs)
     for name in sorted({*our_files, *their_files}):
         first, second = our_files.get(name), their_files.get(name)
@@ -33,15 +39,22 @@ def differences(ours: Commit, our_store: Store, theirs: Commit, their_store: Sto
             found.append(f"{name} is in one only")
         elif (first.content or first.sha256) != (second.content or second.sha256):
             if name.endswith(_TABLE):
-                tables = read_table(our_store, ours.run, first), read_table(their_store, theirs.run, second)
-                found += [f"{name}: {sentence}" for sentence in table_differences(*tables)]
+                tables = (
+                    read_recorded_table(our_store, ours.run, first),
+                    read_recorded_table(their_store, theirs.run, second),
+                )
+                found += [f"{name}: {sentence}" for sentence in table_differences(*tables, SCHEMAS.get(ours.step))]
             else:
                 found.append(f"{name} has other bytes")
     return found
 
 
-def table_differences(ours: pa.Table, theirs: pa.Table) -> list[str]:
-    """Where two tables hold different values, columns that were measured left out."""
+def table_differences(ours: pa.Table, theirs: pa.Table, schema: pa.Schema | None = None) -> list[str]:
+    """Where two tables hold different values, columns that were measured left out, and those that the one was written
+    before the schema had them."""
+    later = {field.name for field in schema or () if field.nullable}
+    later &= {*ours.column_names} ^ {*theirs.column_names}
+    ours, theirs = (table.select([n for n in table.column_names if n not in later]) for table in (ours, theirs))
     if ours.schema != theirs.schema:
         return ["the columns differ"]
     if ours.num_rows != theirs.num_rows:
@@ -54,7 +67,7 @@ def table_differences(ours: pa.Table, theirs: pa.Table) -> list[str]:
     columns = [name for name, rows in rows_by_column.items() if rows]
     rows = sorted(set().union(*rows_by_column.values()))
     if not rows:
-        return ["other bytes for equal values"]
+        return [] if later else ["other bytes for equal values"]
     return [f"{', '.join(columns)} differ in {len(rows)} of {ours.num_rows} rows, first in row {rows[0]}"]
 
 

@@ -48,9 +48,9 @@ def delete_run(store: Store, run: str) -> None:
             store.discard(write)
     finally:
         lease.release(Outcome.STOPPED)
-    leases = store.list(layout.leases(run))
+    leases = store.find(layout.leases(run))
     for ends in (False, True):  # a lease without its end would look as if its holder lived
-        _delete_all(store, (f"{layout.leases(run)}/{name}" for name in leases if (name.count(".") > 1) == ends))
+        _delete_all(store, (path for path in leases if (path.rpartition("/")[2].count(".") > 1) == ends))
     store.delete(manifest)
     store.remove_empty_folders(layout.run(run))
 

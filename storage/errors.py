@@ -12,6 +12,10 @@ class StoreRefused(StoreError):
     what to change."""
 
 
+class StoreFull(StoreRefused):
+    """No space is left there. A new try helps when somebody has freed some."""
+
+
 class Damaged(Exception):
     """A committed piece is missing, torn or altered. The message names it with what was expected and found."""
 

@@ -2,15 +2,21 @@
 
 ```
 runs/<run>/run.json                                         the manifest
+runs/<run>/upgrades/<number>.json                           the terms of a newer version of the code
 runs/<run>/leases/<epoch>.json                              who owned the run from this epoch on
 runs/<run>/leases/<epoch>.renewed.json                      rewritten every few seconds by a living owner
 runs/<run>/leases/<epoch>.end.json                          how the owner ended
 runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
 runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt of a step wrote
 runs/<run>/retired/<iteration>.<kind>.json                  whose files retention removed; the commits stay
+self-tests/<fingerprint>.json                               whether a kind of machine gives the same bits twice
 ```
 Iterations and epochs have six digits, so that names sort like numbers. An attempt is named
 `[<shard>.]<epoch>-<random>`.
+
+Other names may lie there too: what a file system or a file browser leaves (`.DS_Store`, `lost+found`, `.nfs…`, markers
+of empty folders), what a person has put there. Whoever lists a folder passes each name to the `parse_…` function that
+belongs to the folder, and leaves out what it does not know.
 """
 
 import re
@@ -19,6 +25,9 @@ from enum import StrEnum
 from storage.paths import check_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NUMBER = re.compile(r"\d{6}")
+_MARKER = re.compile(r"([a-z]+)(?:\.([A-Za-z0-9][A-Za-z0-9._-]*))?\.json")
+_ATTEMPT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*\.)?\d{6}-[0-9a-f]+")
 _FILE = re.compile(r"iterations/(\d{6})/([a-z]+)/((?:[A-Za-z0-9._-]+\.)?\d{6}-[0-9a-f]+)/.+")
 _LONGEST_NAME = 100
 _LONGEST_ATTEMPT = _LONGEST_NAME + len(".000000-0123456789ab")
@@ -79,6 +88,11 @@ def run(name: str) -> str:
     return f"runs/{check_name(name, 'run')}"
 
 
+def self_test(fingerprint: str) -> str:
+    """Whether machines of a kind give the same bits twice, as tried by the run that first trained on one."""
+    return f"self-tests/{check_name(fingerprint, 'fingerprint')}.json"
+
+
 def in_run(name: str, path: str) -> str:
     """Store path of a path that is relative to a run's folder, as in `OutputFile.path`."""
     return f"{run(name)}/{check_path(path)}"
@@ -87,6 +101,11 @@ def in_run(name: str, path: str) -> str:
 def run_manifest(name: str) -> str:
     """`run.json`."""
     return f"{run(name)}/run.json"
+
+
+def upgrade(name: str, number: int) -> str:
+    """The terms under which another version of the code went on with a run, from 1."""
+    return f"{run(name)}/upgrades/{digits(number, 'upgrade')}.json"
 
 
 def leases(name: str) -> str:
@@ -127,6 +146,46 @@ def retirements(name: str) -> str:
 def retired(name: str, iteration: int, kind: Kind) -> str:
     """The marker that an iteration's files were removed by retention."""
     return f"{retirements(name)}/{digits(iteration, 'iteration')}.{kind}.json"
+
+
+def parse_run(name: str) -> str | None:
+    """The run whose folder an entry of `runs` may be."""
+    run = name.removesuffix("/")
+    return run if name.endswith("/") and is_name(run) else None
+
+
+def parse_iteration(name: str) -> int | None:
+    """The iteration whose folder an entry of `iterations` is."""
+    number = name.removesuffix("/")
+    return int(number) if name.endswith("/") and _NUMBER.fullmatch(number) else None
+
+
+def parse_commit(name: str) -> tuple[str, str | None] | None:
+    """Step and shard of the commit that an entry of an iteration is."""
+    match = _MARKER.fullmatch(name)
+    return (match[1], match[2]) if match and (match[2] is None or is_name(match[2])) else None
+
+
+def parse_attempt(name: str) -> str | None:
+    """The attempt whose folder an entry of a step is."""
+    attempt = name.removesuffix("/")
+    return (
+        attempt if name.endswith("/") and is_name(attempt, _LONGEST_ATTEMPT) and _ATTEMPT.fullmatch(attempt) else None
+    )
+
+
+def parse_lease(name: str) -> int | None:
+    """The epoch of the lease that an entry of `leases` is; renewals and ends are none."""
+    epoch = name.removesuffix(".json")
+    return int(epoch) if name.endswith(".json") and _NUMBER.fullmatch(epoch) else None
+
+
+def parse_retired(name: str) -> tuple[int, Kind] | None:
+    """What an entry of `retirements` says is gone."""
+    iteration, _, rest = name.partition(".")
+    kind = rest.removesuffix(".json")
+    known = rest.endswith(".json") and _NUMBER.fullmatch(iteration) and kind in set(Kind)
+    return (int(iteration), Kind(kind)) if known else None
 
 
 def parse_file(name: str, path: str) -> tuple[int, str, str] | None:

@@ -12,14 +12,16 @@ runs/<run>/leases/000003.end.json       its outcome, when it gives the run back
 | ended | creates the next epoch |
 | its process, on this machine, is gone | creates the next epoch |
 | its process, on this machine, is there | is refused (LeaseHeld) |
-| elsewhere, renewed within its time to live | is refused |
-| elsewhere, not renewed any more | creates the next epoch |
+| elsewhere, and something of it changes while it is watched | is refused |
+| elsewhere, and nothing of it changes for its time to live | creates the next epoch |
 | any, with takeover | creates the next epoch |
 
 Of several drivers that create one epoch exactly one wins. Right before each try at a commit a driver asks whether its
 own epoch is still there and a newer one is not, and stops otherwise: one that was suspended and taken over commits
-nothing when it wakes, but for a request that it had sent. Clocks of two machines may differ: a lease from elsewhere
-that looks expired is watched for a while first, and counts as expired only if nothing changes.
+nothing when it wakes, but for a request that it had sent.
+
+No wall clock decides. A process is known by the tick at which it started, counted by its kernel since the boot; what a
+holder elsewhere does is watched and timed by the watcher's own monotonic clock. The times in a lease are for people.
 """
 
 import itertools
@@ -28,8 +30,9 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -44,9 +47,13 @@ TIME_TO_LIVE = 30.0
 """Seconds without renewal after which a holder on another machine counts as dead."""
 RENEWAL_INTERVAL = 5.0
 """Seconds between renewals."""
+WATCH_INTERVAL = 0.5
+"""Seconds between two looks at the lease of a holder elsewhere."""
 _MARKER = {"run", "epoch", "holder", "acquired_at", "time_to_live"}
 _SAME_START = 2.0
 """Seconds by which two readings of one process's start time may differ: it is derived from an adjustable clock."""
+_START_FIELD = 22
+"""Of /proc/<pid>/stat: clock ticks between the boot and the start of the process."""
 
 
 class Outcome(StrEnum):
@@ -58,6 +65,8 @@ class Outcome(StrEnum):
     """An error that retries did not mend."""
     STOPPED = "stopped"
     """Someone asked it to stop."""
+    PREEMPTED = "preempted"
+    """The machine was wanted for something else: it was told to end, and did so in order."""
 
 
 class Holder(Record):
@@ -70,6 +79,10 @@ class Holder(Record):
     """Boot of the kernel and process namespace: where equal, `pid` can be looked up."""
     pid: int
     process_started_at: float
+    """Unix seconds, by a clock that may be set meanwhile."""
+    start_ticks: int | None = None
+    """Clock ticks of the kernel from its boot to the start of the process: with boot and namespace they make `pid` one
+    process. None in a lease that an earlier version wrote."""
 
     @classmethod
     def this_process(cls) -> "Holder":
@@ -80,25 +93,40 @@ class Holder(Record):
             machine=_machine(),
             pid=os.getpid(),
             process_started_at=psutil.Process().create_time(),
+            start_ticks=_start_ticks(os.getpid()),
         )
 
     def is_gone(self) -> bool | None:
         """Whether the process has ended; None where this machine cannot tell."""
-        if self.machine != _machine():
+        if not self.machine or self.machine != _machine():
             return None
         try:
             process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            if self.start_ticks is not None:
+                return _start_ticks(self.pid) != self.start_ticks
+            # Another process may have the number now, or somebody has set the clock.
             same = abs(process.create_time() - self.process_started_at) < _SAME_START
-            return not same or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             return True
+        return False if same else None
 
 
 def _machine() -> str:
+    """Empty where the kernel does not say: then nobody is known to be on this machine."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
-        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+        return ""
     return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _start_ticks(pid: int) -> int | None:
+    """None where there is no /proc. Raises FileNotFoundError or ProcessLookupError without such a process."""
+    if not Path("/proc/self/stat").exists():
+        return None
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
+    return int(after_name[_START_FIELD - 3])
 
 
 class LeaseState(Record):
@@ -114,12 +142,14 @@ class LeaseState(Record):
     outcome: Outcome | None = None
     """None while the holder has not said how it ended."""
 
-    def is_over(self) -> bool:
-        """Whether nobody owns the run any more, as far as a single look can tell."""
-        if self.outcome is not None:
-            return True
-        gone = self.holder.is_gone()
-        return time.time() - self.renewed_at > self.time_to_live if gone is None else gone
+    def is_over(self) -> bool | None:
+        """Whether nobody owns the run any more; None where one look cannot tell, since the holder is elsewhere."""
+        return True if self.outcome is not None else self.holder.is_gone()
+
+    def looks_over(self) -> bool:
+        """The same for people to read, who take the clocks' word for a holder elsewhere: nothing may rest on it."""
+        over = self.is_over()
+        return time.time() - self.renewed_at > self.time_to_live if over is None else over
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.acquired_at))
@@ -129,15 +159,20 @@ class LeaseState(Record):
 def newest_lease(store: Store, run: str) -> LeaseState | None:
     """The lease with the newest epoch, or None if no driver ever owned the run. Raises Damaged."""
     names = store.list(layout.leases(run))
-    epochs = [int(name.partition(".")[0]) for name in names if name.count(".") == 1]
-    if not epochs:
+    epochs = [epoch for name in names if (epoch := layout.parse_lease(name)) is not None]
+    epoch = max(epochs, default=0)
+    while store.exists(layout.lease(run, epoch + 1)):  # a listing may lag behind
+        epoch += 1
+    if not epoch:
         return None
-    epoch = max(epochs)
     fields = _read(store, layout.lease(run, epoch))
     fields["renewed_at"] = fields["acquired_at"]
     for path in (layout.lease_renewal(run, epoch), layout.lease_end(run, epoch)):
-        if PurePosixPath(path).name in names:
-            fields |= _read(store, path)
+        with suppress(FileNotFoundError):
+            sign = _read(store, path)
+            # A driver of a deleted run may have written it beside the lease of the run that has its name now.
+            if sign.pop("holder_id", None) in (None, fields["holder"]["id"]):
+                fields |= sign
     try:
         return LeaseState.model_validate(fields)
     except ValidationError as error:
@@ -182,10 +217,10 @@ class Lease:
         renewal_interval: float = RENEWAL_INTERVAL,
     ) -> "Lease":
         """Own the run from now on. Raises LeaseHeld if a live driver owns it, unless `takeover`, and if another driver
-        was faster. Takes a third of the holder's time to live where it lived on another machine."""
+        was faster. Takes the holder's time to live where it lived on another machine and has not said that it ended."""
         newest = newest_lease(store, run)
         if newest is not None and not takeover:
-            _require_over(store, newest)
+            newest = _require_over(store, newest)
         now = time.time()
         state = LeaseState(
             run=run,
@@ -217,12 +252,7 @@ class Lease:
             raise StoreError(
                 f"the lease on run {self.run!r} could not be renewed for {silent:.0f} s: {self._failure}"
             ) from self._failure
-        # Deleting a run ends its epochs, and the next run of its name begins with the first again.
-        try:
-            holder = _read(self._store, layout.lease(self.run, self.epoch))["holder"]["id"]
-        except FileNotFoundError:
-            holder = None
-        if holder != self.holder.id:
+        if not self._is_there():
             self._ended.set()  # no sign of life of this driver belongs to that epoch
             raise LeaseLost(f"run {self.run!r} was deleted while this driver had it; this driver stops")
 
@@ -232,29 +262,61 @@ class Lease:
             return
         self._ended.set()
         self._renewer.join(self._interval)
-        end = canonical.seal({"outcome": outcome, "renewed_at": time.time()})
-        self._store.create(layout.lease_end(self.run, self.epoch), end)
+        end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id})
+        if self._is_there():
+            self._store.create(layout.lease_end(self.run, self.epoch), end)
+
+    def _is_there(self) -> bool:
+        """Whether the epoch is still this driver's. Deleting a run ends its epochs, and the next run of its name begins
+        with the first again."""
+        try:
+            holder: str = _read(self._store, layout.lease(self.run, self.epoch))["holder"]["id"]
+        except FileNotFoundError:
+            return False
+        return holder == self.holder.id
 
     def _renew(self) -> None:
         for renewals in itertools.count(1):
             if self._ended.wait(self._interval):
                 return
-            sign = canonical.seal({"renewals": renewals, "renewed_at": time.time()})
+            sign = canonical.seal({"renewals": renewals, "renewed_at": time.time(), "holder_id": self.holder.id})
             try:
+                if not self._is_there():
+                    return  # what is there is another run's; `check` says so
                 self._store.write(layout.lease_renewal(self.run, self.epoch), sign)
                 self._renewed, self._failure = time.monotonic(), None
             except Exception as error:  # `check` raises it when it lasts; until then the next renewal may succeed
                 self._failure = error
 
 
-def _require_over(store: Store, newest: LeaseState) -> None:
-    if not newest.is_over():
+def _require_over(store: Store, newest: LeaseState) -> LeaseState | None:
+    """The newest lease, once its holder owns the run no more. Raises LeaseHeld where it does."""
+    over = newest.is_over()
+    watched = over is None
+    if watched:
+        over = _is_silent(store, newest)
+    if not over:
         raise _held(newest)
-    if newest.outcome is None and newest.holder.is_gone() is None:
-        time.sleep(newest.time_to_live / 3)
-        later = newest_lease(store, newest.run)
-        if later is not None and (later.epoch, later.renewals) != (newest.epoch, newest.renewals) and not later.outcome:
-            raise _held(later)
+    if not watched:
+        return newest
+    later = newest_lease(store, newest.run)
+    if later is not None and later.outcome is None and later.holder.id != newest.holder.id:
+        raise _held(later)
+    return later
+
+
+def _is_silent(store: Store, seen: LeaseState) -> bool:
+    """Whether a holder elsewhere leaves its lease as it is for as long as it may. Raises LeaseHeld if another driver
+    takes the run meanwhile."""
+    end = time.monotonic() + seen.time_to_live
+    while time.monotonic() < end:
+        time.sleep(min(WATCH_INTERVAL, seen.time_to_live))
+        now = newest_lease(store, seen.run)
+        if now is not None and now.outcome is None and now.holder.id != seen.holder.id:
+            raise _held(now)
+        if now != seen:
+            return now is None or now.outcome is not None
+    return True
 
 
 def _held(state: LeaseState) -> LeaseHeld:

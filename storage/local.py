@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from storage.errors import StoreError, StoreRefused
-from storage.paths import check_path
+from storage.errors import StoreError, StoreFull, StoreRefused
+from storage.paths import check_path, is_path
 from storage.store import Unfinished
 
 _REFUSALS = {
@@ -31,6 +31,7 @@ _REFUSALS = {
     errno.ENAMETOOLONG: "the name is too long for the file system; choose shorter names",
     errno.ENOTSUP: "the file system has no hard links, which exclusive creation needs; choose another store",
 }
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _SYNCS_AT_A_TIME = 8
 _FOLDERS_REMEMBERED = 4096
@@ -42,7 +43,9 @@ def _named_errors(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _REFUSALS:
-            raise StoreRefused(f"cannot {action} {path}: {_REFUSALS[error.errno]}") from error
+            raise (StoreFull if error.errno in _FULL else StoreRefused)(
+                f"cannot {action} {path}: {_REFUSALS[error.errno]}"
+            ) from error
         raise StoreError(f"cannot {action} {path}: {error.strerror}") from error
 
 
@@ -199,7 +202,7 @@ class LocalStore:
                     names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        return sorted(name for name in names if not _is_temporary(name))
+        return sorted(name for name in names if is_path(name.removesuffix("/")) and not _is_temporary(name))
 
     def discard(self, unfinished: Unfinished) -> None:
         self.delete(unfinished.path)

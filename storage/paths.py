@@ -1,10 +1,15 @@
 """What a path inside a store may look like."""
 
 
-def check_path(path: str) -> str:
-    """Return a path that stays below its root, or raise ValueError: names between single slashes, none of them empty,
-    "." or "..", no backslash or control character."""
+def is_path(path: str) -> bool:
+    """Whether a path stays below its root: names between single slashes, none of them empty, "." or "..", no backslash
+    or control character."""
     names = path.split("/")
-    if any(name in ("", ".", "..") for name in names) or "\\" in path or any(ord(char) < 32 for char in path):
+    return not (any(name in ("", ".", "..") for name in names) or "\\" in path or any(ord(char) < 32 for char in path))
+
+
+def check_path(path: str) -> str:
+    """Return a path that stays below its root, or raise ValueError."""
+    if not is_path(path):
         raise ValueError(f"{path!r} is not a path inside a store: names between single slashes, without '.' and '..'")
     return path

@@ -7,6 +7,17 @@ runs/<run>/retired/000042.snapshots.json     those of all its other steps
 Commits stay: the Merkle chain is whole. Markers are created, exclusively, before the first file is removed; what a
 crash leaves in between is garbage, which `storage.collector` finds.
 
+Someone may fork the run meanwhile. Each side says first what it is about to do and then looks what the other has said:
+
+| a fork's manifest appears | the fork | retirement |
+|---|---|---|
+| before the marker | is made, unless it sees the marker already | sees the fork, takes the marker back |
+| between marker and second look | sees the marker: is refused and withdrawn | sees the fork, takes the marker back |
+| after the second look | sees the marker: is refused and withdrawn | removes the files |
+
+A crash may leave a marker that was to be taken back. To a fork that was made, a marker at an iteration that it shares
+says nothing as long as the files are there.
+
 | never retired | because |
 |---|---|
 | the newest checkpoint | recovery begins there |
@@ -18,6 +29,7 @@ So nothing is retired before there is a checkpoint: recovery then replays the ru
 """
 
 import time
+import uuid
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,13 +62,20 @@ class Retirement(Record):
 def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> list[Retirement]:
     """Remove what a run need not keep, `due` of it; returns what went."""
     found = list(due(ledger, config, everything=everything))
+    marked: set[str] = set()
     for one in found:
-        marker = {"run": ledger.run, "retired_at": time.time(), **one.model_dump(mode="json", exclude={"files"})}
-        ledger.store.create(layout.retired(ledger.run, one.iteration, one.kind), canonical.seal(marker))
-    # A fork made in the meantime has seen the markers, or is seen here.
+        fields = {"run": ledger.run, "id": uuid.uuid4().hex, "retired_at": time.time()}
+        path = layout.retired(ledger.run, one.iteration, one.kind)
+        if ledger.store.create(path, canonical.seal(fields | one.model_dump(mode="json", exclude={"files"}))):
+            marked.add(path)
     shared = shared_with_forks(ledger) if found else -1
-    remove(ledger.store, [path for one in found if one.iteration > shared for path in one.files])
-    return found
+    for one in found:
+        path = layout.retired(ledger.run, one.iteration, one.kind)
+        if one.iteration <= shared and path in marked:  # someone else's may stand for files that are gone
+            ledger.store.delete(path)
+    going = [one for one in found if one.iteration > shared]
+    remove(ledger.store, [path for one in going for path in one.files])
+    return going
 
 
 def remove(store: Store, paths: Iterable[str]) -> None:
@@ -107,10 +126,10 @@ def candidates(
     `newest`: its last iteration with commits. `checkpoint`: that of its newest checkpoint. `needed`: iterations whose
     snapshots are read although they lie before the checkpoint. `first`: the first iteration that may lose anything.
     """
-    interval, kept = config.save_interval or 1, config.save_retain_interval
+    kept = config.save_retain_interval
     if kept is not None:
-        for iteration in range(checkpoint - 1, first - 1, -1):
-            if (iteration + 1) % interval == 0 and (iteration + 1) % kept != 0:
+        for iteration in range(checkpoint - 1, first - 1, -1):  # those of preempted drivers lie anywhere
+            if (iteration + 1) % kept != 0:
                 yield iteration, Kind.CHECKPOINT
     if config.retain_snapshots is not None:
         for iteration in range(min(checkpoint, newest - max(config.retain_snapshots, 2)), first - 1, -1):
@@ -147,7 +166,7 @@ def require_restorable(ledger: Ledger, iteration: int) -> None:
         return
     places = range(iteration, -1, -1)
     saved = (commit for i in places if (commit := ledger.find(i, Step.CHECKPOINT)) is not None)
-    checkpoint = next((commit.iteration for commit in saved if not is_retired(ledger.store, commit)), -1)
+    checkpoint = next((commit.iteration for commit in saved if not is_retired(ledger, commit)), -1)
     at_end = ledger.find(iteration, Step.CHECKPOINT)
     if at_end is not None and checkpoint != iteration:
         raise Retired(f"run {ledger.run!r} cannot be forked at iteration {iteration}: its checkpoint is retired")
@@ -165,15 +184,20 @@ def require_restorable(ledger: Ledger, iteration: int) -> None:
             )
 
 
-def is_retired(store: Store, commit: Commit) -> bool:
-    """Whether the files of a commit are gone, or about to go. One request."""
-    return store.exists(layout.retired(commit.run, commit.iteration, Kind.of(commit.step)))
+def is_retired(ledger: Ledger, commit: Commit) -> bool:
+    """Whether the files of a commit of a run or its parents are gone, or about to go. One request, or one for each file
+    of a commit that the run shares with its parent."""
+    store = ledger.store
+    if not store.exists(layout.retired(commit.run, commit.iteration, Kind.of(commit.step))):
+        return False
+    shared = commit.iteration < ledger.first_iteration
+    return not shared or not all(store.exists(layout.in_run(commit.run, output.path)) for output in commit.outputs)
 
 
 def retired(ledger: Ledger) -> set[tuple[int, Kind]]:
     """All that a run has retired. One request a thousand."""
-    names = (name.split(".") for name in ledger.store.list(layout.retirements(ledger.run)))
-    return {(int(iteration), Kind(kind)) for iteration, kind, _ in names}
+    names = ledger.store.list(layout.retirements(ledger.run))
+    return {place for name in names if (place := layout.parse_retired(name)) is not None}
 
 
 def forks(store: Store, run: str) -> dict[str, int]:
@@ -187,7 +211,7 @@ def forks(store: Store, run: str) -> dict[str, int]:
             return None
         return parent.iteration if parent is not None and parent.run == run else None
 
-    names = [name.removesuffix("/") for name in store.list(layout.runs()) if name not in (run, f"{run}/")]
+    names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) not in (None, run)]
     with ThreadPoolExecutor(_REQUESTS) as readers:
         found = dict(zip(names, readers.map(parent, names), strict=True))
     return {name: iteration for name, iteration in found.items() if iteration is not None}

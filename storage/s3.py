@@ -5,13 +5,15 @@ or 400), and a reply may be lost after the object was made; so after anything bu
 the creator is whoever's bytes it holds.
 
 A request that fails for a moment (5xx, throttling, timeouts, broken connections) is tried again by botocore; an
-operation that still failed, or whose body was cut off, is tried again here until `PATIENCE` is used up. Both are
-counted; not so the second connection that aiohttp opens at once where one breaks without a reply.
+operation that still failed, or whose body was cut off, is tried again here until `PATIENCE` is used up. A creation is
+tried again here alone, after its guard. All are counted; not so the second connection that aiohttp opens at once where
+one breaks without a reply.
 """
 
 import hashlib
 import itertools
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -35,8 +37,8 @@ from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from storage.errors import StoreError, StoreRefused
-from storage.paths import check_path
+from storage.errors import StoreError, StoreFull, StoreRefused
+from storage.paths import check_path, is_path
 from storage.store import Unfinished
 
 T = TypeVar("T")
@@ -71,18 +73,32 @@ _REFUSALS = {
     "QuotaExceeded": "its quota is used up; free some space or raise it",
     "XMinioStorageFull": "no space is left there; free some",
 }
+_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull"})
+_FULL_STATUS = 507
 _REFUSED_STATUS = {
     401: f"access is denied; {_KEYS}",
     403: f"access is denied; {_KEYS} and the bucket's policy",
-    507: "no space is left there; free some",
+    _FULL_STATUS: "no space is left there; free some",
 }
 _MOMENTARY = {"RequestTimeout", "IncompleteBody", "BadDigest", "PreconditionFailed", "ConditionalRequestConflict"}
 _MOMENTARY_STATUS = {400, 408, 409, 412, 429}
 
 
 def _names(page: dict[str, Any], prefix: str) -> Iterator[str]:
-    yield from (entry["Prefix"].removeprefix(prefix) for entry in page.get("CommonPrefixes", []))
-    yield from (name for entry in page.get("Contents", []) if (name := entry["Key"].removeprefix(prefix)))
+    found = [entry["Prefix"] for entry in page.get("CommonPrefixes", [])]
+    found += [entry["Key"] for entry in page.get("Contents", [])]
+    yield from (name for key in found if is_path((name := key.removeprefix(prefix)).removesuffix("/")))
+
+
+class _NotSentAgain(OSError):
+    """botocore was about to send a conditional PUT again."""
+
+
+def _send_a_creation_once(request: Any, **_: Any) -> None:
+    """Whoever creates is asked before each try whether it still may (`create`'s guard), and botocore does not ask."""
+    attempt = re.search(r"attempt=(\d+)", str(request.headers.get("amz-sdk-request", "")))
+    if "If-None-Match" in request.headers and attempt is not None and int(attempt[1]) > 1:
+        raise _NotSentAgain("a creation is tried again by its creator alone")
 
 
 class S3Store:
@@ -154,7 +170,8 @@ class S3Store:
     def find(self, folder: str) -> dict[str, int]:
         prefix, root = self._key(folder) + "/", len(self._prefix)
         pages = self._pages(prefix)
-        return {entry["Key"][root:]: entry["Size"] for page in pages for entry in page.get("Contents", [])}
+        sizes = {entry["Key"][root:]: entry["Size"] for page in pages for entry in page.get("Contents", [])}
+        return {path: size for path, size in sizes.items() if is_path(path)}
 
     def delete(self, path: str) -> None:
         self._retrying(
@@ -162,12 +179,20 @@ class S3Store:
         )
 
     def unfinished(self, folder: str) -> list[Unfinished]:
-        where = {"Bucket": self._bucket, "Prefix": self._key(folder) + "/"}
-        page = self._retrying(lambda: self._call(folder, self._s3.call_s3, "list_multipart_uploads", **where))
-        return [
-            Unfinished(upload["Key"][len(self._prefix) :], None, upload["Initiated"].timestamp(), upload["UploadId"])
-            for upload in page.get("Uploads", [])
-        ]
+        found: list[Unfinished] = []
+        after: dict[str, str] = {}
+        while True:
+            page = self._retrying(lambda after=after: self._uploads_page(folder, after))  # type: ignore[misc]
+            for upload in page.get("Uploads", []):
+                path, began = upload["Key"][len(self._prefix) :], upload["Initiated"].timestamp()
+                found.append(Unfinished(path, None, began, upload["UploadId"]))
+            if not page.get("IsTruncated"):
+                return found
+            after = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _uploads_page(self, folder: str, after: dict[str, str]) -> dict[str, Any]:
+        where = {"Bucket": self._bucket, "Prefix": self._key(folder) + "/", **after}
+        return self._call(folder, self._s3.call_s3, "list_multipart_uploads", **where)
 
     def list(self, folder: str) -> list[str]:
         prefix = self._key(folder) + "/"
@@ -235,6 +260,7 @@ class S3Store:
             raise StoreRefused(f"store {self.url} cannot be opened: AWS_ENDPOINT_URL is no valid URL") from None
         for event in ("after-call.s3", "after-call-error.s3"):
             connection.s3.meta.events.register(event, self._count_request_retries)
+        connection.s3.meta.events.register("before-send.s3.PutObject", _send_a_creation_once)
         return connection
 
     def _key(self, path: str) -> str:
@@ -298,11 +324,15 @@ class S3Store:
             code = reply.response.get("Error", {}).get("Code", "")
             status = reply.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             if code in _REFUSALS:
-                return StoreRefused(f"store {self.url} cannot be used: {_REFUSALS[code]}")
+                return (StoreFull if code in _FULL else StoreRefused)(
+                    f"store {self.url} cannot be used: {_REFUSALS[code]}"
+                )
             if status == 404:
                 return FileNotFoundError(f"{self.url} has no {path}")
             if status in _REFUSED_STATUS:
-                return StoreRefused(f"store {self.url} cannot be used: {_REFUSED_STATUS[status]}")
+                return (StoreFull if status == _FULL_STATUS else StoreRefused)(
+                    f"store {self.url} cannot be used: {_REFUSED_STATUS[status]}"
+                )
             if code in _MOMENTARY or status in _MOMENTARY_STATUS or status >= 500:
                 return StoreError(f"store {self.url} failed at {path}: HTTP {status} {code}")
             return StoreRefused(f"store {self.url} refuses {path}: HTTP {status} {code}")
@@ -318,6 +348,7 @@ class S3Store:
         with self._counting:
             self.retries += 1
 
-    def _count_request_retries(self, context: dict[str, Any], **_: Any) -> None:
+    def _count_request_retries(self, context: dict[str, Any], exception: Exception | None = None, **_: Any) -> None:
+        sent = context["retries"]["attempt"] - isinstance(exception, _NotSentAgain)
         with self._counting:
-            self.retries += context["retries"]["attempt"] - 1
+            self.retries += sent - 1

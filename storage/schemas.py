@@ -1,8 +1,14 @@
-"""The tables that steps write. One row a sample, unless said; token columns hold one element a response token."""
+"""The tables that steps write. One row a sample, unless said; token columns hold one element a response token.
+
+A ledger outlives the code that wrote it. A column that a schema gets later is nullable, and is read as null from tables
+that were written without it; what a reader makes of null is said where the column is declared.
+"""
 
 from enum import StrEnum
 
 import pyarrow as pa
+
+from storage.commits import Step
 
 
 class Status(StrEnum):
@@ -53,7 +59,7 @@ ROLLOUT = _schema(
     ("response_text", pa.string()),
     ("response_ids", _IDS),
     ("log_probs", _FLOATS),  # of the response tokens under the rollout engine
-    ("loss_mask", pa.list_(pa.uint8())),  # 1: trained on
+    ("loss_mask", pa.list_(pa.uint8())),  # 1: trained on, unless the group's max_age in `filter` says otherwise
     ("weight_versions", _IDS),  # that each response token was sampled from
     ("finish_reason", pa.string()),  # engines.types.FinishReason
     ("status", pa.string()),  # Status
@@ -67,6 +73,16 @@ ROLLOUT = _schema(
     nullable=frozenset({"error", "label", "metadata"}),
 )
 """`rollout`: what was sampled."""
+
+KEPT = pa.field("kept_token_ids", pa.list_(pa.large_list(pa.int32())), nullable=True)
+"""A column of `rollout` where sampling is cut down to the most probable tokens (top-p, top-k): for each response token,
+the ids that were left to draw it from, ascending; empty where that was the whole vocabulary."""
+
+
+def rollout_schema(*, cut: bool) -> pa.Schema:
+    """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from."""
+    return ROLLOUT.append(KEPT) if cut else ROLLOUT
+
 
 REWARD = _schema(
     ("group_id", pa.int64()),
@@ -85,12 +101,14 @@ FILTER = _schema(
     ("group_id", pa.int64()),
     ("iteration", pa.int64()),  # where its samples lie: iteration …
     ("shard", pa.string()),  # … and shard
-    ("kept", pa.bool_()),  # passed the filter
+    ("kept", pa.bool_()),  # passed the filter, or trained on all the same
     ("disposition", pa.string()),  # Disposition
     ("reason", pa.string()),  # why it was dropped
     ("mean_reward", pa.float32()),  # of the group's rewards
     ("std_reward", pa.float32()),
-    nullable=frozenset({"reason", "mean_reward", "std_reward"}),
+    ("age", pa.int32()),  # of its newest tokens, in publications; null: not known
+    ("max_age", pa.int32()),  # of the tokens that are trained on; null: of any age
+    nullable=frozenset({"reason", "mean_reward", "std_reward", "age", "max_age"}),
 )
 """`filter`: one row a group."""
 
@@ -111,6 +129,8 @@ ADVANTAGE = _schema(
     ("reward", pa.float32()),  # as the update uses it
     ("advantages", _FLOATS),
     ("returns", _FLOATS),
+    ("ages", _IDS),  # of each token when it is trained on, in publications; null: not known
+    nullable=frozenset({"ages"}),
 )
 """`advantage`: the samples of one update, in the order in which its optimizer steps consume them."""
 
@@ -131,3 +151,35 @@ EVAL = _schema(
     nullable=frozenset({"reward", "label", "error"}),
 )
 """`eval`: one row a sample of a benchmark."""
+
+GENERATED_EVAL = _schema(
+    ("group_id", pa.int64()),  # the prompt's index
+    ("sample_index", pa.int32()),
+    ("response_ids", _IDS),
+    ("finish_reason", pa.string()),
+    ("error", pa.string()),
+    nullable=frozenset({"error"}),
+)
+"""Of the write-ahead log of `eval`: what is generated, and graded when all is."""
+
+SCHEMAS: dict[str, pa.Schema] = {
+    Step.ROLLOUT: ROLLOUT,
+    Step.REWARD: REWARD,
+    Step.FILTER: FILTER,
+    Step.SCORE: SCORE,
+    Step.ADVANTAGE: ADVANTAGE,
+    Step.EVAL: EVAL,
+}
+"""Of the tables that steps write."""
+
+
+def complete(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """A table of a schema, with the columns that an earlier version of the schema was without: all null. They stand
+    where the schema has them."""
+    lacking = [field for field in schema if field.nullable and field.name not in table.column_names]
+    if not lacking:
+        return table
+    for field in lacking:
+        table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    order = [name for name in schema.names if name in table.column_names]
+    return table.select([*order, *(name for name in table.column_names if name not in order)])

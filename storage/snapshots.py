@@ -1,6 +1,6 @@
 """The files of a step's attempt. They exist for nobody until a commit names them with their digests.
 
-A rollout shard also keeps a write-ahead log while it runs:
+A rollout shard, and an evaluation, also keep a write-ahead log while they run:
 ```
 runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/000000.<sha256>.arrow
 ```
@@ -32,7 +32,7 @@ from storage import layout, tables
 from storage.commits import OutputFile, Step
 from storage.errors import Damaged, Retired, StoreError
 from storage.paths import check_path
-from storage.schemas import ROLLOUT
+from storage.schemas import ROLLOUT, SCHEMAS, complete
 from storage.store import Store, StoredFile
 
 _PARTS = "write_ahead"
@@ -122,23 +122,42 @@ def check_bytes(path: str, output: OutputFile, size: int, sha256: str) -> None:
 
 def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
     """A committed table, or some of its columns. Raises Damaged, naming the file, if it is missing or not what was
-    committed (the whole file is checked whatever columns are wanted), and Retired."""
-    return tables.from_parquet(read_bytes(store, run, output), columns)
+    committed (the whole file is checked whatever columns are wanted), and Retired. Columns that the step's table has
+    got since are null."""
+    table = read_recorded_table(store, run, output)
+    place = layout.parse_file(run, layout.in_run(run, output.path))
+    if place is not None and place[1] in SCHEMAS:
+        table = complete(table, SCHEMAS[place[1]])
+    return table if columns is None else table.select(list(columns))
+
+
+def read_recorded_table(store: Store, run: str, output: OutputFile) -> pa.Table:
+    """A committed table with the columns that it was written with. Raises as `read_table` does."""
+    data = read_bytes(store, run, output)
+    try:
+        return tables.from_parquet(data)
+    except ValueError as error:
+        raise Damaged(f"{layout.in_run(run, output.path)} is not what Cairn writes: {error}") from error
 
 
 def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None]) -> int:
     """How many groups of a rollout lie finished in write-ahead parts of shards other than those `committed`."""
     folder = layout.attempts(run, iteration, Step.ROLLOUT)
     found: set[tuple[str | None, int]] = set()
-    for attempt in (name.removesuffix("/") for name in store.list(folder)):
-        shard = layout.attempt_shard(attempt)
-        if shard in committed:
+    for attempt in map(layout.parse_attempt, store.list(folder)):
+        if attempt is None or (shard := layout.attempt_shard(attempt)) in committed:
             continue
-        for part in store.list(f"{folder}/{attempt}/{_PARTS}"):
-            table = _read_part(store, f"{folder}/{attempt}/{_PARTS}/{part}")
+        for path in _parts(store, f"{folder}/{attempt}"):
+            table = _read_part(store, path)
             if table is not None:
                 found |= {(shard, group) for group in table["group_id"].to_pylist()}
     return len(found)
+
+
+def _parts(store: Store, attempt: str) -> list[str]:
+    """Store paths of the write-ahead parts in an attempt's folder."""
+    folder = f"{attempt}/{_PARTS}"
+    return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".arrow")]
 
 
 def _read_part(store: Store, path: str) -> pa.Table | None:
@@ -149,11 +168,14 @@ def _read_part(store: Store, path: str) -> pa.Table | None:
         return None
     if not path.endswith(f".{hashlib.sha256(data).hexdigest()}.arrow"):
         return None
-    return pa.ipc.open_file(data).read_all()
+    try:
+        return tables.from_ipc(data)
+    except ValueError as error:
+        raise Damaged(f"{path} is not what Cairn writes: {error}") from error
 
 
 class WriteAhead:
-    """The write-ahead log of a rollout shard: groups are durable the moment they finish.
+    """The write-ahead log of a rollout shard or an evaluation: groups are durable the moment they finish.
 
     Whatever was appended while the last part was written goes out as the next part, so the log keeps up with any rate
     with one write at a time, and generation never waits for it. See the module for what a part is.
@@ -162,11 +184,22 @@ class WriteAhead:
     itself.
     """
 
-    def __init__(self, attempt: Attempt, inputs_digest: str, *, deadline: float = 120.0):
+    def __init__(
+        self,
+        attempt: Attempt,
+        inputs_digest: str,
+        *,
+        schema: pa.Schema = ROLLOUT,
+        earlier_digests: Collection[str] = (),
+        deadline: float = 120.0,
+    ):
         """`inputs_digest`: of everything the rows depend on; only parts made from the same inputs are taken over.
+        `schema`: of the rows. `earlier_digests`: of the same by the rules of earlier versions of the code.
         `deadline`: seconds that `close` may take."""
         self._attempt = attempt
         self._inputs_digest = inputs_digest
+        self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
+        self._schema = schema
         self._deadline = deadline
         self._changed = threading.Condition()
         self._waiting: list[pa.Table] = []
@@ -191,7 +224,7 @@ class WriteAhead:
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
     def append(self, table: pa.Table) -> None:
-        """Hand over finished groups, each of them whole, in the ROLLOUT schema. Returns at once."""
+        """Hand over finished groups, each of them whole, in the log's schema. Returns at once."""
         with self._changed:
             self._raise_error()
             if self._closed:
@@ -215,11 +248,10 @@ class WriteAhead:
         attempt = self._attempt
         folder = layout.attempts(attempt.run, attempt.iteration, attempt.step)
         paths = []
-        for name in (entry.removesuffix("/") for entry in attempt.store.list(folder)):
-            if name != attempt.name and layout.attempt_shard(name) == attempt.shard:
-                parts = f"{folder}/{name}/{_PARTS}"
-                paths += [f"{parts}/{part}" for part in attempt.store.list(parts)]
-        found = [ROLLOUT.empty_table()]
+        for name in map(layout.parse_attempt, attempt.store.list(folder)):
+            if name is not None and name != attempt.name and layout.attempt_shard(name) == attempt.shard:
+                paths += _parts(attempt.store, f"{folder}/{name}")
+        found = [self._schema.empty_table()]
         seen: set[int] = set()
         with ThreadPoolExecutor(_READERS) as readers:
             for path, table in zip(paths, readers.map(self._own_part, paths), strict=True):
@@ -237,9 +269,8 @@ class WriteAhead:
         if table is None:
             return None
         metadata = table.schema.metadata or {}
-        table = table.replace_schema_metadata(None)
-        mine = metadata.get(_INPUTS_KEY) == self._inputs_digest.encode() and table.schema.equals(ROLLOUT)
-        return table if mine else None
+        table = complete(table.replace_schema_metadata(None), self._schema)
+        return table if metadata.get(_INPUTS_KEY) in self._accepted and table.schema.equals(self._schema) else None
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -48,6 +48,8 @@ class Store(Protocol):
     What costs what: on an object store `read`, `exists`, `create`, `delete` and a small `write` are one request each,
     `list` and `find` one request a thousand entries, and `put_file` one request a part. Nothing is cached: a call sees
     what other processes did before it.
+
+    `list`, `page` and `find` leave out what has no usable path, such as the markers that file browsers make of folders.
     """
 
     url: str

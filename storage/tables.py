@@ -1,8 +1,9 @@
 """Tables as Parquet bytes: small, and equal for equal tables."""
 
+import base64
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +12,16 @@ from storage.schemas import MEASURED
 
 _NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
 """Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""
+_PARQUET_END, _IPC_END = 8, 10
+"""Bytes after the footer, where the schema is: its length and the name of the format."""
+_EXTENSION = b"ARROW:extension"
+"""Begins what the schema says of a column of a type that some library registered. Arrow writes it as it is;"""
+_EXTENSION_IN_BASE64 = [
+    base64.b64encode(bytes(shift) + _EXTENSION)[-(-shift * 4 // 3) :][: (len(_EXTENSION) * 8 - 12) // 6]
+    for shift in range(3)
+]
+"""Parquet holds Arrow's schema in base64, where it may begin at any of three places; the characters at both ends, which
+hold bits of its neighbours too, are left out."""
 _PAGE_BYTES = 8 * 2**20
 """Of a page: the window in which zstd finds text and tokens again that other samples have too."""
 
@@ -43,6 +54,27 @@ def content_digest(table: pa.Table) -> str | None:
     return hashlib.sha256(to_parquet(table.drop_columns(measured))).hexdigest() if measured else None
 
 
-def from_parquet(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table, or some of its columns in the order given."""
-    return pq.read_table(pa.BufferReader(data), columns=None if columns is None else list(columns))
+def from_parquet(data: bytes) -> pa.Table:
+    """The table as it was written. Raises ValueError if the bytes are no table of plain columns."""
+    footer = data[max(0, len(data) - _PARQUET_END - int.from_bytes(data[-_PARQUET_END:-4], "little")) :]
+    _require_plain(footer, _EXTENSION_IN_BASE64)  # opening the file would already read its types
+    try:
+        return pq.read_table(pa.BufferReader(data))
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"it is not a Parquet file: {error!s:.200}") from None
+
+
+def from_ipc(data: bytes) -> pa.Table:
+    """The table of an Arrow IPC file. Raises ValueError as `from_parquet` does."""
+    footer = data[max(0, len(data) - _IPC_END - int.from_bytes(data[-_IPC_END:-6], "little")) :]
+    _require_plain(footer, [_EXTENSION])
+    try:
+        return pa.ipc.open_file(data).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"it is not an Arrow IPC file: {error!s:.200}") from None
+
+
+def _require_plain(footer: bytes, marks: Iterable[bytes]) -> None:
+    """A library that a process has imported may read its own types of columns by unpickling."""
+    if any(mark in footer for mark in marks):
+        raise ValueError("it has columns of a type of some library's own, which is never read")

@@ -1,5 +1,6 @@
 """Reading a whole run again and holding it against its digests."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,10 +45,10 @@ class Finding(Record):
 
 
 class Verified(Record):
-    """What reading one commit (or the manifest) and its files again found."""
+    """What reading one commit (or the manifest, or the terms of an upgrade) and its files again found."""
 
     name: str
-    """`run.json`, or the commit as `000042/rollout.00-000`."""
+    """`run.json`, `upgrades/000001.json`, or the commit as `000042/rollout.00-000`."""
     files: int
     """Files read, the marker included."""
     bytes: int
@@ -62,6 +63,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     and read too. Yields as it goes; reads everything, changes nothing."""
     store = ledger.store
     yield _verify_manifest(store, ledger.run)
+    yield from _verify_upgrades(store, ledger.run)
     digests: dict[str, str] = {}
     with ThreadPoolExecutor(_REQUESTS) as readers:
         # Newest first: a driver that is at work commits what is read before what is made from it.
@@ -85,7 +87,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                     files=1 + len(there),
                     bytes=len(commit.to_bytes()) + sum(output.bytes for output in there),
                     retired=len(read) - len(there),
-                    findings=(*faults, *_verify_inputs(commit, path, digests)),
+                    findings=(*faults, *_verify_terms(ledger, commit), *_verify_inputs(commit, path, digests)),
                 )
 
 
@@ -95,13 +97,34 @@ def _name(path: str) -> str:
 
 def _verify_manifest(store: Store, run: str) -> Verified:
     path = layout.run_manifest(run)
-    data = store.read(path)
+    return _verify_sealed("run.json", path, store.read(path))
+
+
+def _verify_upgrades(store: Store, run: str) -> Iterator[Verified]:
+    for number in itertools.count(1):
+        path = layout.upgrade(run, number)
+        try:
+            data = store.read(path)
+        except FileNotFoundError:
+            return
+        yield _verify_sealed(path.removeprefix(f"{layout.run(run)}/"), path, data)
+
+
+def _verify_sealed(name: str, path: str, data: bytes) -> Verified:
     findings = []
     try:
         canonical.unseal(data)
     except ValueError as error:
         findings.append(Finding(fault=Fault.UNREADABLE, path=path, message=f"{path} cannot be trusted: {error}"))
-    return Verified(name="run.json", files=1, bytes=len(data), findings=tuple(findings))
+    return Verified(name=name, files=1, bytes=len(data), findings=tuple(findings))
+
+
+def _verify_terms(ledger: Ledger, commit: Commit) -> Iterator[Finding]:
+    try:
+        ledger.terms_of(commit)
+    except Damaged as error:
+        path = layout.upgrade(commit.run, commit.terms)
+        yield Finding(fault=Fault.MISSING, path=path, message=str(error))
 
 
 def _read_commit(store: Store, path: str) -> Commit | Finding:

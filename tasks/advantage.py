@@ -10,11 +10,12 @@ import torch
 from configs.schema.algorithm import AlgorithmConfig
 from engines.training.losses.kl import kl_divergence
 from storage.commits import Commit, Step
-from storage.schemas import ADVANTAGE, Status
+from storage.schemas import ADVANTAGE
 from tasks.advantages import get_estimator
 from tasks.advantages.distillation import distil, reverse_kl
 from tasks.advantages.normalization import normalise
-from tasks.batch import arrays, rows_of_groups
+from tasks.batch import arrays, rows_of_groups, trained_tokens
+from tasks.sample_metrics import sample_metrics
 from tasks.step import Outcome, StepCall, durable
 
 
@@ -40,13 +41,13 @@ def advantage(
     """Estimate advantages with `algorithm.advantage_estimator`, one row a sample in the order of the batch."""
     run = step.run
     graded = list(rows_of_groups(run, selection, rewards, ["reward"]))
-    columns = ["response_ids", "log_probs", "loss_mask", "status"]
+    columns = ["response_ids", "log_probs", "loss_mask", "weight_versions", "status"]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
     algorithm = run.config.algorithm
     estimate = get_estimator(algorithm.advantage_estimator)
     rewards_per_group = [group.column("reward").to_numpy() for group in graded]
-    masks = arrays(samples, "loss_mask")
+    masks, ages = trained_tokens(run, selection, samples)
     scored = None if scores is None else run.read(scores)
     fields: dict[str, list[np.ndarray]] = {}
     if algorithm.use_critic:
@@ -56,7 +57,7 @@ def advantage(
         assert scored is not None
         pairs = zip(_old_log_probs(samples, scored, algorithm), arrays(scored, "ref_log_probs"), strict=True)
         fields["kl"] = [
-            kl_divergence(torch.tensor(current).double(), torch.tensor(ref).double(), algorithm.kl_loss_type).numpy()
+            kl_divergence(torch.tensor(current).double(), torch.tensor(ref).double(), algorithm.kl_estimator).numpy()
             for current, ref in pairs
         ]
     advantages, returns = estimate(rewards_per_group, lengths, algorithm, loss_masks=masks, **fields)
@@ -77,21 +78,18 @@ def advantage(
             "reward": rewards_flat.astype(np.float32),
             "advantages": pa.array(advantages, ADVANTAGE.field("advantages").type),
             "returns": pa.array(returns, ADVANTAGE.field("returns").type),
+            "ages": pa.array(ages, ADVANTAGE.field("ages").type),
         },
         ADVANTAGE,
     )
     return Outcome(
         tables={"advantages.parquet": table},
         metrics={
-            "raw_reward": float(rewards_flat.mean()),
+            **sample_metrics(rewards_flat, lengths, samples.column("status").to_pylist()),
             "advantages": float(np.concatenate(advantages).mean()),
             "returns": float(np.concatenate(returns).mean()),
             "rollout_log_probs": float(samples.column("log_probs").combine_chunks().flatten().to_numpy().mean()),
-            "truncated_ratio": samples.column("status").to_pylist().count(Status.TRUNCATED) / samples.num_rows,
-            "response_len/mean": float(lengths.mean()),
-            "response_len/median": float(np.median(lengths)),
-            "response_len/max": int(lengths.max()),
-            "response_len/min": int(lengths.min()),
+            **_age_metrics(masks, ages, arrays(samples, "loss_mask")),
             **metrics,
             **_constant_groups(rewards_per_group),
         },
@@ -101,6 +99,20 @@ def advantage(
 def _old_log_probs(samples: pa.Table, scored: pa.Table, algorithm: AlgorithmConfig) -> list[np.ndarray]:
     """[T_i] of each sample: under the policy before the update, as the loss has them."""
     return arrays(samples if algorithm.use_rollout_logprobs else scored, "log_probs")
+
+
+def _age_metrics(
+    masks: Sequence[np.ndarray], ages: Sequence[np.ndarray], rollout_masks: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Of the trained tokens, and how many of the batch's are not trained on since they are too old."""
+    mask = np.concatenate(masks).astype(bool)
+    trained = np.concatenate(ages)[mask]
+    masked = int(np.count_nonzero(np.concatenate(rollout_masks))) - int(mask.sum())
+    return {
+        "age/mean": float(trained.mean()) if len(trained) else 0.0,
+        "age/max": int(trained.max(initial=0)),
+        "age/masked_tokens": masked,
+    }
 
 
 def _mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:

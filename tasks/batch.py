@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from engines.types import TrainBatch
+from engines.types import KeptTokens, TrainBatch
 from storage.commits import Commit, Step
+from storage.schemas import KEPT
 from tasks.context import RunContext
-from tasks.filter import trained_groups
+from tasks.filter import max_ages, trained_groups
+from tasks.versions import token_ages
 
 
 def trained_shards(run: RunContext, selection: Commit) -> tuple[list[Commit], list[Commit]]:
@@ -27,16 +29,37 @@ def trained_shards(run: RunContext, selection: Commit) -> tuple[list[Commit], li
 def rows_of_groups(
     run: RunContext, selection: Commit, shards: Sequence[Commit], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """One table a trained group, in the order of the batch, its samples by index."""
-    tables = {
-        (shard.iteration, shard.shard): run.read(shard, ["group_id", "sample_index", *columns]) for shard in shards
-    }
+    """One table a trained group, in the order of the batch, its samples by index. A column that a shard may lack is
+    null where it does."""
+    wanted = ["group_id", "sample_index", *columns]
+    tables = {(shard.iteration, shard.shard): _with_optional(run.read(shard), wanted) for shard in shards}
     starts: dict[tuple[int, str | None], dict[int, tuple[int, int]]] = {
         place: _group_slices(table) for place, table in tables.items()
     }
     for iteration, shard, group_id in trained_groups(run, selection):
         start, length = starts[iteration, shard][group_id]
         yield tables[iteration, shard].slice(start, length)
+
+
+def trained_tokens(run: RunContext, selection: Commit, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Loss mask and age of every response token of the batch's samples, [T_i] uint8 and [T_i] int32 each.
+
+    Trained on is what the rollout left unmasked and is not older than the filter step allows for its group.
+
+    Args:
+        samples: `group_id`, `loss_mask` and `weight_versions` of the samples in the order of the batch.
+    """
+    iteration, lists = selection.iteration, samples.column("weight_versions").combine_chunks()
+    flat = token_ages(run.ledger, iteration, lists.values.to_numpy(zero_copy_only=False))
+    ages = [flat[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
+    bounds = max_ages(run, selection)
+    masks = []
+    for group_id, mask, age in zip(
+        samples.column("group_id").to_pylist(), arrays(samples, "loss_mask"), ages, strict=True
+    ):
+        bound = bounds[group_id]
+        masks.append(mask if bound is None else mask * (age <= bound).astype(np.uint8))
+    return masks, ages
 
 
 def train_batch(
@@ -47,9 +70,10 @@ def train_batch(
     scores: Commit | None = None,
 ) -> TrainBatch:
     """The batch of an iteration: trained groups in order, with advantages and scores where they are given."""
-    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs"]
+    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions", KEPT.name]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     prompts, responses = arrays(samples, "prompt_ids"), arrays(samples, "response_ids")
+    loss_mask, _ = trained_tokens(run, selection, samples)
     rollout_log_probs = arrays(samples, "log_probs")
     old_log_probs = rollout_log_probs if run.config.algorithm.use_rollout_logprobs else None
     ref_log_probs = values = None
@@ -62,14 +86,47 @@ def train_batch(
     return TrainBatch(
         input_ids=[np.concatenate(pair) for pair in zip(prompts, responses, strict=True)],
         response_lengths=[len(response) for response in responses],
-        loss_mask=arrays(samples, "loss_mask"),
+        loss_mask=loss_mask,
         advantages=None if estimated is None else arrays(estimated, "advantages"),
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
         ref_log_probs=ref_log_probs,
         values=values,
         returns=None if values is None or estimated is None else arrays(estimated, "returns"),
+        kept=kept_tokens(samples, responses),
     )
+
+
+def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
+    """What the tokens of each sample were drawn from, as `storage.schemas.KEPT` has it."""
+    counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
+    ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
+    ends = np.cumsum([0, *map(len, kept)], dtype=np.int32)
+    tokens = pa.LargeListArray.from_arrays(pa.array(np.cumsum(counts, dtype=np.int64)), pa.array(ids))
+    return pa.ListArray.from_arrays(pa.array(ends), tokens).cast(KEPT.type)
+
+
+def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[KeptTokens] | None:
+    """What the tokens of each sample were drawn from; None where that was always the whole vocabulary, as it was where
+    the column is null."""
+    lists = samples.column(KEPT.name).combine_chunks()
+    if lists.null_count == len(lists):
+        return None
+    tokens = lists.values
+    ends, ids = tokens.offsets.to_numpy(), tokens.values.to_numpy(zero_copy_only=False)
+    found = []
+    for (start, end), response in zip(itertools.pairwise(lists.offsets.to_numpy()), responses, strict=True):
+        if start == end:
+            found.append(KeptTokens.whole(len(response)))
+        else:
+            found.append(KeptTokens(ids[ends[start] : ends[end]], np.diff(ends[start : end + 1]).astype(np.int32)))
+    return found
+
+
+def _with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    if KEPT.name in columns and KEPT.name not in table.column_names:
+        table = table.append_column(KEPT, pa.nulls(table.num_rows, KEPT.type))
+    return table.select(list(columns))
 
 
 def arrays(table: pa.Table, column: str) -> list[np.ndarray]:

@@ -18,4 +18,5 @@ def checkpoint(step: StepCall, trained: Commit, selection: Commit) -> Outcome:
         weight_version_in=trained.weight_version_out,
         weight_version_out=trained.weight_version_out,
         state_digest=trained.state_digest,
+        environment=run.fleet.training.environment,
     )

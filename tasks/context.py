@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from configs.loader import from_manifest
 from configs.schema.run import RunConfig
 from storage.commits import Commit, Environment, OutputFile, Step
 from storage.errors import Damaged
@@ -14,13 +15,37 @@ from storage.ledger import Ledger
 from storage.snapshots import read_table
 from tasks.data import Draw, PromptData, draw
 from tasks.events import Message, StepCommitted, StepStarted
+from tasks.retries import RetryTally
 from tasks.rewards.pool import GraderPool
 
 if TYPE_CHECKING:
     from engines.fleet import Fleet
 
-TABLES_KEPT = 32
-"""Snapshots kept in memory after they were written or read: later steps of the iteration read them again."""
+TABLE_BYTES_KEPT = 2 << 30
+"""Of snapshots that stay in memory after they were written or read, since later steps of the iteration read them again;
+beyond it, the one that was asked for longest ago goes."""
+
+
+class WeightsLock:
+    """A lock that its owner may take again, and that counts whose turn it is: nobody had it between two turns whose
+    numbers follow one another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.depth = 0
+        """How often its owner has taken it."""
+        self.turn = 0
+        """Of its owner."""
+
+    def __enter__(self) -> "WeightsLock":
+        self._lock.acquire()
+        self.turn += self.depth == 0
+        self.depth += 1
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.depth -= 1
+        self._lock.release()
 
 
 class RunContext:
@@ -52,10 +77,16 @@ class RunContext:
         self.max_prompt_len = max_prompt_len
         self.emit = emit
         self.environment = environment
-        self.weights_lock = threading.RLock()
+        self.weights_lock = WeightsLock()
         """Held while the training engine is moved to a state, and while rollout engines take its weights."""
+        self.checked = (0, 0.0, -1)
+        """Of the rollout engines' last check: its turn with `weights_lock`, when it began, and the version they had."""
+        self.stopping = threading.Event()
+        """Set when the driver ends before its time: no step is to begin, or to be tried again."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()
-        """How often an engine failed while it generated a group, by step and request: see tasks.generation."""
+        """How often an engine itself failed on a group, by step and request: see tasks.generation."""
+        self.retries = RetryTally(config.retry)
+        """New tries of steps."""
         self._fleet = fleet
         self._benchmarks = benchmarks
         self._graders = graders
@@ -63,6 +94,7 @@ class RunContext:
         self._commits: dict[tuple[int, Step, str | None], Commit] = {}
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
         self._draws: dict[tuple[int, int], Draw] = {}
+        self._noticed: set[str] = set()
 
     @property
     def fleet(self) -> "Fleet":
@@ -98,6 +130,13 @@ class RunContext:
                 }
             return self._draws[cursor, count]
 
+    def notice(self, what: str) -> bool:
+        """Whether this is new to the driver: for what is told once."""
+        with self._lock:
+            new = what not in self._noticed
+            self._noticed.add(what)
+        return new
+
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
         """The step's commit if there is one. Commits never change, so one that was seen is not read again."""
         key = (iteration, step, shard)
@@ -130,11 +169,11 @@ class RunContext:
     def config_at(self, iteration: int) -> RunConfig:
         """The configuration under which an iteration was or will be made: a parent's for those shared with it."""
         owner = self.ledger.owner(iteration)
-        return self.config if owner is self.ledger else RunConfig.model_validate(owner.manifest.config)
+        return self.config if owner is self.ledger else from_manifest(owner.manifest.config)
 
     def commit(self, **fields: Any) -> Commit:
         """Create a commit, or adopt the one that another driver created first."""
-        commit = self.ledger.commit(environment=self.environment, **fields)
+        commit = self.ledger.commit(**fields)
         self._commits[commit.iteration, commit.step, commit.shard] = commit
         return commit
 
@@ -143,6 +182,8 @@ class RunContext:
         (output,) = commit.outputs
         with self._lock:
             table = self._tables.get(output.sha256)
+            if table is not None:
+                self._tables.move_to_end(output.sha256)
         if table is None:
             table = read_table(self.ledger.store, commit.run, output)
             self.remember(output, table)
@@ -152,14 +193,6 @@ class RunContext:
         """Keep a snapshot that was just written: the next steps read it."""
         with self._lock:
             self._tables[output.sha256] = table
-            while len(self._tables) > TABLES_KEPT:
+            self._tables.move_to_end(output.sha256)
+            while sum(kept.nbytes for kept in self._tables.values()) > TABLE_BYTES_KEPT:
                 self._tables.popitem(last=False)
-
-    def external_digest(self, name: str) -> str | None:
-        """Digest of an input from outside the ledger, as the run's manifest fixed it; None if the run has none such."""
-        return self.ledger.manifest.inputs.get(name)
-
-    def plugin_digest(self, field: str) -> str:
-        """Source digest of the user code that a configuration field names, as the run's manifest fixed it; empty where
-        it names a built-in."""
-        return self.ledger.manifest.inputs.get(field, "")

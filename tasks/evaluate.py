@@ -1,20 +1,29 @@
-"""`eval`: one benchmark on one weight version."""
+"""`eval`: one benchmark on one weight version.
 
+A sample that could not be generated or graded counts as wrong: what a policy makes of a benchmark includes the answers
+that nobody can grade, and a mean over the others would rise with every one of them. That mean is told too.
+"""
+
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from configs.schema.evaluation import BenchmarkConfig
 from configs.schema.run import RunConfig
+from engines.fingerprint import combined
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from storage.commits import Commit, Step
-from storage.schemas import EVAL, Status
+from storage.schemas import EVAL, GENERATED_EVAL, Status
+from storage.snapshots import WriteAhead
 from tasks.generation import generate_groups
-from tasks.groups import completion_status, sample_seed
+from tasks.groups import completion_status
 from tasks.recovery import version_of
-from tasks.reward import grade_generated
+from tasks.reward import given_samples, grade_generated, graded_again
 from tasks.step import Outcome, StepCall, durable
 from tasks.sync import bring_up_to_date
 
@@ -32,6 +41,13 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
     return f"{benchmark.name}-v{version:06d}"
 
 
+def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: int) -> int:
+    """64-bit seed of a benchmark's sample, another one than any training sample's or other benchmark's: it depends on
+    the benchmark's name, and what it is made of begins as no training sample's does."""
+    words = f"eval/{benchmark}/{run_seed}/{prompt_index}/{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+
 @durable(
     Step.EVAL,
     reads=(
@@ -40,9 +56,12 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
         "reward.rm_type",
         "reward.custom_rm_path",
         "reward.rm_timeout",
+        "reward.rm_memory",
         "rollout.engine",
         "rollout.sglang",
         "rollout.server_groups",
+        "rollout.external_urls",
+        "rollout.num_gpus_per_engine",
         "rollout.dtype",
         "rollout.num_threads",
         "rollout.rollout_stop_token_ids",
@@ -51,7 +70,8 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
     plugins=("reward.custom_rm_path",),
 )
 def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
-    """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left."""
+    """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left. Samples are durable
+    as they finish: after a failure only the missing ones are generated, and all are graded."""
     run, version = step.run, version_of(weights)
     benchmark = next(b for b in run.config.eval.benchmarks if b.name == name)
     data = run.benchmark_data(name)
@@ -62,7 +82,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         GenerateRequest(
             row.index,
             row.prompt_ids,
-            tuple(sample_seed(run.config.seed, 0, row.index, index) for index in range(n)),
+            tuple(eval_seed(run.config.seed, name, row.index, index) for index in range(n)),
             SamplingParams(
                 max_new_tokens=benchmark.max_response_len,
                 temperature=benchmark.temperature,
@@ -74,18 +94,41 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         for row in rows
     ]
     bring_up_to_date(run, weights)
-    completions = sorted(_generate(step, weights, requests), key=lambda c: (c.request_id, c.sample_index))
+    completions = _generate(step, weights, requests)
     texts = run.tokenizer.batch_decode([c.response_ids.tolist() for c in completions], skip_special_tokens=True)
     asked = [rows[c.request_id] for c in completions]
     graded = grade_generated(
         run.benchmark_grader(name),
-        [(text, row.label, row.metadata or {}) for text, row in zip(texts, asked, strict=True)],
+        given_samples(
+            run.benchmark_grader(name),
+            run.tokenizer,
+            {
+                "response_text": texts,
+                "label": [row.label for row in asked],
+                "metadata": [row.metadata or {} for row in asked],
+                "response_ids": [c.response_ids for c in completions],
+                "prompt_text": [row.prompt_text for row in asked],
+                "prompt_ids": [row.prompt_ids for row in asked],
+                "finish_reason": [c.finish_reason for c in completions],
+                "status": [completion_status(c) for c in completions],
+            },
+        ),
         [completion.error for completion in completions],
     )
     failed = [g.reward is None for g in graded]
-    rewards = np.asarray([g.reward for g in graded if g.reward is not None], np.float64)
-    lengths = np.asarray([len(c.response_ids) for c in completions])
-    truncated = [c.finish_reason == FinishReason.LENGTH for c in completions]
+    score, graded_score = scores([g.reward for g in graded])
+    generated = [c for c in completions if c.error is None]  # what has no response has no length either
+    lengths = np.asarray([len(c.response_ids) for c in generated])
+    truncated = [c.finish_reason == FinishReason.LENGTH for c in generated]
+    responses = (
+        {
+            f"{name}-truncated_ratio": float(np.mean(truncated)),
+            f"eval/{name}/response_len/mean": float(lengths.mean()),
+            f"eval/{name}/response_len/max": int(lengths.max()),
+        }
+        if generated
+        else {}
+    )
     table = pa.table(
         {
             "benchmark": [name] * len(graded),
@@ -111,24 +154,70 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         tables={"samples.parquet": table},
         values={"benchmark": name},
         metrics={
-            **({name: float(rewards.mean())} if len(rewards) else {}),
-            f"{name}-truncated_ratio": float(np.mean(truncated)),
+            name: score,
+            **({} if graded_score is None else {f"{name}-graded": graded_score}),
             f"{name}-failed_samples": sum(failed),
-            f"eval/{name}/response_len/mean": float(lengths.mean()),
-            f"eval/{name}/response_len/max": int(lengths.max()),
+            f"{name}-graded_again": graded_again(graded),
+            **responses,
         },
+        timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
         weight_version_in=version,
         weight_version_out=version,
+        environment=combined([run.fleet.generating_environment(engine) for engine in run.fleet.rollout]),
     )
 
 
+def scores(rewards: Sequence[float | None]) -> tuple[float, float | None]:
+    """A benchmark's score, in which failed samples (None) count as wrong, and the mean over the others; None if all
+    failed.
+
+    Wrong is a reward of 0, or the lowest of all where that is less: with a grader that pays -1 for a wrong answer it
+    does not pay to fail.
+    """
+    graded = np.asarray([reward for reward in rewards if reward is not None], np.float64)
+    if not len(graded):
+        return 0.0, None
+    wrong = min(0.0, float(graded.min()))
+    failed = len(rewards) - len(graded)
+    return (float(graded.sum()) + failed * wrong) / len(rewards), float(graded.mean())
+
+
 def _generate(step: StepCall, weights: Commit | None, requests: Sequence[GenerateRequest]) -> list[Completion]:
-    """All completions, the requests dealt out over the rollout engines."""
+    """All samples, the requests dealt out over the rollout engines. What an earlier attempt finished is in the log, and
+    is not generated again."""
     engines = step.run.fleet.rollout
+    earlier = step.earlier_digests
+    with WriteAhead(step.attempt, step.input_digest, schema=GENERATED_EVAL, earlier_digests=earlier) as log:
+        tables = [log.recover()]
+        finished = set(tables[0].column("group_id").to_pylist())
+        missing = [request for request in requests if request.request_id not in finished]
 
-    def on_engine(index: int) -> list[Completion]:
-        groups = generate_groups(step, engines[index], weights, requests[index :: len(engines)])
-        return [completion for group in groups for completion in group]
+        def on_engine(index: int) -> list[pa.Table]:
+            found = []
+            for completions in generate_groups(step, engines[index], weights, missing[index :: len(engines)]):
+                found.append(pa.Table.from_pylist([_row(completion) for completion in completions], GENERATED_EVAL))
+                log.append(found[-1])
+            return found
 
-    with ThreadPoolExecutor(len(engines)) as pool:
-        return [c for part in pool.map(on_engine, range(len(engines))) for c in part]
+        with ThreadPoolExecutor(len(engines)) as pool:
+            for part in pool.map(on_engine, range(len(engines))):
+                tables += part
+    rows = pa.concat_tables(tables).sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+    return [_completion(row) for row in rows.to_pylist()]
+
+
+def _row(completion: Completion) -> dict[str, Any]:
+    return {
+        "group_id": completion.request_id,
+        "sample_index": completion.sample_index,
+        "response_ids": completion.response_ids,
+        "finish_reason": str(completion.finish_reason),
+        "error": completion.error,
+    }
+
+
+def _completion(row: dict[str, Any]) -> Completion:
+    """Without what is only known of tokens that are trained on."""
+    reason = FinishReason(row["finish_reason"])
+    empty = Completion.empty(row["group_id"], row["sample_index"], reason, row["error"])
+    return replace(empty, response_ids=np.asarray(row["response_ids"], np.int32))

@@ -1,9 +1,20 @@
 """`filter`: decide which groups are trained on, and whether the batch needs another round of rollout.
 
-A round sees all groups of the iteration so far, those left over from the iteration before first. A group with a failed
-sample is dropped; the dynamic-sampling filter judges the rest; the first `rollout_batch_size` kept ones make the batch
-and the surplus waits in the buffer for the next iteration. A group that was aborted unfinished is judged by nobody: it
-waits for a later round of rollout, of this iteration or the next, that continues it.
+A round sees all groups of the iteration so far, and those left over from the iteration before. A group with a failed
+sample is dropped; the dynamic-sampling filter judges the rest; `rollout_batch_size` kept ones make the batch, the
+youngest first. A group that was aborted unfinished is judged by nobody: it waits for a later round of rollout, of this
+iteration or the next, that continues it.
+
+The age of a group is that of its newest tokens, in publications (`tasks.versions`). `rollout.max_age` bounds it:
+
+| a kept group that the batch has no room for | becomes of it |
+|---|---|
+| the next iteration may train on it | it waits in the buffer |
+| it would be too old then | it is dropped: `surplus` |
+| a fork or an upgrade has lowered the bound, and it is too old now | it is dropped: `too_old` |
+
+So nothing that waits is too old to be used, and a round may count on it. The bound is recorded with every group, since
+the batch masks older tokens of a group that was continued; what was committed without one is taken as it was left.
 """
 
 from collections import Counter
@@ -18,7 +29,11 @@ from storage.commits import Commit, Step
 from storage.schemas import FILTER, Disposition, Status
 from tasks.context import RunContext
 from tasks.filters import FilterDecision, get_filter
+from tasks.sample_metrics import generated_metrics
 from tasks.step import Outcome, StepCall, durable
+
+AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
+"""Reasons for which groups that the filter kept are dropped."""
 
 
 class BatchNotFilled(Exception):
@@ -40,7 +55,16 @@ class Group:
     """Not kept, but better than an unfilled batch."""
     unfinished: bool = False
     """Aborted, to be continued."""
+    age: int = 0
+    """Of its newest tokens, in publications."""
+    max_age: int | None = None
+    """Of the tokens of it that may be trained on; None: of any age."""
     disposition: Disposition = Disposition.DROP
+
+    @property
+    def is_too_old(self) -> bool:
+        """Whether none of its tokens may be trained on."""
+        return self.max_age is not None and self.age > self.max_age
 
 
 GroupPlace = tuple[int, str, int]
@@ -49,7 +73,13 @@ GroupPlace = tuple[int, str, int]
 
 @durable(
     Step.FILTER,
-    reads=("rollout.rollout_batch_size", "rollout.max_refill_rounds", "rollout.dynamic_sampling_filter"),
+    reads=(
+        "rollout.rollout_batch_size",
+        "rollout.max_refill_rounds",
+        "rollout.dynamic_sampling_filter",
+        "rollout.max_age",
+        "rollout.mask_offpolicy_in_partial_rollout",
+    ),
     plugins=("rollout.dynamic_sampling_filter",),
 )
 def filter_groups(
@@ -61,17 +91,19 @@ def filter_groups(
     `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`.
     """
     config = step.run.config.rollout
-    newest = {group.group_id: group for group in _left_over(step.run, previous)}
+    newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
     for generated, graded in zip(rollouts, rewards, strict=True):
         assert generated.shard is not None
         for group in _judged_groups(step.run, step.iteration, generated.shard, graded):
             newest.pop(group.group_id, None)  # one that was continued comes where it was finished
-            newest[group.group_id] = group
+            newest[group.group_id] = _aged(step.run, step.iteration, group)
     last_round = round + 1 >= config.max_refill_rounds
-    groups = fill_batch(list(newest.values()), config.rollout_batch_size, use_spare=last_round)
+    groups = fill_batch(
+        list(newest.values()), config.rollout_batch_size, use_spare=last_round, max_age=config.oldest_trained
+    )
     dispositions = Counter(group.disposition for group in groups)
     missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
-    reasons = Counter(group.reason for group in groups if group.reason)
+    reasons = Counter(g.reason for g in groups if g.reason and g.disposition == Disposition.DROP)
     if missing and last_round:
         raise BatchNotFilled(
             f"iteration {step.iteration}: after {round + 1} rounds only {dispositions[Disposition.TRAIN]} of "
@@ -87,56 +119,81 @@ def filter_groups(
             "round": round,
             "buffered": dispositions[Disposition.BUFFER],
             "unfinished": dispositions[Disposition.CONTINUE],
+            "max_age": config.oldest_trained,
         },
         metrics={
             "groups": len(groups),
             "rounds": round + 1,
             "buffered": dispositions[Disposition.BUFFER],
             "unfinished": dispositions[Disposition.CONTINUE],
-            **{f"dynamic_filter/drop_{reason}": count for reason, count in sorted(reasons.items())},
+            **(generated_metrics(step.run, rollouts, rewards) if missing == 0 else {}),
+            "age/dropped_groups": sum(reasons[reason] for reason in AGES),
+            **{f"dynamic_filter/drop_{why}": count for why, count in sorted(reasons.items()) if why not in AGES},
         },
     )
 
 
-def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool) -> list[Group]:
-    """Give every group its disposition: the first kept ones train, the surplus is buffered, unfinished ones are to be
-    continued, the rest dropped.
+def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool, max_age: int) -> list[Group]:
+    """Give every group its disposition. Those that train come first, the youngest of them at the head; the others stay
+    in their order: surplus that is at most `max_age` in the next iteration is buffered, unfinished groups are to be
+    continued, the rest is dropped.
 
     With `use_spare`, groups that the filter would rather not keep fill what is still missing.
     """
-    chosen = [i for i, group in enumerate(groups) if group.kept][:batch_size]
+    usable = [group for group in groups if not group.is_too_old]
+    train = sorted((group for group in usable if group.kept), key=lambda group: group.age)[:batch_size]
     if use_spare:
-        chosen += [i for i, group in enumerate(groups) if group.spare][: batch_size - len(chosen)]
-    train = set(chosen)
+        train += [group for group in usable if group.spare][: batch_size - len(train)]
+    chosen = {group.group_id for group in train}
 
-    def disposition(index: int, group: Group) -> Disposition:
-        if index in train:
-            return Disposition.TRAIN
+    def left(group: Group) -> Group:
         if group.unfinished:
-            return Disposition.CONTINUE
-        return Disposition.BUFFER if group.kept else Disposition.DROP
+            return replace(group, disposition=Disposition.CONTINUE)
+        if group.kept and group.age + 1 <= max_age:
+            return replace(group, disposition=Disposition.BUFFER)
+        return replace(group, reason=(TOO_OLD if group.is_too_old else SURPLUS) if group.kept else group.reason)
 
-    return [replace(group, disposition=disposition(i, group)) for i, group in enumerate(groups)]
+    trained = [replace(group, disposition=Disposition.TRAIN) for group in train]
+    return trained + [left(group) for group in groups if group.group_id not in chosen]
 
 
-def _left_over(run: RunContext, previous: Commit | None) -> list[Group]:
-    """The surplus that the iteration before left, and what is unfinished, oldest first."""
+def buffered_groups(run: RunContext, previous: Commit, iteration: int) -> int:
+    """How many groups an iteration may take from the buffer that the one before left."""
+    return sum(group.kept and not group.is_too_old for group in _left_over(run, previous, iteration))
+
+
+def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list[Group]:
+    """The surplus that the iteration before left, and what is unfinished, oldest first, as iteration `iteration` finds
+    it."""
     if previous is None or not number(previous, "buffered") + number(previous, "unfinished"):
         return []
+    has_bound = "max_age" in previous.values
     return [
-        Group(
-            row["group_id"],
-            row["iteration"],
-            row["shard"],
-            row["mean_reward"],
-            row["std_reward"],
-            None,
-            kept=row["disposition"] == Disposition.BUFFER,
-            unfinished=row["disposition"] == Disposition.CONTINUE,
+        _aged(
+            run,
+            iteration,
+            Group(
+                row["group_id"],
+                row["iteration"],
+                row["shard"],
+                row["mean_reward"],
+                row["std_reward"],
+                None,
+                kept=row["disposition"] == Disposition.BUFFER,
+                unfinished=row["disposition"] == Disposition.CONTINUE,
+            ),
+            has_bound=has_bound,
         )
         for row in run.read(previous).to_pylist()
         if row["disposition"] in (Disposition.BUFFER, Disposition.CONTINUE)
     ]
+
+
+def _aged(run: RunContext, iteration: int, group: Group, *, has_bound: bool = True) -> Group:
+    """A group with its age in an iteration and the bound for its tokens."""
+    config, age = run.config.rollout, iteration - group.iteration
+    max_age = min(config.oldest_trained, age) if config.mask_offpolicy_in_partial_rollout else config.oldest_trained
+    return replace(group, age=age, max_age=max_age if has_bound else None)
 
 
 def number(selection: Commit, name: str) -> int:
@@ -149,6 +206,13 @@ def number(selection: Commit, name: str) -> int:
 def trained_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
     """The groups to train on, in the order of the batch."""
     return _places(run, selection, Disposition.TRAIN)
+
+
+def max_ages(run: RunContext, selection: Commit) -> dict[int, int | None]:
+    """The oldest tokens of each group that may be trained on, by its id; None where the filter step set no bound."""
+    table = run.read(selection)
+    bounds = table.column("max_age").to_pylist() if "max_age" in table.column_names else [None] * table.num_rows
+    return dict(zip(table.column("group_id").to_pylist(), bounds, strict=True))
 
 
 def unfinished_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
@@ -207,11 +271,13 @@ def _table(groups: Sequence[Group]) -> pa.Table:
             "group_id": [g.group_id for g in groups],
             "iteration": [g.iteration for g in groups],
             "shard": [g.shard for g in groups],
-            "kept": [g.disposition in (Disposition.TRAIN, Disposition.BUFFER) for g in groups],
+            "kept": [g.kept or g.disposition == Disposition.TRAIN for g in groups],
             "disposition": [str(g.disposition) for g in groups],
             "reason": [g.reason for g in groups],
             "mean_reward": [g.mean_reward for g in groups],
             "std_reward": [g.std_reward for g in groups],
+            "age": pa.array([None if g.unfinished else g.age for g in groups], FILTER.field("age").type),
+            "max_age": pa.array([g.max_age for g in groups], FILTER.field("max_age").type),
         },
         FILTER,
     )

@@ -1,13 +1,18 @@
-"""Generation of whole groups, so arranged that no prompt can hold a run up.
+"""Generation of whole groups, so arranged that a prompt fails by what the engine says of it, and by nothing else.
 
 | what happens while a group is generated | what becomes of it |
 |---|---|
 | the engine refuses the prompt | it fails, at once |
-| the engine fails, in company | the step fails and is tried again; after `TOGETHER` such tries the group is a suspect |
-| the engine fails on a suspect, which is generated alone | the step is tried again; after `ALONE` such tries it fails |
+| the engine, alive, fails on it in company | the step is tried again; after `TOGETHER` such tries it is a suspect |
+| the engine, alive, fails on a suspect, which is generated alone | the same; after `ALONE` such tries it fails |
+| the engine dies, is silent or out of reach, is aborted, loses samples, holds other weights | the step is tried again |
+
+Only what the engine says of a prompt counts against it. Anything else leaves the group as it was: the step is tried
+again as often as `retry` says, and then the run ends with the error, to be resumed.
 
 All samples of a failed group carry the error and no token: they are graded by nobody, and the filter drops the group
-and asks for another. A suspect whose engine did not fail is a group like any other.
+and asks for another. A suspect whose engine did not fail is a group like any other. So processes, machines and networks
+may fail as they like: the groups that are trained on stay those of a run in which nothing fails.
 
 Where only some of the groups are needed, the others are aborted as soon as these have been generated, and come as far
 as they are. Every token must be of the weights that the step wants: an engine that serves others is an error.
@@ -16,7 +21,7 @@ as they are. Every token must be of the weights that the step wants: an engine t
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from engines.errors import EngineError, RequestRefused
+from engines.errors import EngineError, GenerationFailed, RequestRefused
 from engines.types import Completion, FinishReason, GenerateRequest
 from storage.commits import Commit
 from storage.layout import commit_name
@@ -38,9 +43,10 @@ class Engine(Protocol):
 
 
 TOGETHER = 2
-"""Failures in company after which a group is a suspect."""
+"""Failures of the engine itself, in company, after which a group is a suspect."""
 ALONE = 2
-"""Failures alone after which it fails. With `retry.retries` of 3 that is one driver's last try of the step."""
+"""Failures of the engine itself after which it fails, alone. With three new tries of a step (`retry`) that is one
+driver's last."""
 
 
 class _Quota:
@@ -110,7 +116,7 @@ def _together(
         for id, why in refusal.refused.items():
             yield _failed(unfinished.pop(id), why)
         yield from _together(step, engine, weights, list(unfinished.values()), quota)
-    except EngineError:
+    except GenerationFailed:
         step.run.failed_generations.update(_key(step, request) for request in unfinished.values())
         raise
 
@@ -122,7 +128,7 @@ def _alone(
         bring_up_to_date(step.run, weights)
         try:
             groups = list(_together(step, engine, weights, [request], quota))
-        except EngineError as error:
+        except GenerationFailed as error:
             if step.run.failed_generations[_key(step, request)] < TOGETHER + ALONE:
                 raise
             groups = [_failed(request, f"{type(error).__name__}: {error}")]

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
-from storage.schemas import ROLLOUT, Status
+from engines.types import Completion, FinishReason, GenerateRequest, KeptTokens, SamplingParams
+from storage.schemas import KEPT, ROLLOUT, Status, rollout_schema
+from tasks.batch import kept_column
 from tasks.context import RunContext
 from tasks.data import DrawnRow
 from tasks.data.prompts import PromptRow
@@ -107,6 +108,7 @@ def unfinished_group(rows: pa.Table) -> Group:
             finish_reason=FinishReason(sample["finish_reason"]),
             seconds=sample["seconds"],
             cached_tokens=0,
+            kept=None if sample.get(KEPT.name) is None else KeptTokens.of(sample[KEPT.name]),
         )
         for sample in samples
     )
@@ -127,10 +129,11 @@ def completion_status(completion: Completion) -> Status:
     return statuses.get(completion.finish_reason, Status.COMPLETED)
 
 
-def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Completion], version: int) -> pa.Table:
-    """The rows of a group that an engine generated, or continued, with the weights of a version."""
+def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Completion]) -> pa.Table:
+    """The rows of a group that an engine generated, or continued. Every token may be trained on as far as the rollout
+    knows; whether it is too old is seen when a batch is made of it (`tasks.batch`)."""
     row, n = group.drawn.row, len(samples)
-    masks_older = run.config.rollout.mask_offpolicy_in_partial_rollout
+    schema = rollout_schema(cut=run.config.rollout.cuts_vocabulary)
     texts = run.tokenizer.batch_decode([s.response_ids.tolist() for s in samples], skip_special_tokens=True)
     columns = {
         "group_id": [group.drawn.group_id] * n,
@@ -145,7 +148,7 @@ def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Co
         "response_text": texts,
         "response_ids": [s.response_ids for s in samples],
         "log_probs": [s.log_probs for s in samples],
-        "loss_mask": [((s.weight_versions == version) | (not masks_older)).astype(np.uint8) for s in samples],
+        "loss_mask": [np.ones(len(s.response_ids), np.uint8) for s in samples],
         "weight_versions": [s.weight_versions for s in samples],
         "finish_reason": [str(s.finish_reason) for s in samples],
         "status": [str(completion_status(s)) for s in samples],
@@ -157,10 +160,18 @@ def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Co
         "label": [row.label] * n,
         "metadata": [None if row.metadata is None else json.dumps(row.metadata, sort_keys=True)] * n,
     }
-    return pa.table({name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}, ROLLOUT)
+    arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
+    if KEPT.name in schema.names:
+        arrays[KEPT.name] = kept_column([_kept(sample) for sample in samples])
+    return pa.table(arrays, schema)
+
+
+def _kept(sample: Completion) -> KeptTokens:
+    return KeptTokens.whole(len(sample.response_ids)) if sample.kept is None else sample.kept
 
 
 def _joined(part: Completion, rest: Completion) -> Completion:
+    cut = part.kept is not None or rest.kept is not None
     return replace(
         rest,
         sample_index=part.sample_index,
@@ -168,4 +179,5 @@ def _joined(part: Completion, rest: Completion) -> Completion:
         log_probs=np.concatenate([part.log_probs, rest.log_probs]),
         weight_versions=np.concatenate([part.weight_versions, rest.weight_versions]),
         seconds=part.seconds + rest.seconds,
+        kept=_kept(part) + _kept(rest) if cut else None,
     )

@@ -4,7 +4,6 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +22,22 @@ def load_callable(path: str) -> Callable[..., Any]:
         BadPlugin: there is no such file, module or name, the code fails when it is imported, or the name is not
             callable.
     """
-    by_file = ".py:" in path
-    place, _, name = path.rpartition(":" if by_file else ".")
-    if not place or not name:
-        raise BadPlugin(f"{path!r} names no function: write package.module.function or file.py:function")
-    module = _load_file(Path(place).expanduser().resolve()) if by_file else _import_module(place, path)
+    module = module_of(path)
+    name = _split(path)[1]
     function = getattr(module, name, None)
     if not callable(function):
         what = "is not callable" if hasattr(module, name) else "is not there"
-        raise BadPlugin(f"{path!r} cannot be loaded: {name} {what} in {module.__file__ or place}; correct the name")
+        place = module.__file__ or module.__name__
+        raise BadPlugin(f"{path!r} cannot be loaded: {name} {what} in {place}; correct the name")
     return function
+
+
+def module_of(path: str) -> ModuleType:
+    """Import the module in which `path` names something. Raises BadPlugin as `load_callable` does."""
+    place, name = _split(path)
+    if not place or not name:
+        raise BadPlugin(f"{path!r} names no function: write package.module.function or file.py:function")
+    return _load_file(Path(place).expanduser().resolve()) if ".py:" in path else _import_module(place, path)
 
 
 def find_source(path: str) -> Path | None:
@@ -50,17 +55,10 @@ def find_source(path: str) -> Path | None:
     return Path(places[0]).resolve() if places and places[0] else None
 
 
-def source_digest(function: Callable[..., Any]) -> str:
-    """sha256, in hex, of the file that defines the callable, or of its class's. Raises BadPlugin if it has none."""
-    function = inspect.unwrap(function)
-    owner = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-    try:
-        file = inspect.getsourcefile(owner)
-    except TypeError:
-        file = None
-    if file is None:
-        raise BadPlugin(f"{function!r} has no Python source file: wrap it in a function of your own")
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+def _split(path: str) -> tuple[str, str]:
+    """Where something is, and its name there."""
+    place, _, name = path.rpartition(":" if ".py:" in path else ".")
+    return place, name
 
 
 def _import_module(name: str, path: str) -> ModuleType:

@@ -9,9 +9,8 @@ anything else                     it is discarded: restarted, restored from the 
 
 from configs.schema.run import RunConfig
 from engines.errors import EngineDied, EngineError, EngineTimeout
-from engines.types import Position
+from engines.types import Position, TrainBatch
 from storage.commits import Commit, Step
-from storage.ledger import Ledger
 from storage.retention import is_retired
 from tasks.batch import train_batch
 from tasks.context import RunContext
@@ -28,14 +27,6 @@ def checkpoint_due(config: RunConfig, iteration: int) -> bool:
     interval = config.checkpoint.save_interval
     last = iteration + 1 == config.rollout.num_rollout
     return last or (interval is not None and (iteration + 1) % interval == 0)
-
-
-def weight_version_after(ledger: Ledger, iteration: int) -> int:
-    """The weight version that an iteration leaves, done or not; 0 for iteration -1."""
-    owner = ledger.owner(iteration)
-    steps = RunConfig.model_validate(owner.manifest.config).training.num_steps_per_rollout
-    before = weight_version_after(owner.parent, owner.first_iteration - 1) if owner.parent else 0
-    return before + (iteration + 1 - owner.first_iteration) * steps
 
 
 def version_of(weights: Commit | None) -> int:
@@ -100,29 +91,32 @@ def restore_trainer(run: RunContext, weights: Commit | None) -> None:
 def newest_checkpoint(run: RunContext, iteration: int) -> Commit | None:
     """The newest committed checkpoint at or below the iteration that has its files: an older one may be retired."""
     for candidate in range(iteration, -1, -1):
-        before_a_fork = run.ledger.owner(candidate + 1).first_iteration == candidate + 1
-        if before_a_fork or checkpoint_due(run.config_at(candidate), candidate):
-            saved = run.find(candidate, Step.CHECKPOINT)
-            if saved is not None and not is_retired(run.ledger.store, saved):
-                return saved
+        # One may be there that is not due: a preempted driver left it. To look costs less than to replay the step.
+        saved = run.find(candidate, Step.CHECKPOINT)
+        if saved is not None and not is_retired(run.ledger, saved):
+            return saved
     return None
 
 
 def replay(run: RunContext, committed: Commit) -> None:
     """Do a committed train step again on the engine, from its snapshots, and hold the result against its digest."""
-    inputs = [run.input_commit(committed, name) for name in committed.inputs if "/" in name]
-    by_step = {commit.step: commit for commit in inputs if commit.iteration == committed.iteration}
-    rollouts = [commit for commit in inputs if commit.step == Step.ROLLOUT]
-    batch = train_batch(run, by_step[Step.FILTER], rollouts, by_step[Step.ADVANTAGE], by_step.get(Step.SCORE))
     assert committed.weight_version_in is not None
     result = run.fleet.training.train(
-        batch,
+        committed_batch(run, committed),
         num_steps=run.config.training.num_steps_per_rollout,
         expected_version=committed.weight_version_in,
         input_digest=input_digest(committed.inputs, committed.config_digest),
         train_actor=run.config.algorithm.trains_actor(committed.iteration),
     )
     _require_state(committed, result.state_digest, committed.state_digest)
+
+
+def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
+    """The very batch that a train step was committed for, from its snapshots."""
+    inputs = [run.input_commit(committed, name) for name in committed.inputs if "/" in name]
+    by_step = {commit.step: commit for commit in inputs if commit.iteration == committed.iteration}
+    rollouts = [commit for commit in inputs if commit.step == Step.ROLLOUT]
+    return train_batch(run, by_step[Step.FILTER], rollouts, by_step[Step.ADVANTAGE], by_step.get(Step.SCORE))
 
 
 def _require_state(commit: Commit, found: str, expected: str | None) -> None:

@@ -1,39 +1,41 @@
 """`reward`: grade the samples of one shard, while other shards still generate."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from storage.commits import Commit, Step
 from storage.schemas import REWARD, Status
-from tasks.rewards.pool import Graded, GraderPool, Sample
+from tasks.rewards.pool import Graded, GraderPool
+from tasks.rewards.sample import Sample
 from tasks.step import Outcome, StepCall, durable
 
 
 @durable(
     Step.REWARD,
-    reads=("reward.rm_type", "reward.custom_rm_path", "reward.rm_timeout"),
+    reads=("reward.rm_type", "reward.custom_rm_path", "reward.rm_timeout", "reward.rm_memory"),
     plugins=("reward.custom_rm_path",),
 )
 def reward(step: StepCall, rollout: Commit) -> Outcome:
-    """Grade every sample of the shard. A grader that fails or takes too long marks the sample failed, never zero; what
-    failed while it was generated is not graded, and stays failed. A group that is not finished is graded when it is."""
-    columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
-    samples = step.run.read(rollout, columns).to_pydict()
+    """Grade every sample of the shard. A grader that fails, or takes too long, over a sample marks it failed, never
+    zero; what failed while it was generated is not graded, and stays failed. A group that is not finished is graded
+    when it is."""
     grader = step.run.grader
+    columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
+    if grader.sees_whole_samples:
+        columns += ["response_ids", "prompt_text", "prompt_ids", "finish_reason"]
+    samples = step.run.read(rollout, columns).to_pydict()
     pairs = list(zip(samples["group_id"], samples["status"], strict=True))
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
-    generated = zip(samples["response_text"], samples["label"], samples["metadata"], strict=True)
+    samples["metadata"] = [json.loads(metadata) if metadata else {} for metadata in samples["metadata"]]
+    given = given_samples(grader, step.run.tokenizer, samples)
     ready = iter(
         grade_generated(
             grader,
-            [
-                (response, label, json.loads(metadata) if metadata else {})
-                for (response, label, metadata), later in zip(generated, waits, strict=True)
-                if not later
-            ],
+            [sample for sample, later in zip(given, waits, strict=True) if not later],
             [error for error, later in zip(samples["error"], waits, strict=True) if not later],
         )
     )
@@ -57,8 +59,37 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
     )
     return Outcome(
         tables={"rewards.parquet": table},
-        metrics={"failed_samples": sum(failed)},
+        metrics={"failed_samples": sum(failed), "graded_again": graded_again(graded)},
+        timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
     )
+
+
+def given_samples(grader: GraderPool, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
+    """What the grader gets of samples: `response_text`, `label` and `metadata`, and if it sees whole samples
+    `response_ids`, `prompt_text`, `prompt_ids`, `finish_reason` and `status` too."""
+    simple = zip(columns["response_text"], columns["label"], columns["metadata"], strict=True)
+    if not grader.sees_whole_samples:
+        return [Sample(text, label, metadata) for text, label, metadata in simple]
+    texts = tokenizer.batch_decode([list(ids) for ids in columns["response_ids"]], skip_special_tokens=False)
+    return [
+        Sample(
+            text,
+            label,
+            metadata,
+            response_with_special_tokens=texts[i],
+            response_ids=tuple(map(int, columns["response_ids"][i])),
+            prompt=columns["prompt_text"][i],
+            prompt_ids=tuple(map(int, columns["prompt_ids"][i])),
+            finish_reason=str(columns["finish_reason"][i]),
+            status=str(columns["status"][i]),
+        )
+        for i, (text, label, metadata) in enumerate(simple)
+    ]
+
+
+def graded_again(graded: Sequence[Graded]) -> int:
+    """Samples that were graded more than once."""
+    return sum(g.tries > 1 for g in graded)
 
 
 def grade_generated(grader: GraderPool, samples: Sequence[Sample], errors: Sequence[str | None]) -> list[Graded]:

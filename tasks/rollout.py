@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from engines.types import SamplingParams
 from storage.commits import Commit, Step
-from storage.schemas import Status
+from storage.schemas import Status, rollout_schema
 from storage.snapshots import WriteAhead
 from tasks.context import RunContext
 from tasks.data import Draw, DrawnRow
@@ -32,11 +32,12 @@ from tasks.sync import bring_up_to_date
         "rollout.engine",
         "rollout.sglang",
         "rollout.server_groups",
+        "rollout.external_urls",
+        "rollout.num_gpus_per_engine",
         "rollout.dtype",
         "rollout.num_threads",
         "rollout.n_samples_per_prompt",
         "rollout.partial_rollout",
-        "rollout.mask_offpolicy_in_partial_rollout",
         "rollout.rollout_max_prompt_len",
         "rollout.rollout_max_response_len",
         "rollout.rollout_temperature",
@@ -77,7 +78,9 @@ def rollout(
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
     bring_up_to_date(run, weights)
 
-    with WriteAhead(step.attempt, step.input_digest) as log:
+    schema = rollout_schema(cut=run.config.rollout.cuts_vocabulary)
+    write_ahead = WriteAhead(step.attempt, step.input_digest, schema=schema, earlier_digests=step.earlier_digests)
+    with write_ahead as log:
         recovered = log.recover()
         finished = set(recovered.column("group_id").to_pylist())
         missing = {group.drawn.group_id: group for group in groups if group.drawn.group_id not in finished}
@@ -89,7 +92,7 @@ def rollout(
         aborted = 0
         for completions in generate_groups(step, engine, weights, requests, enough=enough):
             group = missing[completions[0].request_id]
-            table = group_table(run, engine.name, group, group.whole(completions), version)
+            table = group_table(run, engine.name, group, group.whole(completions))
             tables.append(table)
             given += group.given_tokens(completions)
             if is_unfinished(table):
@@ -119,6 +122,7 @@ def rollout(
         timings={"generate": seconds},
         weight_version_in=version,
         weight_version_out=version,
+        environment=run.fleet.generating_environment(engine),
     )
 
 
@@ -178,4 +182,5 @@ def _sampling_params(run: RunContext) -> SamplingParams:
         top_p=config.rollout_top_p,
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
+        return_kept=config.cuts_vocabulary,
     )

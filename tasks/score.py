@@ -40,10 +40,12 @@ def needs_scores(config: RunConfig) -> bool:
         "training.engine",
         "training.megatron",
         "training.world_size",
+        "training.num_gpus_per_rank",
         "training.num_threads",
         "training.dtype",
         "training.max_tokens_per_gpu",
         "training.num_steps_per_rollout",
+        "training.lora",
         "rollout.rollout_temperature",
     ),
     externals=("model", "ref_model", "teacher_model", "critic_model"),
@@ -69,4 +71,5 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     return Outcome(
         tables={"scores.parquet": pa.table(columns, schema)},
         metrics={name: float(np.concatenate(lists).mean()) for name, lists in scored.items()},
+        environment=run.fleet.training.environment,
     )

@@ -6,6 +6,7 @@ A step is stale itself if what it reads has another digest, and with it every st
 from collections.abc import Mapping
 from typing import Any
 
+from configs.loader import from_manifest
 from configs.schema.run import RunConfig
 from storage.commits import causal_order
 from storage.ledger import Ledger, differences
@@ -20,9 +21,10 @@ def stale_steps(ledger: Ledger, config: RunConfig, inputs: Mapping[str, str]) ->
     """All commits of a run's own that would not be made from `config` and `inputs` as they were made, in the order of
     the ledger. `inputs`: digests by the names of the manifest's; those left out count as unchanged. Reads every commit.
     """
-    given = {**ledger.manifest.inputs, **inputs}
-    recorded = RunConfig.model_validate(ledger.manifest.config)
-    reasons = {name: _changed(step, recorded, config, ledger.manifest.inputs, given) for name, step in STEPS.items()}
+    terms = ledger.terms
+    given = {name: inputs.get(name, digest) for name, digest in terms.inputs.items()}
+    recorded = from_manifest(terms.config)
+    reasons = {name: _changed(step, recorded, config, terms.inputs, given) for name, step in STEPS.items()}
     if not any(reasons.values()):
         return []
     found: dict[str, StaleStep] = {}
@@ -42,4 +44,6 @@ def _changed(
     """Names of what a step reads and what differs."""
     options = [name for name, _, _ in differences(recorded.model_dump(mode="json"), given.model_dump(mode="json"))]
     fields = [option for option in options if any(f"{option}.".startswith(f"{name}.") for name in step.reads)]
-    return fields + [name for name in (*step.externals, *step.plugins) if inputs.get(name) != others.get(name)]
+    read = [*step.externals, *step.plugins, *(f"{option}:modules" for option in step.plugins)]
+    differing = [name.partition(":")[0] for name in read if inputs.get(name) != others.get(name)]
+    return fields + list(dict.fromkeys(differing))

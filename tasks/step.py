@@ -2,7 +2,8 @@
 
 A step is a pure function of commits. Calling it looks its commit up in the ledger:
 
-    there, same inputs and configuration   -> returned as it is; nothing runs
+    there, same inputs and configuration   -> returned as it is; nothing runs. What a version of the code wrote is
+                                              held against what that version read (`storage.terms`)
     there, other inputs or configuration   -> StaleCommits; the run must not go on
     not there                              -> the body runs, writes files into a fresh attempt folder, and the commit
                                               is created exclusively; whoever loses that race adopts the winner's
@@ -20,11 +21,15 @@ import pyarrow as pa
 from configs.digest import digest as config_digest_of
 from configs.schema.run import RunConfig
 from storage import canonical
-from storage.commits import Commit, OutputFile, Step
+from storage.commits import Commit, Environment, OutputFile, Step
 from storage.errors import StaleCommits
 from storage.snapshots import Attempt
+from storage.terms import Rules
 from tasks.context import RunContext
+from tasks.environment import tell_changed_environment
 from tasks.events import StepCommitted, StepStarted
+from tasks.rules import config_digest as recorded_config
+from tasks.rules import external_inputs
 
 Args = ParamSpec("Args")
 
@@ -45,6 +50,8 @@ class Outcome:
     weight_version_in: int | None = None
     weight_version_out: int | None = None
     state_digest: str | None = None
+    environment: Environment | None = None
+    """What computed it; None for the driver's own process and its graders."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class StepCall:
     attempt: Attempt
     input_digest: str
     """Of all inputs and the configuration read: equal for every driver that executes this step."""
+    earlier_digests: frozenset[str] = frozenset()
+    """The same by the rules of earlier versions of the code that went on with the run."""
 
 
 @dataclass(frozen=True)
@@ -77,35 +86,41 @@ class DurableStep(Generic[Args]):
         self, run: RunContext, iteration: int, shard: str | None, *args: Args.args, **kwargs: Args.kwargs
     ) -> Commit:
         """Return the step's commit, made now if it is not there. Raises what the body raises, and StaleCommits."""
-        inputs = self._inputs(run, args, kwargs)
-        config_digest = self.config_digest(run.config, run.plugin_digest)
+        given = _given(args, kwargs)
+        inputs = given | self._external_inputs(run)
+        config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
         committed = run.find(iteration, self.name, shard)
         if committed is not None:
-            require_fresh(committed, inputs, config_digest)
+            self._require_fresh(run, committed, given, inputs, config_digest)
             run.emit(StepCommitted(committed, adopted=True))
             return committed
         run.emit(StepStarted(iteration, self.name, shard))
         started_at, began = time.time(), time.perf_counter()
         attempt = run.ledger.attempt(iteration, self.name, shard)
-        call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest))
+        call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), self._earlier(run, given))
         outcome = self.perform(call, *args, **kwargs)
+        tried = run.retries.take((iteration, self.name, shard))
         commit = run.commit(
             iteration=iteration,
             step=self.name,
             shard=shard,
             attempt=attempt,
-            inputs=inputs,
+            inputs=dict(sorted(inputs.items())),
             config_digest=config_digest,
             outputs=tuple(outcome.files),
             weight_version_in=outcome.weight_version_in,
             weight_version_out=outcome.weight_version_out,
             state_digest=outcome.state_digest,
             values=dict(outcome.values),
-            metrics=dict(outcome.metrics),
-            timings=dict(outcome.timings),
+            metrics={**outcome.metrics, **{f"retries/{kind}": count for kind, count in tried.retries.items()}},
+            timings={**outcome.timings, **({"retry_wait": tried.waited} if tried.retries else {})},
             started_at=started_at,
+            environment=outcome.environment or run.environment,
         )
-        require_fresh(commit, inputs, config_digest)
+        before = run.find(iteration - 1, self.name, shard) if iteration else None
+        if before is not None:
+            tell_changed_environment(run, before, commit.environment)
+        self._require_fresh(run, commit, given, inputs, config_digest)
         run.emit(StepCommitted(commit, adopted=commit.attempt != attempt.name, seconds=time.perf_counter() - began))
         return commit
 
@@ -121,20 +136,29 @@ class DurableStep(Generic[Args]):
         timings = {"run": ran - began, "write": time.perf_counter() - ran, **outcome.timings}
         return replace(outcome, tables={}, files=[*outcome.files, *written], timings=timings)
 
-    def _inputs(self, run: RunContext, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
-        commits, scalars = [], {}
-        for name, value in [*enumerate(args), *kwargs.items()]:
-            if isinstance(value, Commit):
-                commits.append(value)
-            elif isinstance(value, list | tuple) and all(isinstance(item, Commit) for item in value):
-                commits.extend(value)
-            elif value is not None:
-                scalars[str(name)] = value
-        inputs = {commit.name: commit.digest for commit in commits}
-        inputs |= {name: digest for name in self.externals if (digest := run.external_digest(name)) is not None}
-        if scalars:
-            inputs["arguments"] = canonical.digest(scalars)
-        return dict(sorted(inputs.items()))
+    @property
+    def rules(self) -> Rules:
+        """What the step reads."""
+        return Rules(reads=self.reads, externals=self.externals, plugins=self.plugins)
+
+    def _external_inputs(self, run: RunContext) -> dict[str, str]:
+        inputs = run.ledger.terms.inputs
+        return {name: inputs[name] for name in self.externals if name in inputs}
+
+    def _require_fresh(
+        self, run: RunContext, commit: Commit, given: Mapping[str, str], inputs: Mapping[str, str], config_digest: str
+    ) -> None:
+        terms = run.ledger.terms_of(commit)
+        if not terms.same_as(run.ledger.terms):
+            inputs, config_digest = {**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name)
+        require_fresh(commit, inputs, config_digest)
+
+    def _earlier(self, run: RunContext, given: Mapping[str, str]) -> frozenset[str]:
+        return frozenset(
+            input_digest({**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name))
+            for terms in (run.ledger.manifest, *run.ledger.upgrades)
+            if not terms.same_as(run.ledger.terms)
+        )
 
     def config_digest(self, config: RunConfig, plugin_digest: Callable[[str], str]) -> str:
         """Of what the step reads of a configuration, the source of user code included."""
@@ -152,6 +176,22 @@ def durable(
         return DurableStep(name, body, reads, externals, plugins)
 
     return wrap
+
+
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of a step's arguments."""
+    commits, scalars = [], {}
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, Commit):
+            commits.append(value)
+        elif isinstance(value, list | tuple) and all(isinstance(item, Commit) for item in value):
+            commits.extend(value)
+        elif value is not None:
+            scalars[str(name)] = value
+    inputs = {commit.name: commit.digest for commit in commits}
+    if scalars:
+        inputs["arguments"] = canonical.digest(scalars)
+    return inputs
 
 
 def require_fresh(commit: Commit, inputs: Mapping[str, str], config_digest: str) -> None:

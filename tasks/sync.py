@@ -1,12 +1,14 @@
 """`sync`: every rollout engine serves the new weights, and says so."""
 
+import time
+
 from storage.commits import Commit, Step
 from tasks.context import RunContext
 from tasks.recovery import restore_trainer, version_of
 from tasks.step import Outcome, StepCall, durable
 
 
-@durable(Step.SYNC, reads=("rollout.num_engines",))
+@durable(Step.SYNC, reads=("rollout.num_engines", "rollout.server_groups", "rollout.external_urls"))
 def sync(step: StepCall, trained: Commit) -> Outcome:
     """Bring the rollout engines to the weights that `trained` committed; commit the versions they report."""
     versions = bring_up_to_date(step.run, trained)
@@ -20,10 +22,17 @@ def sync(step: StepCall, trained: Commit) -> Outcome:
 def bring_up_to_date(run: RunContext, weights: Commit | None) -> list[int]:
     """Ask every rollout engine for its weight version and update those that are not at `weights`.
 
-    Sync is verified, not remembered: an engine that was restarted since the last sync step is found here.
+    Sync is verified, not remembered: an engine that was restarted since the last sync step is found here. Shards that
+    ask at the same time share an answer: who waited for another's turn takes what that found out, if it began to ask
+    later and nobody has touched the engines since.
     """
-    version = version_of(weights)
-    with run.weights_lock:
+    asked, version = time.monotonic(), version_of(weights)
+    with run.weights_lock as lock:
+        turn, began, checked = run.checked
+        if (turn, checked) == (lock.turn - 1, version) and began > asked:
+            run.checked = lock.turn, began, version
+            return [version] * len(run.fleet.rollout)
+        began = time.monotonic()
         run.fleet.turns.offload_training()
         run.fleet.ensure_rollout_alive()
         reported = run.fleet.rollout_versions()
@@ -32,4 +41,6 @@ def bring_up_to_date(run: RunContext, weights: Commit | None) -> list[int]:
             run.fleet.sync_weights()
         run.fleet.turns.for_rollout()
         run.fleet.route()
+        if lock.depth == 1:  # else more is done in this turn
+            run.checked = lock.turn, began, version
         return [version] * len(reported)

@@ -49,6 +49,7 @@ def train(
         weight_version_in=version,
         weight_version_out=result.weight_version,
         state_digest=result.state_digest,
+        environment=run.fleet.training.environment,
     )
 
 

@@ -6,8 +6,9 @@ from typing import Any
 from configs.schema.run import RunConfig
 from engines.colocation import Turns
 from engines.rollout.transformers import TransformersEngine
-from engines.training.torch import TorchEngine
+from engines.training.factory import make_engine
 from engines.types import Completion, GenerateRequest
+from storage.commits import Environment
 from storage.store import StoredFile, open_store
 
 
@@ -28,6 +29,10 @@ class LocalRollout:
     def abort(self) -> None:
         self.engine.abort()
 
+    @property
+    def environment(self) -> Environment:
+        return self.engine.environment()
+
     def usage(self) -> dict[str, int]:
         return {**self.engine.usage(), "restarts": 0}
 
@@ -40,7 +45,7 @@ class LocalTraining:
 
     def restart(self) -> None:
         config = self._config
-        self.engine = TorchEngine(
+        self.engine = make_engine(
             config.model,
             config.training,
             config.algorithm,
@@ -61,6 +66,10 @@ class LocalTraining:
     def load(self, store_url: str, folder: str) -> None:
         self.engine.load(open_store(store_url), folder)
 
+    @property
+    def environment(self) -> Environment:
+        return self.engine.environment()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
@@ -78,6 +87,12 @@ class LocalFleet:
 
     def route(self) -> None:
         pass
+
+    def seconds_until_drained(self) -> float | None:
+        return None
+
+    def generating_environment(self, engine: LocalRollout) -> Environment:
+        return engine.environment
 
     def rollout_versions(self) -> list[int | None]:
         return [handle.engine.get_weight_version() for handle in self.rollout]

@@ -4,13 +4,19 @@
 the configuration of a fleet on a tiny model.
 """
 
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from configs.schema.run import RunConfig
+from engines.reaper import end_processes_with_files_in
+from tests.waiting import wait_for
 
 if TYPE_CHECKING:
     from engines.cluster import Cluster
@@ -26,6 +32,31 @@ def ray_cluster() -> "Iterator[Cluster]":
     cluster = Cluster.open(None, num_cpus=NUM_CPUS, object_store_memory=512 * 1024**2, timeout=240)
     yield cluster
     cluster.close()
+
+
+@contextmanager
+def ray_head() -> Iterator[str]:
+    """A cluster that someone started on purpose. Yields its address."""
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
+        command = "start --head --block --port=0 --num-cpus=8 --object-store-memory=200000000 --disable-usage-stats"
+        head = subprocess.Popen(
+            [
+                str(Path(sys.executable).parent / "ray"),
+                *command.split(),
+                "--include-dashboard=false",
+                f"--temp-dir={folder}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            current = Path(folder) / "ray_current_cluster"
+            wait_for(lambda: current.exists() and current.read_text())
+            yield current.read_text().strip()
+        finally:
+            head.kill()
+            head.wait(60)
+            end_processes_with_files_in(folder)
 
 
 def fleet_config(model: Path | str, **sections: dict[str, Any]) -> RunConfig:

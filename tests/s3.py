@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import pytest
 import s3fs
@@ -21,7 +22,7 @@ import sys
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import WSGIRequestHandler
 WSGIRequestHandler.disable_nagle_algorithm = True  # else many replies wait 40 ms for an acknowledgement
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server = ThreadedMotoServer(ip_address=sys.argv[1], port=0, verbose=False)
 server.start()
 print("%s:%d" % server.get_host_and_port(), flush=True)
 sys.stdin.read()  # ends with the test process, however that ends
@@ -76,10 +77,11 @@ def use_server(monkeypatch: pytest.MonkeyPatch, server: S3Server) -> None:
 
 
 @contextmanager
-def moto_server(**env: str) -> Iterator[S3Server]:
-    """A moto server that lives as long as the block, with further environment variables."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _MOTO],
+def moto_server(at: str = "127.0.0.1", start: Callable[..., Any] = subprocess.Popen, **env: str) -> Iterator[S3Server]:
+    """A moto server that lives as long as the block, at an address, with further environment variables. `start` starts
+    its process, as Popen does."""
+    with start(
+        [sys.executable, "-c", _MOTO, at],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -36,7 +36,9 @@ def sglang_model(tiny_assets: Path) -> Path:
 @pytest.fixture(scope="session")
 def engine(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     log = tmp_path_factory.mktemp("logs") / "server.log"
-    engine = SGLangEngine(str(sglang_model), sglang_config(), "cpu", log, START_TIMEOUT)
+    with pytest.MonkeyPatch.context() as shell:
+        shell.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")  # log-probs that know of no temperature, if it were heeded
+        engine = SGLangEngine(str(sglang_model), sglang_config(), "cpu", log, START_TIMEOUT)
     yield engine
     engine.close()
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from configs.schema.run import RunConfig
-from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.errors import EngineError, EngineTimeout, GenerationFailed
 from engines.types import Completion, GenerateRequest, TrainBatch
 from flows.iteration import iteration, last_selection
 from flows.session import Sources
@@ -113,7 +113,18 @@ def test_the_cursor_is_never_ahead_of_prompts_in_flight(tiny_assets: Path, tmp_p
 
 def test_the_buffer_is_not_empty_after_a_restart(tiny_assets: Path, tmp_path: Path) -> None:
     """slime (vime) #324 and TRL's buffered inputs: what had been generated ahead was gone after a restart."""
-    config = tiny_config(tiny_assets, rollout=ROLLOUT | {"over_sampling_batch_size": 6})
+    (tmp_path / "grader.py").write_text(
+        "def grade(response, label, metadata):\n"
+        "    if int(label) in (6, 7):\n"
+        "        raise RuntimeError('no judge today')\n"
+        "    return float(len(response) % 5)\n"
+    )
+    config = tiny_config(
+        tiny_assets,
+        data={"path": str(tiny_assets / "train.jsonl"), "rollout_shuffle": False},
+        rollout=ROLLOUT | {"over_sampling_batch_size": 6, "max_age": 1},
+        reward={"custom_rm_path": f"{tmp_path / 'grader.py'}:grade"},
+    )
     undisturbed = run_to(tmp_path / "whole", config, 2)
     run_to(tmp_path / "resumed", config, 0)
     fleet = LocalFleet(config)
@@ -121,7 +132,7 @@ def test_the_buffer_is_not_empty_after_a_restart(tiny_assets: Path, tmp_path: Pa
         assert number(last_selection(run, 0), "buffered") == 2
         iteration(run, DirectSteps(run), 0)
         iteration(run, DirectSteps(run), 1)
-        assert [group for _, _, group in trained_groups(run, last_selection(run, 1))] == [4, 5, 6, 7]
+        assert [group for _, _, group in trained_groups(run, last_selection(run, 1))] == [8, 9, 4, 5]
     assert fleet.rollout[0].generated_groups == 4
     assert run_to(tmp_path / "resumed", config, 2) == undisturbed
 
@@ -201,7 +212,8 @@ def test_an_exception_is_no_zero_reward(tiny_assets: Path, tmp_path: Path) -> No
         "        raise ConnectionError('no judge')\n"
         "    return 1.0 + len(response) % 5  # never 0\n"
     )
-    config = tiny_config(tiny_assets, rollout=ROLLOUT, reward={"custom_rm_path": f"{grader}:grade"})
+    retry = {"grader": {"retry_delay_seconds": 0}}
+    config = tiny_config(tiny_assets, rollout=ROLLOUT, reward={"custom_rm_path": f"{grader}:grade"}, retry=retry)
     with tiny_context(str(tmp_path), config) as (run, _):
         failed = 0
         for index in range(2):
@@ -291,15 +303,17 @@ def refuses(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterat
     return engine.generate(spoilt)
 
 
-def dies(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-    """The engine's process does not survive the prompt."""
+def fails(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+    """The engine lives, and fails on the prompt."""
     for completions in engine.generate(requests):
         if any(completion.request_id % 4 == 1 for completion in completions):
-            raise EngineDied("the actor's process is gone")
+            raise GenerationFailed("no finite logits")
         yield completions
 
 
-@pytest.mark.parametrize(("generate", "tries", "error"), [(refuses, 1, "outside the model's"), (dies, 4, "is gone")])
+@pytest.mark.parametrize(
+    ("generate", "tries", "error"), [(refuses, 1, "outside the model's"), (fails, 4, "no finite logits")]
+)
 def test_a_poison_prompt_fails_alone(
     tiny_assets: Path, tmp_path: Path, poisoned: Path, generate: Any, tries: int, error: str
 ) -> None:
@@ -310,7 +324,7 @@ def test_a_poison_prompt_fails_alone(
     with tiny_context(str(store), config, fleet=fleet) as (run, _):
         for index in range(2):
             for _ in range(tries - 1):  # as many as the default retry.retries allows
-                with pytest.raises(EngineDied):
+                with pytest.raises(GenerationFailed):
                     iteration(run, DirectSteps(run), index)
             commits = iteration(run, DirectSteps(run), index)
             samples = [row for c in commits if c.step is Step.ROLLOUT for row in run.read(c).to_pylist()]

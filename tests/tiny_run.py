@@ -21,6 +21,7 @@ from tasks.context import RunContext
 from tasks.data import PromptData
 from tasks.events import Message, StepCommitted, StepStarted
 from tasks.step import DurableStep
+from tasks.steps import RULES
 from tests.local_fleet import LocalFleet
 
 PROMPTS = [f"Sort the digits {a} {b} {(a * b) % 10} in increasing order." for a in range(6) for b in range(4)]
@@ -115,7 +116,7 @@ def tiny_context(
     data = PromptData.open(config.data, config.data.path, tokenizer)
     benchmarks = {b.name: PromptData.open(b, b.path, tokenizer) for b in config.eval.benchmarks}
     digests = input_digests(config, data, benchmarks)
-    ledger = Ledger.create(open_store(store_url), name, config.model_dump(mode="json"), inputs=digests)
+    ledger = Ledger.create(open_store(store_url), name, config, inputs=digests, rules=RULES)
     engines: Any = fleet or LocalFleet(config)
     events = Events()
     with ExitStack() as stack:
@@ -131,7 +132,7 @@ def tiny_context(
                 max_prompt_len=200,
                 benchmarks=benchmarks,
                 graders=open_graders(config, stack),
-                environment=environment(config),
+                environment=environment(),
                 emit=events.append,
             ),
             events,

@@ -1,10 +1,11 @@
 """From rewards to a loss."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
-from configs.schema.base import Section
+from configs.schema.base import Section, is_recorded
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
 
@@ -23,8 +24,9 @@ class AlgorithmConfig(Section):
     """`grpo`: subtract the group's mean reward. slime: on unless `--disable-rewards-normalization`."""
 
     grpo_std_normalization: bool = True
-    """`grpo`: divide by the group's standard deviation; off gives Dr. GRPO. slime: on unless
-    `--disable-grpo-std-normalization`."""
+    """`grpo`: divide by the group's standard deviation. Off takes away the bias towards questions that nearly all
+    samples get right or wrong; the loss still weighs a token by the length of its response, and with
+    `loss_scale_factor` it is Dr. GRPO. slime: on unless `--disable-grpo-std-normalization`."""
 
     normalize_advantages: bool = False
     """Shift and scale the advantages of all trained tokens of an iteration to mean 0 and variance 1. slime:
@@ -67,8 +69,13 @@ class AlgorithmConfig(Section):
     kl_loss_coef: float = Field(0.0, ge=0)
     """Weight of the KL loss. slime: `--kl-loss-coef`."""
 
-    kl_loss_type: KLType = "k1"
-    """Estimator of the KL divergence. slime: `--kl-loss-type`."""
+    kl_loss_type: KLType | None = None
+    """Estimator of the KL divergence from the reference model; by default `k2` in the loss and `k1` in the rewards.
+    In the loss it is the gradient that counts: that of `k2` is the divergence's own where the policy is the one that
+    sampled; that of `k1` is 0 on average, and it is refused with a positive `kl_loss_coef`; that of `k3` and
+    `low_var_kl` is the gradient of the divergence of the policy from the view of the reference model,
+    KL(reference ‖ policy). In the rewards it is the value that counts: `k1` and `k3` are unbiased. slime:
+    `--kl-loss-type`."""
 
     use_opd: bool = False
     """On-policy distillation: lower every token's advantage by how much more probable it is to the policy than to the
@@ -93,6 +100,12 @@ class AlgorithmConfig(Section):
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the batch instead of over samples. slime: `--calculate-per-token-loss`."""
 
+    loss_scale_factor: int | None = Field(None, ge=1)
+    """Divide the sum over a sample's trained tokens, in the policy's loss, by this constant instead of by their number,
+    so that a token counts the same in a short response and in a long one; `rollout.rollout_max_response_len` is a
+    natural choice. With `grpo_std_normalization` off it is Dr. GRPO. Metrics stay means over tokens. verl:
+    `actor.loss_scale_factor` of `seq-mean-token-sum-norm`; slime: a reducer of one's own."""
+
     @property
     def use_critic(self) -> bool:
         """Whether a critic is trained beside the actor."""
@@ -103,41 +116,70 @@ class AlgorithmConfig(Section):
         """Whether the reference model is scored."""
         return self.use_kl_loss or self.kl_coef > 0
 
+    @property
+    def kl_estimator(self) -> KLType:
+        """The estimator that `kl_loss_type` names, or its default."""
+        return self.kl_loss_type or ("k1" if self.kl_coef > 0 else "k2")
+
     def trains_actor(self, iteration: int) -> bool:
         """Whether an iteration trains the actor, or the critic alone."""
         return iteration >= self.num_critic_only_steps
 
     @model_validator(mode="after")
-    def _critic_is_used(self) -> "AlgorithmConfig":
-        if self.use_critic:
-            return self
-        for name in ("gamma", "lambd", "kl_coef", "value_clip", "num_critic_only_steps"):
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"{name} ({value}) has no effect while advantage_estimator is {self.advantage_estimator}; "
-                    "set advantage_estimator=ppo, or leave it out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "AlgorithmConfig":
+    def _consistent(self, info: ValidationInfo) -> "AlgorithmConfig":
         if self.use_rollout_logprobs and self.use_tis:
             raise ValueError(
                 "use_rollout_logprobs (true) and use_tis (true) exclude each other: importance sampling corrects "
                 "the difference between the two log-probs; set one of them to false"
-            )
-        if self.kl_loss_coef > 0 and not self.use_kl_loss:
-            raise ValueError(
-                f"kl_loss_coef ({self.kl_loss_coef}) has no effect while use_kl_loss is false; set use_kl_loss=true"
             )
         if self.kl_loss_coef > 0 and self.kl_coef > 0:
             raise ValueError(
                 f"kl_loss_coef ({self.kl_loss_coef}) and kl_coef ({self.kl_coef}) both hold the policy to the "
                 "reference model, one in the loss and one in the rewards; set one of them to 0"
             )
-        if self.opd_kl_coef != type(self).model_fields["opd_kl_coef"].default and not self.use_opd:
-            raise ValueError(f"opd_kl_coef ({self.opd_kl_coef}) has no effect while use_opd is false; set use_opd=true")
+        if self.loss_scale_factor is not None and self.calculate_per_token_loss:
+            raise ValueError(
+                f"loss_scale_factor ({self.loss_scale_factor}) and calculate_per_token_loss (true) exclude each other: "
+                "both say what the sum over tokens is divided by; leave one of them out"
+            )
         if self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")
+        if is_recorded(info):
+            return self
+        for name, why, way_out in self._without_effect():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                shown = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(f"{name} ({shown}) has no effect while {why}; {way_out}, or leave it out")
+        if self.kl_loss_coef > 0 and self.kl_loss_type == "k1":
+            raise ValueError(
+                f"kl_loss_type (k1) has a gradient of 0 on average as a loss, so kl_loss_coef ({self.kl_loss_coef}) "
+                "would add noise alone; set kl_loss_type=k2, whose gradient is that of the divergence, or hold the "
+                "policy to the reference model in the rewards of advantage_estimator=ppo, by kl_coef"
+            )
         return self
+
+    def _without_effect(self) -> Iterator[tuple[str, str, str]]:
+        """Options that nothing reads in this combination, why, and what would have them read."""
+        if self.loss_type == "sft_loss":
+            for name in type(self).model_fields.keys() - {"loss_type", "calculate_per_token_loss"}:
+                yield name, "loss_type is sft_loss", "set loss_type=policy_loss"
+            return
+        if self.use_critic:
+            for name in ("rewards_normalization", "grpo_std_normalization"):
+                yield name, f"advantage_estimator is {self.advantage_estimator}", "set advantage_estimator=grpo"
+        else:
+            for name in ("gamma", "lambd", "kl_coef", "value_clip", "num_critic_only_steps"):
+                yield name, f"advantage_estimator is {self.advantage_estimator}", "set advantage_estimator=ppo"
+        if not self.rewards_normalization:
+            yield "grpo_std_normalization", "rewards_normalization is false", "set rewards_normalization=true"
+        if not self.use_kl_loss:
+            yield "kl_loss_coef", "use_kl_loss is false", "set use_kl_loss=true"
+        # Manifests name k1 whether anything reads it or not, and a fork begins with what its parent's says.
+        if not self.use_reference and self.kl_loss_type != "k1":
+            yield "kl_loss_type", "use_kl_loss is false and kl_coef is 0", "set use_kl_loss=true"
+        if not self.use_opd:
+            yield "opd_kl_coef", "use_opd is false", "set use_opd=true"
+        if not self.use_tis:
+            for name in ("tis_clip", "tis_clip_low"):
+                yield name, "use_tis is false", "set use_tis=true"

@@ -1,8 +1,8 @@
 """Benchmarks that are run beside the training."""
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
-from configs.schema.base import Section
+from configs.schema.base import Section, is_recorded
 from configs.schema.data import RowFormat
 from configs.schema.location import Location
 
@@ -26,13 +26,19 @@ class BenchmarkConfig(RowFormat):
     """Sampling temperature; 0 is greedy. slime: `--eval-temperature`."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """slime: `--eval-top-p`."""
+    """Nucleus mass. slime: `--eval-top-p`."""
 
     top_k: int = Field(-1, ge=-1)
-    """slime: `--eval-top-k`."""
+    """Candidates kept per token; -1 keeps all. slime: `--eval-top-k`."""
 
     max_response_len: int = Field(ge=1)
     """Longest response in tokens. slime: `--eval-max-response-len`."""
+
+    @model_validator(mode="after")
+    def _something_can_be_drawn(self, info: ValidationInfo) -> "BenchmarkConfig":
+        if self.top_k == 0 and not is_recorded(info):
+            raise ValueError("top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens")
+        return self
 
 
 class EvalConfig(Section):

@@ -115,15 +115,88 @@ class FleetConfig(Section):
         return self
 
 
-class RetryConfig(Section):
-    """How often a failed step is tried again before the iteration fails."""
+class RecoveryConfig(Section):
+    """What is done about weights that replay does not bring back bit for bit."""
+
+    on_divergence: Literal["stop", "fork"] = "stop"
+    """When a committed train step, done again, gives another state than was committed: `stop` the run and name both
+    digests, or `fork` it at its newest checkpoint, which needs no replay, and let the same driver go on with the fork.
+    The run stays as it is, and the fork's manifest says why there is one."""
+
+    self_test: bool | None = None
+    """Once on each kind of machine, after an iteration: do one update twice from the same state, across a restart of
+    the training engine, and record in the store whether the bits agree. By default where training has GPUs."""
+
+
+StepName = Literal["rollout", "reward", "filter", "score", "advantage", "train", "checkpoint", "sync", "eval"]
+
+ErrorClass = Literal["engine_died", "engine_timeout", "engine", "store", "disk", "grader"]
+"""`engine_died`: the process of an engine is gone. `engine_timeout`: it did not answer in time. `engine`: any other
+failure of an engine that a new try can mend. `store`: it did not answer, or not rightly. `disk`: no space is left.
+`grader`: the machine did not let a grader work, or nothing that it asked answered."""
+
+
+class Retries(Section):
+    """How often something is tried again, and after which waits."""
+
+    retries: int = Field(3, ge=0, le=50)
+    """Further tries."""
+
+    retry_delay_seconds: float = Field(1.0, ge=0)
+    """Wait before the first of them; it doubles with each."""
+
+    max_retry_delay_seconds: float = Field(60.0, ge=0)
+    """The longest wait."""
+
+    def delays(self) -> list[float]:
+        """Seconds before each new try."""
+        longest = max(self.max_retry_delay_seconds, self.retry_delay_seconds)
+        return [min(longest, self.retry_delay_seconds * 2.0**attempt) for attempt in range(self.retries)]
+
+
+class RetryRule(Retries):
+    """Retries of some steps, or after some errors."""
+
+    steps: tuple[StepName, ...] = ()
+    """The steps that it is for; empty: all."""
+
+    errors: tuple[ErrorClass, ...] = ()
+    """The classes of errors that it is for; empty: all."""
+
+    def fits(self, step: str, error: ErrorClass) -> bool:
+        """Whether it is for an error of this class in this step."""
+        return (not self.steps or step in self.steps) and (not self.errors or error in self.errors)
+
+
+class GraderRetries(Retries):
+    """When a grader raises something that may pass, such as the error of a service that it asks."""
+
+    retries: int = Field(5, ge=0, le=50)
+    """Further tries of a sample; then it fails, or the whole step if what was graded before cannot be graded either."""
+
+    errors: tuple[str, ...] = ("ConnectionError", "TimeoutError", "Timeout", "TransportError", "APIConnectionError")
+    """Names of exception classes, with or without their module, that a new try may mend; subclasses are meant too.
+    `tasks.rewards.TryAgain` always is, and so is an exception with an HTTP status of 408, 429 or 500 to 599."""
+
+
+class RetryConfig(Retries):
+    """How often what failed is tried again before the iteration fails. Each class of errors is counted by itself."""
 
     retries: int = Field(3, ge=0, le=50)
     """Further tries of a step after a failure that a new try can mend, such as a dead actor or a store that did not
     answer."""
 
-    retry_delay_seconds: float = Field(1.0, ge=0)
-    """Wait before the first new try; it doubles with each."""
+    rules: tuple[RetryRule, ...] = (RetryRule(errors=("disk",), retries=8, retry_delay_seconds=5.0),)
+    """Other numbers for some steps (`steps`) and some classes of errors (`errors`: `engine_died`, `engine_timeout`,
+    `engine`, `store`, `disk`, `grader`), each with its `retries`, `retry_delay_seconds` and `max_retry_delay_seconds`.
+    The first rule that fits counts; where none does, the numbers above."""
+
+    grader: GraderRetries = GraderRetries()
+    """Of one sample, within a step."""
+
+    def policy(self, step: str, error: ErrorClass) -> Retries:
+        """For an error of this class in this step."""
+        return next((rule for rule in self.rules if rule.fits(step, error)), self)
 
 
 class TrackingConfig(Section):
@@ -131,3 +204,12 @@ class TrackingConfig(Section):
 
     tensorboard_dir: str | None = "tensorboard"
     """Local folder for TensorBoard event files, one sub-folder a run; null writes none. See docs/metrics.md."""
+
+
+class OperationsConfig(Section):
+    """How a driver lives and ends among others on its machine."""
+
+    grace_period: float = Field(30, gt=0)
+    """Seconds that a driver may take to end in order when it is told to (SIGTERM, SIGUSR1, or Ray drains a machine of
+    it): it stops its work, saves the weights where that fits in, and gives the run back. At their end it ends at once.
+    Less than what the scheduler leaves between its notice and SIGKILL."""

@@ -2,9 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
-from configs.schema.base import Section
+from configs.schema.base import Section, is_recorded
 from configs.schema.servers import ServerGroup
 
 
@@ -69,8 +69,15 @@ class RolloutConfig(Section):
     that is committed stays as it is, but doing it again does not give the same. slime: `--partial-rollout`."""
 
     mask_offpolicy_in_partial_rollout: bool = False
-    """Do not train on tokens that older weights sampled before a sample was continued. slime:
-    `--mask-offpolicy-in-partial-rollout`."""
+    """Of a group that was continued, train only on tokens of the weights under which it was finished, however old
+    `max_age` allows others to be; where that is 0 this is so anyway. slime: `--mask-offpolicy-in-partial-rollout`."""
+
+    max_age: int | None = Field(None, ge=0)
+    """Oldest tokens that are trained on, in publications: iterations between the weights that sampled a token and those
+    that are trained. By default the lag of the rollout, which is 0 where every iteration samples from the weights that
+    the one before has left: what over-sampling leaves over is then dropped, and tokens that older weights sampled
+    before an abort are masked. A larger bound carries surplus groups over until they are too old, and needs
+    `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which correct for the difference."""
 
     dynamic_sampling_filter: str | None = None
     """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
@@ -94,7 +101,8 @@ class RolloutConfig(Section):
     """Sampling temperature; the trainer divides its logits by the same. slime: `--rollout-temperature`."""
 
     rollout_top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass. Log-probs stay those of the full distribution. slime: `--rollout-top-p`."""
+    """Nucleus mass: tokens are drawn from the smallest set of the most probable ones that holds it. slime:
+    `--rollout-top-p`."""
 
     rollout_top_k: int = Field(-1, ge=-1)
     """Candidates kept per token; -1 keeps all. slime: `--rollout-top-k`."""
@@ -117,6 +125,28 @@ class RolloutConfig(Section):
     """Seconds, or three times the 99th percentile of its answers if that is more, after which a server or router
     that does not answer is ended and replaced. slime: `--rollout-health-check-timeout`."""
 
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary only."""
+        return self.rollout_top_p < 1 or self.rollout_top_k > 0
+
+    rollout_health_check_first_wait: float = Field(0, ge=0)
+    """Seconds after an SGLang server is up in which no silence counts: one that compiles kernels for its first batches,
+    as DeepGEMM's do, answers nothing meanwhile. slime: `--rollout-health-check-first-wait`."""
+
+    @model_validator(mode="after")
+    def _something_can_be_drawn(self, info: ValidationInfo) -> "RolloutConfig":
+        if is_recorded(info):
+            return self
+        if self.rollout_top_k == 0:
+            raise ValueError("rollout_top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens")
+        if self.rollout_top_k == 1:
+            raise ValueError(
+                "rollout_top_k is 1, which leaves one token to draw: nothing can be learned from a choice without an "
+                "alternative; set it to 2 or more, or to -1 to keep all tokens"
+            )
+        return self
+
     @model_validator(mode="after")
     def _parts_are_made_and_continued(self) -> "RolloutConfig":
         if self.partial_rollout and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
@@ -127,6 +157,26 @@ class RolloutConfig(Section):
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
             raise ValueError("mask_offpolicy_in_partial_rollout has no effect without partial_rollout=true")
         return self
+
+    @model_validator(mode="after")
+    def _there_are_older_tokens(self, info: ValidationInfo) -> "RolloutConfig":
+        if self.max_age and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
+            raise ValueError(
+                f"max_age ({self.max_age}) has no effect while over_sampling_batch_size "
+                f"({self.over_sampling_batch_size}) is not above rollout_batch_size ({self.rollout_batch_size}): "
+                "nothing is left over that could grow old"
+            )
+        if self.mask_offpolicy_in_partial_rollout and self.oldest_trained == 0 and not is_recorded(info):
+            raise ValueError(
+                "mask_offpolicy_in_partial_rollout has no effect while max_age is 0, its default, which masks all "
+                "older tokens; leave it out"
+            )
+        return self
+
+    @property
+    def oldest_trained(self) -> int:
+        """`max_age` with its default filled in."""
+        return 0 if self.max_age is None else self.max_age
 
     @model_validator(mode="after")
     def _servers_are_counted_once(self) -> "RolloutConfig":

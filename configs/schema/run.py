@@ -1,12 +1,19 @@
 """The whole configuration of a run, and the rules between its sections."""
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.base import Section
+from configs.schema.base import Section, is_recorded
 from configs.schema.data import DataConfig
 from configs.schema.evaluation import EvalConfig
-from configs.schema.operations import CheckpointConfig, FleetConfig, RetryConfig, TrackingConfig
+from configs.schema.operations import (
+    CheckpointConfig,
+    FleetConfig,
+    OperationsConfig,
+    RecoveryConfig,
+    RetryConfig,
+    TrackingConfig,
+)
 from configs.schema.reward import RewardConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.training import TrainingConfig
@@ -28,6 +35,17 @@ class ModelConfig(Section):
     """Folder that the critic starts from, a causal LM or a token classifier with one label, whose head is then the
     value head; `path` by default. slime: `--critic-load`."""
 
+    @property
+    def folders(self) -> dict[str, str]:
+        """The folders of all models, by the names of their digests in a run's manifest."""
+        found = {
+            "model": self.path,
+            "ref_model": self.ref_path,
+            "teacher_model": self.teacher_path,
+            "critic_model": self.critic_path,
+        }
+        return {name: path for name, path in found.items() if path is not None}
+
 
 class RunConfig(Section):
     """Everything that defines a run. Frozen in the ledger when the run is created."""
@@ -44,8 +62,16 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     fleet: FleetConfig = FleetConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     retry: RetryConfig = RetryConfig()
     tracking: TrackingConfig = TrackingConfig()
+    operations: OperationsConfig = OperationsConfig()
+
+    @property
+    def self_tests(self) -> bool:
+        """Whether it is tried that updates give the same bits twice."""
+        wanted = self.recovery.self_test
+        return self.training.num_gpus_per_rank > 0 if wanted is None else wanted
 
     @property
     def samples_per_rollout(self) -> int:
@@ -92,6 +118,30 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _older_tokens_are_corrected_for(self) -> "RunConfig":
+        corrects = self.algorithm.use_tis or self.algorithm.use_rollout_logprobs
+        if self.rollout.oldest_trained > 0 and not corrects:
+            raise ValueError(
+                f"rollout.max_age is {self.rollout.max_age}: tokens that older weights sampled are trained on, and "
+                "nothing corrects for the difference; set algorithm.use_tis=true or "
+                "algorithm.use_rollout_logprobs=true, or leave rollout.max_age out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_step_has_tokens_to_train_on(self, info: ValidationInfo) -> "RunConfig":
+        """Of a group that was continued, some token is young enough, but not one of every sample."""
+        n, samples = self.rollout.n_samples_per_prompt, self.global_batch_size
+        holds_a_group = samples % n == 0 or samples >= 2 * n - 1
+        if self.rollout.partial_rollout and not holds_a_group and not is_recorded(info):
+            raise ValueError(
+                f"rollout.partial_rollout is true and an optimizer step has {samples} samples, which may all be of one "
+                f"group of {n} and finished too long ago to be trained on (rollout.max_age): make "
+                "training.global_batch_size a multiple of rollout.n_samples_per_prompt"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _groups_can_be_normalised(self) -> "RunConfig":
         algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
         grouped = algorithm.loss_type == "policy_loss" and algorithm.advantage_estimator == "grpo"
@@ -100,6 +150,21 @@ class RunConfig(Section):
                 "algorithm.rewards_normalization is true but rollout.n_samples_per_prompt is 1: every advantage would "
                 "be zero; raise n_samples_per_prompt or set rewards_normalization=false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _ratios_can_be_clipped(self, info: ValidationInfo) -> "RunConfig":
+        algorithm, training = self.algorithm, self.training
+        if is_recorded(info) or algorithm.use_rollout_logprobs or training.num_steps_per_rollout > 1:
+            return self
+        for name in ("eps_clip", "eps_clip_high", "eps_clip_c"):
+            value = getattr(algorithm, name)
+            if value != type(algorithm).model_fields[name].default:
+                raise ValueError(
+                    f"algorithm.{name} ({value}) has no effect while training.num_steps_per_rollout is 1 and "
+                    "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are "
+                    "taken against; change either, or leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -31,6 +31,12 @@ class TrainingConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of forward and backward; master weights and optimizer state stay float32. Megatron: `--bf16`."""
 
+    deterministic_mode: bool = True
+    """On GPUs, compute the same bits every time, for replay after a failure is held against the committed digests: by
+    kernels, collectives and attention that do, and the environment that cuBLAS, NCCL, Transformer Engine and
+    FlashAttention read. Off is faster; a run that has to be replayed may then diverge, see `recovery.on_divergence`.
+    Without effect on CPUs. Megatron: `--deterministic-mode`."""
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Megatron: `--recompute-granularity full`."""
 

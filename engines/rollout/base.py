@@ -8,6 +8,7 @@ import torch
 
 from engines.types import Completion, GenerateRequest
 from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from storage.commits import Environment
 
 
 class RolloutEngine(Protocol):
@@ -23,7 +24,8 @@ class RolloutEngine(Protocol):
 
         Raises:
             RequestRefused: some of the requests cannot be served; nothing is generated.
-            EngineError: another `generate` or a weight update is in progress, or the weights give no finite logits.
+            GenerationFailed: the weights give no finite logits for a prompt, or the engine, alive, failed on one.
+            EngineError: another `generate` or a weight update is in progress, or the engine is not to be reached.
         """
 
     def abort(self) -> None:
@@ -66,6 +68,9 @@ class RolloutEngine(Protocol):
 
     def health(self) -> dict[str, Any]:
         """What the engine serves and how much it has done; values are JSON."""
+
+    def environment(self) -> Environment:
+        """What it computes on."""
 
     def usage(self) -> dict[str, int]:
         """Of the last `generate`: `running_requests_max` and `queued_requests_max`, the most samples that the engine

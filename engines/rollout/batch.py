@@ -5,14 +5,14 @@ Rows stay dense, so that a step runs over the first ones of everything.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from engines.errors import EngineError
+from engines.errors import GenerationFailed
 from engines.rollout.sampling import sample, uniforms
-from engines.types import Completion, FinishReason, GenerateRequest
+from engines.types import Completion, FinishReason, GenerateRequest, KeptTokens
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class _Sample:
     start: Start
     index: int
     admitted: float
+    kept: list[np.ndarray] = field(default_factory=list)
+    """Of each token generated, the ids that it was drawn from, where they are asked for."""
 
 
 class Batch:
@@ -131,8 +133,11 @@ class Batch:
         """Draw every row's next token from its logits [B, V]. Returns the rows that ended, ascending."""
         rows = len(self)
         generated = self._generated[:rows]
-        drawn = sample(logits.float(), *self._sampling_inputs(logits.device))
-        tokens, log_probs = (values.cpu().numpy() for values in drawn)
+        uniform, divisors, greedy, truncated = self._sampling_inputs(logits.device)
+        drawn, chosen, part = sample(logits.float(), uniform, divisors, greedy, truncated)
+        tokens, log_probs = drawn.cpu().numpy(), chosen.cpu().numpy()
+        if truncated is not None and part is not None:
+            self._keep(truncated[0], part)
         self._responses[np.arange(rows), generated] = tokens
         self._log_probs[np.arange(rows), generated] = log_probs
         self.tokens[:rows] = tokens
@@ -144,7 +149,7 @@ class Batch:
         """What the rows hold, which have ended or are aborted.
 
         Raises:
-            EngineError: a log-prob is not finite.
+            GenerationFailed: a log-prob is not finite.
         """
         now = time.perf_counter()
         completions = []
@@ -153,7 +158,7 @@ class Batch:
             request = ended.start.request
             log_probs = self._log_probs[row, : self._generated[row]].copy()
             if not np.isfinite(log_probs).all():
-                raise EngineError(
+                raise GenerationFailed(
                     f"The weights of version {weight_version} give logits that are not finite (request "
                     f"{request.request_id}): the policy has diverged; go back to an earlier checkpoint."
                 )
@@ -168,6 +173,7 @@ class Batch:
                     weight_versions=np.full(len(log_probs), weight_version, np.int32),
                     finish_reason=reason,
                     seconds=now - ended.admitted,
+                    kept=KeptTokens.of(ended.kept) if ended.kept else None,
                 )
             )
         return completions
@@ -188,6 +194,14 @@ class Batch:
         self.positions[left:size] = 0
         return sources, targets
 
+    def _keep(self, rows: torch.Tensor, part: torch.Tensor) -> None:
+        """Note what rows [R] could have drawn, part [R, V], for the samples that are asked for it."""
+        counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()
+        for row, kept in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):
+            sample = self._samples[row]
+            if sample.start.request.sampling_params.return_kept:
+                sample.kept.append(kept)
+
     def _row_values(self) -> tuple[np.ndarray, ...]:
         return (
             self.tokens,
@@ -204,7 +218,14 @@ class Batch:
             self._log_probs,
         )
 
-    def _sampling_inputs(self, device: torch.device) -> tuple:
+    def _sampling_inputs(
+        self, device: torch.device
+    ) -> tuple[
+        torch.Tensor,
+        torch.Tensor | None,
+        torch.Tensor | None,
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    ]:
         """What `sample` takes after the logits."""
 
         def put(values: np.ndarray) -> torch.Tensor:
@@ -218,6 +239,7 @@ class Batch:
         divisors = put(np.where(temperatures == 0, np.float32(1), temperatures)) if self._any_temperature else None
         truncated = None
         if self._any_truncated:
-            part = np.flatnonzero((top_ps < 1) | (top_ks < self._vocab_size))
-            truncated = put(part), put(top_ps[part]), put(top_ks[part])
+            part = np.flatnonzero((temperatures > 0) & ((top_ps < 1) | (top_ks < self._vocab_size)))
+            if len(part):
+                truncated = put(part), put(top_ps[part]), put(top_ks[part])
         return uniform, divisors, greedy, truncated

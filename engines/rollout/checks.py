@@ -80,7 +80,8 @@ def _request(
         request_id=request_id,
         prompt_ids=draw.integers(decoder.vocab_size, size=prompt_length).tolist(),
         seeds=tuple(draw.integers(2**63, size=num_samples).tolist()),
-        sampling_params=SamplingParams(max_new_tokens=max_new_tokens),
+        # Every second request draws from a part of the vocabulary.
+        sampling_params=SamplingParams(max_new_tokens=max_new_tokens, top_p=1.0 if request_id % 2 == 0 else 0.9),
     )
 
 

@@ -8,6 +8,7 @@ parameters only, bit for bit, because every kernel sees shapes that lead to the 
 - Prompts are padded on the right to a length that is their own (`kv_cache.round_up`) and share a forward pass only with
   prompts of that length.
 - Matrix products have `MIN_ROWS` rows at least, below which BLAS libraries turn to other kernels.
+- MKL chooses kernels whose results do not depend on that number either (`MKL_CBWR`, see `engines`).
 - Attention runs row by row, over lengths that are multiples of `kv_cache.ALIGNMENT`.
 - Activation functions compute the last few numbers of a tensor, those that do not fill vectors, by other code. Where
   the model's widths are not multiples of `VECTORS`, padding comes last and takes that place.

@@ -1,7 +1,7 @@
 """A rollout engine as the driver sees it."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from configs.schema.operations import FleetConfig
 from configs.schema.rollout import RolloutConfig
 from engines.calls import Deadline
 from engines.errors import EngineTimeout
-from engines.handles import CONTROL, Actor, EngineHandle, log_of
+from engines.handles import CONTROL, Actor, ModelHandle, log_of
 from engines.rollout.router import TO_SAY_WHY, RouterHandle
 from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from engines.rollout.sglang.route import Route
@@ -19,7 +19,7 @@ from engines.types import Completion, GenerateRequest
 from engines.weights.layout import MemoryTag
 
 
-class RolloutHandle(EngineHandle):
+class RolloutHandle(ModelHandle):
     """A rollout engine. See engines.rollout.base for what its calls do; all may raise EngineDied and EngineTimeout."""
 
     def __init__(
@@ -31,14 +31,13 @@ class RolloutHandle(EngineHandle):
         config: RolloutConfig,
         fleet: FleetConfig,
         router: RouterHandle | None = None,
+        model_digests: Mapping[str, str] | None = None,
     ) -> None:
         """`actors`: one on each machine of the engine; the first speaks for it."""
-        super().__init__(name, actors, fleet)
+        super().__init__(name, actors, fleet, {"model": model_path}, model_digests or {})
         self._actor = actors[0]
-        self.gpu_ids: tuple[str, ...] = ()
-        """GPUs that it shares with training, and"""
         self.ranks = range(0)
-        """the training ranks that they belong to."""
+        """The training ranks with which it shares GPUs."""
         self._plan = plan
         self._model_path = model_path
         self._config = config
@@ -132,7 +131,7 @@ class RolloutHandle(EngineHandle):
     @property
     def maps_gpu_memory(self) -> bool:
         """Whether it takes weights from the memory of GPUs that it shares with training."""
-        return bool(self.gpu_ids) and self._config.engine == "sglang"
+        return bool(self.ranks) and self._config.engine == "sglang"
 
     def release_memory(self) -> None:
         """Give its memory away; see engines.rollout.base."""
@@ -174,7 +173,7 @@ class RolloutHandle(EngineHandle):
                 self._model_path,
                 self._config,
                 self._plan,
-                Place(host, rank, meeting_point, self.gpu_ids),
+                Place(host, rank, meeting_point),
                 log_of(actor),
                 deadline.remaining,
                 self._fleet.call_timeout,

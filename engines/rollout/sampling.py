@@ -27,8 +27,8 @@ def sample(
     temperature: torch.Tensor | None = None,
     greedy: torch.Tensor | None = None,
     truncated: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token a row by inverting the cumulative distribution, with its log-prob before truncation.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Draw a token a row by inverting the cumulative distribution, with its log-prob under what it was drawn from.
 
     Each row's result depends on that row alone.
 
@@ -37,11 +37,12 @@ def sample(
         uniform: [B] in (0, 1].
         temperature: [B], positive; None where all are 1.
         greedy: [B] bool, rows that take the most probable token; None where none does.
-        truncated: (rows [R], top_p [R], top_k [R]) of the rows that draw from a part of the vocabulary only; a top_k of
-            V keeps all.
+        truncated: (rows [R], top_p [R], top_k [R]) of the rows, none of them greedy, that draw from a part of the
+            vocabulary only; a top_k of V keeps all.
 
     Returns:
-        tokens [B] int64; log-probs [B] float32 under softmax(logits / temperature).
+        tokens [B] int64; log-probs [B] float32 under softmax(logits / temperature), over the part alone in truncated
+        rows; and the part [R, V] bool, the tokens that these rows could have drawn.
     """
     if temperature is not None:
         logits = logits / temperature[:, None]
@@ -49,14 +50,19 @@ def sample(
     candidates = probs
     if truncated is not None:
         rows, top_p, top_k = truncated
-        candidates = probs.index_copy(0, rows, _truncate(probs[rows], top_p, top_k))
+        part = _truncate(probs[rows], top_p, top_k)
+        candidates = probs.index_copy(0, rows, part)
     cumulative = candidates.cumsum(-1)
     # A target in (0, total] is first reached at a token of positive probability.
     target = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[-1] - 1)  # beyond the end if not finite
     if greedy is not None:
         tokens = torch.where(greedy[:, None], probs.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0], probs.gather(1, tokens)[:, 0].log()
+    chosen = probs.gather(1, tokens)[:, 0]
+    if truncated is None:
+        return tokens[:, 0], chosen.log(), None
+    chosen = chosen.index_copy(0, rows, chosen[rows] / cumulative[rows, -1])
+    return tokens[:, 0], chosen.log(), part > 0
 
 
 def _truncate(probs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

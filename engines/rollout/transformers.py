@@ -11,6 +11,7 @@ import torch
 
 from configs.schema.rollout import RolloutConfig
 from engines.errors import BadModel, EngineError
+from engines.fingerprint import TORCH, engine_environment
 from engines.models import eos_token_ids, load_causal_lm
 from engines.rollout import checks
 from engines.rollout.decoder import Decoder
@@ -20,6 +21,7 @@ from engines.rollout.weights import WeightUpdate
 from engines.types import Completion, GenerateRequest
 from engines.weights.checksum import weights_checksum
 from engines.weights.layout import MemoryTag
+from storage.commits import Environment
 
 
 class TransformersEngine:
@@ -125,6 +127,9 @@ class TransformersEngine:
         with self._alone("check batch invariance"):
             self._batch_invariant = checks.is_batch_invariant(self._decoder)
             return self._batch_invariant
+
+    def environment(self) -> Environment:
+        return engine_environment(self._decoder.device, TORCH)
 
     def usage(self) -> dict[str, int]:
         running = min(self._asked, self._max_running)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from engines.types import Position, Role, TrainBatch, TrainResult
+from storage.commits import Environment
 from storage.store import Store, StoredFile
 
 
@@ -89,6 +90,9 @@ class TrainingEngine(Protocol):
 
     def state_digest(self) -> str:
         """Digest of parameters, optimizer state and weight version, equal on every layout of ranks."""
+
+    def environment(self) -> Environment:
+        """What this rank computes on."""
 
     def health(self) -> dict[str, Any]:
         """Rank, device, weight version and whether the state is intact; answers at once."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engines.training.kept import Kept
+from engines.training.losses.aggregate import Weight
 from engines.types import TrainBatch
 
 
@@ -20,7 +22,9 @@ class Tokens:
     targets: torch.Tensor
     """[N] int64: the chosen tokens."""
     weights: torch.Tensor
-    """[N] float32: each token's weight in the loss of the optimizer step."""
+    """[N] float32: each token's weight in the policy's loss of the optimizer step."""
+    shares: torch.Tensor
+    """[N] float32: its weight in means over the optimizer step."""
     advantages: torch.Tensor | None = None
     """[N] float32, like the fields below."""
     old_log_probs: torch.Tensor | None = None
@@ -28,19 +32,25 @@ class Tokens:
     ref_log_probs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    kept: Kept | None = None
+    """What the tokens were drawn from; None where that is the whole vocabulary."""
 
     def weighted_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Scalar: this micro-batch's share of a mean over the optimizer step."""
+        """Scalar: this micro-batch's share of the policy's loss."""
         return (self.weights * values).sum()
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Scalar: this micro-batch's share of a mean over the optimizer step."""
+        return (self.shares * values).sum()
 
 
 def collate_trained(
-    batch: TrainBatch, samples: Sequence[int], weights: Sequence[float], device: torch.device
+    batch: TrainBatch, samples: Sequence[int], weights: Sequence[Weight], device: torch.device
 ) -> Tokens:
     """The trained tokens of some samples.
 
     Args:
-        weights: of each sample's tokens in the loss.
+        weights: of each sample's tokens.
     """
     chosen = [batch.loss_mask[sample].astype(bool) for sample in samples]
 
@@ -51,15 +61,21 @@ def collate_trained(
         return torch.from_numpy(np.concatenate(values).astype(np.float32, copy=False)).to(device)
 
     counts = [int(mask.sum()) for mask in chosen]
+
+    def spread(of_samples: Sequence[float]) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(of_samples, np.float32), counts)).to(device)
+
     return Tokens(
         *_collate(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
-        weights=torch.from_numpy(np.repeat(np.asarray(weights, np.float32), counts)).to(device),
+        weights=spread([weight.loss for weight in weights]),
+        shares=spread([weight.mean for weight in weights]),
         advantages=pick(batch.advantages),
         old_log_probs=pick(batch.old_log_probs),
         rollout_log_probs=pick(batch.rollout_log_probs),
         ref_log_probs=pick(batch.ref_log_probs),
         values=pick(batch.values),
         returns=pick(batch.returns),
+        kept=_kept(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
     )
 
 
@@ -67,7 +83,16 @@ def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.d
     """All response tokens of some samples, without weights or the fields of a loss."""
     chosen = [np.arange(batch.response_lengths[sample]) for sample in samples]
     input_ids, positions, targets = _collate(batch, samples, chosen, device)
-    return Tokens(input_ids, positions, targets, weights=torch.zeros(len(targets), device=device))
+    nothing = torch.zeros(len(targets), device=device)
+    kept = _kept(batch, samples, chosen, device)
+    return Tokens(input_ids, positions, targets, weights=nothing, shares=nothing, kept=kept)
+
+
+def _kept(batch: TrainBatch, samples: Sequence[int], chosen: Sequence[np.ndarray], device: torch.device) -> Kept | None:
+    """`chosen`: of each sample, the response tokens, counted from the response's start."""
+    if batch.kept is None:
+        return None
+    return Kept.of([batch.kept[sample].at(picked) for sample, picked in zip(samples, chosen, strict=True)], device)
 
 
 def _collate(

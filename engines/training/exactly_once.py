@@ -13,13 +13,15 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.errors import EngineError, WrongVersion
+from engines.fingerprint import TORCH, engine_environment
 from engines.training.batching import MicroBatch, split_steps
 from engines.training.errors import NotFinite
-from engines.training.losses.aggregate import token_weights
+from engines.training.losses.aggregate import Weight, token_weights
 from engines.training.losses.metrics import over_steps
 from engines.training.optimizer import learning_rate
 from engines.training.validate import check_batch, check_trainable
 from engines.types import Position, Role, TrainBatch, TrainResult
+from storage.commits import Environment
 from storage.errors import Damaged
 
 Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
@@ -50,7 +52,7 @@ class Learner(Protocol):
     """The actor or the critic: a model that is trained, with its optimizer. All ranks call its methods together."""
 
     def accumulate_gradients(
-        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]
     ) -> dict[str, float]:
         """Make the gradients those of the optimizer step's loss; returns its metrics, the same on all ranks.
 
@@ -77,6 +79,8 @@ class ExactlyOnceEngine(ABC):
     its state. Its own methods ask `_require_ready` or `_require_intact` first.
     """
 
+    _packages: Sequence[str] = TORCH
+    """What it computes with."""
     _learners: Mapping[str, Learner]
     _scorers: Mapping[str, Scorer]
 
@@ -178,6 +182,9 @@ class ExactlyOnceEngine(ABC):
             self._digest = self._compute_digest()
         return self._digest
 
+    def environment(self) -> Environment:
+        return engine_environment(self._device, self._packages)
+
     def health(self) -> dict[str, Any]:
         return {
             "rank": self._rank,
@@ -192,9 +199,7 @@ class ExactlyOnceEngine(ABC):
         """One optimizer step of some learners; returns its metrics. No weight changes before all gradients are there
         and finite."""
         mask_sums = [int(batch.loss_mask[i].sum()) for i in samples]
-        weights = dict(
-            zip(samples, token_weights(mask_sums, per_token=self._algorithm.calculate_per_token_loss), strict=True)
-        )
+        weights = dict(zip(samples, token_weights(mask_sums, self._algorithm), strict=True))
         lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, mask_sums, strict=True) if count}
         micro_batches = self._plan(lengths)
         metrics: dict[str, float] = {}

@@ -1,6 +1,6 @@
 """The training engine as the driver sees it: all of its ranks."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +10,8 @@ import ray
 
 from configs.schema.run import RunConfig
 from engines.calls import Deadline, put
-from engines.errors import EngineDied, EngineError, EngineTimeout
-from engines.handles import Actor, EngineHandle
+from engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
+from engines.handles import Actor, ModelHandle
 from engines.types import Position, Role, TrainBatch, TrainResult
 from engines.weights.layout import Layout
 from storage.store import StoredFile
@@ -20,12 +20,19 @@ FAILURE_GRACE = 10.0
 """Seconds that the other ranks get to end a call after one of them failed."""
 
 
-class TrainingHandle(EngineHandle):
+class TrainingHandle(ModelHandle):
     """The training engine, all ranks of it. See engines.training.base for what its calls do; all of them may raise
     EngineDied and EngineTimeout."""
 
-    def __init__(self, name: str, actors: Sequence[Actor], config: RunConfig, total_steps: int) -> None:
-        super().__init__(name, actors, config.fleet)
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Actor],
+        config: RunConfig,
+        total_steps: int,
+        model_digests: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, actors, config.fleet, config.model.folders, model_digests or {})
         self._config = config
         self._total_steps = total_steps
         self._timeout = config.training.timeout
@@ -104,10 +111,6 @@ class TrainingHandle(EngineHandle):
         """Write a model folder, within `training.timeout` seconds. Raises WrongVersion."""
         self._on_all("export_hf", version, folder)
 
-    def gpus(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Machine and GPUs of each rank."""
-        return self._on_all("gpus")
-
     def offload(self) -> None:
         """Give the GPUs' memory away, which takes up to `training.timeout` seconds; nothing if that is done already."""
         self._on_all("offload")
@@ -182,6 +185,9 @@ class TrainingHandle(EngineHandle):
                     failures[rank] = error
         if len(results) == len(calls):
             return [results[rank] for rank in range(len(calls))]
+        for failure in failures.values():
+            if isinstance(failure, Superseded):  # the ranks belong to another driver: what they are is its affair
+                raise failure
         if len(failures) == len(calls) and len({type(failure) for failure in failures.values()}) == 1:
             raise failures[0]
         self._suspect = True

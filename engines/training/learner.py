@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from configs.schema.training import TrainingConfig
 from engines.training.batching import MicroBatch
 from engines.training.checkpoint import NamedTensors
+from engines.training.losses.aggregate import Weight
 from engines.training.losses.metrics import merge_over_ranks
 from engines.training.optimizer import MOMENTS, build_optimizer, set_learning_rate, set_position
 from engines.training.passes import Objective, accumulate_gradients
@@ -32,7 +33,7 @@ class TorchLearner:
         self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
 
     def accumulate_gradients(
-        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]
     ) -> dict[str, float]:
         self.optimizer.zero_grad()
         shares = accumulate_gradients(self.model, batch, micro_batches, weights, self._objective)

@@ -42,7 +42,10 @@ def token_log_probs(logits: torch.Tensor, normalizer: torch.Tensor, targets: tor
 
 
 def entropy(logits: torch.Tensor, normalizer: torch.Tensor, *, differentiable: bool) -> torch.Tensor:
-    """[N] entropy of the next-token distribution, in nats: the normalizer minus the expected logit.
+    """[N] entropy of the next-token distribution, in nats.
+
+    Large logits cancel before anything is added up: with s = logit - normalizer, whose constant may be off by a
+    rounding error, and Z = Σ exp(s), close to 1, it is log Z - Σ exp(s) s / Z.
 
     Where no gradient is wanted it is computed a few rows at a time: a mere metric takes little memory, and on a CPU
     only half the time when the rows fit its cache.
@@ -59,4 +62,7 @@ def entropy(logits: torch.Tensor, normalizer: torch.Tensor, *, differentiable: b
 
 
 def _entropy(logits: torch.Tensor, normalizer: torch.Tensor) -> torch.Tensor:
-    return normalizer - ((logits - normalizer.unsqueeze(-1)).exp() * logits).sum(-1)
+    shifted = logits - normalizer.detach().unsqueeze(-1)
+    weights = shifted.exp()
+    total = weights.sum(-1)
+    return total.log() - (weights * shifted).sum(-1) / total

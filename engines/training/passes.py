@@ -8,7 +8,9 @@ from transformers import PreTrainedModel
 
 from engines.training.batching import MicroBatch
 from engines.training.collate import Tokens, collate_responses, collate_trained
+from engines.training.kept import within
 from engines.training.log_probs import response_logits, token_log_probs
+from engines.training.losses.aggregate import NO_WEIGHT, Weight
 from engines.training.losses.metrics import merge, numbers
 from engines.types import TrainBatch
 
@@ -21,8 +23,9 @@ Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
 
 
 def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float) -> torch.Tensor:
-    """[N] log-probs of the tokens under softmax(logits / temperature)."""
+    """[N] log-probs of the tokens under softmax(logits / temperature), over what they were drawn from."""
     logits = logits.float() if temperature == 1 else logits.float() / temperature
+    logits = within(logits, tokens.kept)
     return token_log_probs(logits, logits.logsumexp(-1), tokens.targets)
 
 
@@ -35,7 +38,7 @@ def accumulate_gradients(
     model: PreTrainedModel,
     batch: TrainBatch,
     micro_batches: Iterable[MicroBatch],
-    weights: dict[int, float],
+    weights: dict[int, Weight],
     objective: Objective,
 ) -> dict[str, float]:
     """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric.
@@ -45,7 +48,7 @@ def accumulate_gradients(
     """
     kept = []
     for micro_batch in micro_batches:
-        token_weights = [weights[i] if micro_batch.counted else 0.0 for i in micro_batch.samples]
+        token_weights = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
         logits = response_logits(model, tokens.input_ids, tokens.positions)
         loss, metrics = objective(logits, tokens)

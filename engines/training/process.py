@@ -1,21 +1,18 @@
 """What a rank of any training engine does with its process before it computes."""
 
-import os
-
 import torch
 import torch.distributed as dist
 
 from configs.schema.training import TrainingConfig
+from engines.training.determinism import prepare_environment, prepare_kernels
 
 
 def prepare_process(training: TrainingConfig, device: torch.device) -> None:
-    """Threads on the CPU; on a GPU kernels that give the same bits every time, wherever there are such."""
+    """Threads on the CPU; on a GPU what `training.deterministic_mode` asks for."""
     if device.type == "cpu":
         torch.set_num_threads(training.num_threads)
-    else:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    prepare_environment(training, device)
+    prepare_kernels(training, device)
 
 
 def join_process_group(world_size: int) -> None:

@@ -15,6 +15,7 @@ PER_TOKEN = (
     "ref_log_probs",
     "values",
     "returns",
+    "kept",
 )
 """Fields with an entry for each response token."""
 
@@ -42,6 +43,11 @@ def check_batch(batch: TrainBatch) -> None:
         for sample, (values, length) in enumerate(zip(field, batch.response_lengths, strict=True)):
             if len(values) != length:
                 raise ValueError(f"{name} of sample {sample} has {len(values)} entries for {length} response tokens")
+    for sample, kept in enumerate(batch.kept or ()):
+        ids, length = batch.input_ids[sample], batch.response_lengths[sample]
+        place = kept.first_without(ids[len(ids) - length :])
+        if place is not None:
+            raise ValueError(f"response token {place} of sample {sample} is not among those it was drawn from")
 
 
 def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: AlgorithmConfig) -> None:

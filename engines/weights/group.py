@@ -6,13 +6,24 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import Backend, GroupName, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    PrefixStore,
+    _new_process_group_helper,
+    _set_pg_timeout,
+    _world,
+)
 
 from engines.errors import EngineError, EngineTimeout
 from engines.weights.layout import Layout
 
 LOOK_INTERVAL = 0.0005
 """Seconds between two looks at a broadcast that is under way."""
+
+PATIENCE = 600.0
+"""Seconds by which PyTorch's own watch over NCCL waits longer than we do: it would end the whole process, where we end
+the broadcast. Over gloo nothing but its deadline ends one."""
 
 
 class SendingGroup:
@@ -52,6 +63,8 @@ class SendingGroup:
                 timeout=timeout,
             )
             _world.pg_group_ranks[self._group] = {rank: rank for rank in range(size)}
+            if backend == "nccl":
+                _set_pg_timeout(timedelta(seconds=self._timeout + PATIENCE), self._group)
         except (RuntimeError, ValueError) as error:
             raise EngineError(f"the receivers of the weights did not meet the trainer: {error}") from error
         self.size = size

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from configs.schema.run import RunConfig
-from engines.rollout.sglang.launch_plan import launch_plan
+from engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
 
 _HOLD_ADDRESSES = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "nccl_ub")
 """Megatron's options whose work points into memory that is not to move."""
@@ -23,8 +23,16 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines, and "
             "rollout.external_urls run elsewhere: set it to distributed or disk"
         )
+    plan = launch_plan(rollout)
+    if transport == "tensor" and any(engine.nnodes > 1 for engine in plan.engines):
+        yield (
+            "fleet.update_weight_transport is tensor, which puts weights into the memory of an engine's first machine, "
+            "and rollout.num_gpus_per_engine is above rollout.num_gpus_per_node: set it to distributed or disk"
+        )
+    if transport == "distributed":
+        yield from _group_problems(config, plan)
     kinds = {group.worker_type for group in rollout.server_groups}
-    over_gpus = any(engine.num_gpus * engine.nnodes > 1 for engine in launch_plan(rollout).engines)
+    over_gpus = any(engine.num_gpus * engine.nnodes > 1 for engine in plan.engines)
     if transport == "disk" and over_gpus and (config.fleet.offloads_rollout or kinds - {"regular"}):
         yield (
             "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away, or is one "
@@ -34,6 +42,27 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "fleet.check_weight_update_equal asks each server alone to generate, which prefill and decode servers "
             "cannot: leave it out, or make rollout.server_groups regular"
+        )
+
+
+def _group_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
+    """Of the one process group that the trainer's first rank and all servers are to be."""
+    each = config.training.num_gpus_per_rank
+    ours = [engine.num_gpus for engine in plan.engines if engine.external_url is None]
+    if config.fleet.colocate:
+        yield (
+            "fleet.update_weight_transport is distributed, but under fleet.colocate trainer and servers are on the "
+            "same GPUs, which NCCL has once in a group: set it to tensor"
+        )
+    elif any(0 < gpus < 1 for gpus in (each, *ours)):
+        yield (
+            "fleet.update_weight_transport is distributed, but with a part of a GPU for a training rank or an engine "
+            "two of them may be on one GPU, which NCCL has once in a group: set it to tensor or disk"
+        )
+    elif any((each > 0) != (gpus > 0) for gpus in ours):
+        yield (
+            "fleet.update_weight_transport is distributed, but trainer and servers are not all on GPUs or all on CPUs: "
+            "set it to tensor or disk"
         )
 
 

@@ -47,10 +47,15 @@ class WeightSource:
         return (None, False) if named_tensors is None else (pack(named_tensors), True)
 
     def end_export(self) -> None:
-        """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on."""
+        """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on. What it
+        took of GPU memory is for others, who may share the GPU."""
+        import torch
+
         self._staged = self._shared = None
         for _ in self._export:
             pass
+        self._export = iter(())
+        torch.cuda.empty_cache()  # nothing where CUDA was never used
 
     def open_group(self, name: str, timeout: float) -> tuple[str, int]:
         """On rank 0: open the address at which receivers meet. Returns its host and port."""

@@ -1,9 +1,11 @@
 """The application that commands register with, the options that they share, and how errors end a command.
 
-Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 75 preempted (`cairn resume` goes on),
+130 interrupted, 143 `cairn up` was terminated.
 """
 
 import json
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ from typer.core import TyperGroup
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
+TERMINATED = 143
 
 StoreOption = Annotated[
     str,
@@ -67,7 +70,7 @@ def cairn() -> None:
 def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
     from configs.errors import ConfigError
-    from engines.errors import BadModel, EngineError
+    from engines.errors import BadModel, EngineError, Superseded
     from engines.training.errors import NotFinite
     from storage.errors import (
         BeingDeleted,
@@ -90,7 +93,7 @@ def exit_code(error: Exception) -> int | None:
     refused = (StoreRefused, RunDiffers, LeaseHeld, BeingDeleted, SharedWithForks)
     bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, *refused)
     run_failure = (NotFinite, BatchNotFilled, ReplayDiverged, GraderFailed)
-    failure = (StoreError, Damaged, Retired, StaleCommits, LeaseLost, EngineError, *run_failure)
+    failure = (StoreError, Damaged, Retired, StaleCommits, LeaseLost, Superseded, EngineError, *run_failure)
     if isinstance(error, bad_input):
         return BAD_INPUT
     if isinstance(error, failure):
@@ -122,9 +125,27 @@ def describe(error: Exception) -> str:
     )
 
 
+def mind_interrupts() -> None:
+    """Be stopped by SIGINT also where it was ignored when this process began, as in what a script starts in the
+    background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def tell(text: str) -> None:
     """Print to stderr."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
+
+
+def say(text: str) -> None:
+    """Print to stdout."""
+    print(printable(text))
+
+
+def printable(text: str) -> str:
+    """Text out of a store, a model or a data set, its control characters spelled out: they would steer the terminal."""
+    return "".join(
+        char if char in "\n\t" or ord(char) >= 160 or char.isprintable() else ascii(char)[1:-1] for char in text
+    )
 
 
 def print_json(value: Any) -> None:

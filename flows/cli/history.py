@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, tell
+from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
 from flows.cli.reading import open_ledger
 from flows.cli.training import SetOption
 
@@ -35,9 +35,9 @@ def fork(
     - `cairn fork quickstart@19 warmer --set rollout.rollout_temperature=1.2` then `cairn resume warmer`
     - `cairn fork quickstart@39 longer --set rollout.num_rollout=80`
     """
+    from flows.diff import differing_options
     from flows.fork import CannotFork
     from flows.fork import fork as forked
-    from storage.ledger import differences
 
     place = _PLACE.fullmatch(origin)
     if place is None:
@@ -48,16 +48,16 @@ def fork(
         created = forked(parent, iteration, new, overrides or [])
     except (CannotFork, ValueError) as error:
         raise BadInput(str(error)) from None
-    changed = differences(parent.manifest.config, created.manifest.config)
+    changed = differing_options(parent, created)
     if json:
         options = {name: {"parent": old, "fork": given} for name, old, given in changed}
         print_json({"run": new, "parent": {"run": parent.run, "iteration": iteration}, "options": options})
         return
     last = created.manifest.config["rollout"]["num_rollout"] - 1  # type: ignore[index, call-overload, operator]
-    print(f"run {new} shares iterations 0 to {iteration} with {parent.run} and makes {iteration + 1} to {last} itself")
+    say(f"run {new} shares iterations 0 to {iteration} with {parent.run} and makes {iteration + 1} to {last} itself")
     for name, old, given in changed:
-        print(f"  {name}: {old} → {given}")
-    print(f"go on with: cairn resume {new}" + ("" if store == "." else f" --store {store}"))
+        say(f"  {name}: {old} → {given}")
+    say(f"go on with: cairn resume {new}" + ("" if store == "." else f" --store {store}"))
 
 
 def replay(
@@ -101,11 +101,11 @@ def replay(
     else:
         for again in found:
             verdict = "differs" if again.differences else "equal, bit for bit"
-            print(f"{again.name}: {verdict}")
+            say(f"{again.name}: {verdict}")
             for sentence in again.differences:
-                print(f"  {sentence}")
+                say(f"  {sentence}")
             for sentence in again.environment if again.differences else ():
-                print(f"  environment: {sentence}")
+                say(f"  environment: {sentence}")
     if any(again.differences for again in found):
         raise typer.Exit(FAILED)
 
@@ -138,13 +138,13 @@ def diff(
 
 def _print_parting(ours: str, theirs: str, found: "Parting") -> None:
     for name, one, other in found.options:
-        print(f"  {name}: {one} in {ours}, {other} in {theirs}")
+        say(f"  {name}: {one} in {ours}, {other} in {theirs}")
     equal = f"{found.compared} commits are equal" + (f", {found.shared} of them shared" if found.shared else "")
     if found.parts_at is not None:
-        print(f"{ours} and {theirs} part at {found.parts_at}; before it {equal}")
+        say(f"{ours} and {theirs} part at {found.parts_at}; before it {equal}")
         for sentence in found.how:
-            print(f"  {sentence}")
+            say(f"  {sentence}")
     elif found.ended is not None:
-        print(f"{ours} and {theirs} are equal as far as {found.ended} goes: {equal}")
+        say(f"{ours} and {theirs} are equal as far as {found.ended} goes: {equal}")
     else:
-        print(f"{ours} and {theirs} are equal: {equal}")
+        say(f"{ours} and {theirs} are equal: {equal}")

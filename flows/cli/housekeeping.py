@@ -30,12 +30,12 @@ def gc(
     - `cairn gc quickstart` shows what would go
     - `cairn gc quickstart --apply`
     """
-    from configs.schema.run import RunConfig
+    from configs.loader import from_manifest
     from storage.collector import collect, garbage
     from storage.retention import due, retire
 
     ledger = open_ledger(store, run)
-    keep = RunConfig.model_validate(ledger.manifest.config).checkpoint
+    keep = from_manifest(ledger.manifest.config).checkpoint
     old = retire(ledger, keep, everything=True) if apply else list(due(ledger, keep, everything=True))
     found = list(garbage(ledger))
     if apply:

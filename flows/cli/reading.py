@@ -16,7 +16,8 @@ def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
     """List all runs of a store: how far each is, its reward, and when it last committed something.
 
     States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*,
-    *interrupted* (stopped or killed; `cairn resume` goes on), *damaged* (see `cairn verify`).
+    *interrupted* (stopped or killed; `cairn resume` goes on), *preempted* (the machine was wanted; the same),
+    *damaged* (see `cairn verify`).
 
     Examples:
 
@@ -97,8 +98,10 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     checks = list(tables.with_progress(verified(open_ledger(store, run)), hidden=json))
     findings = [finding for check in checks for finding in check.findings]
     if json:
+        upgrades = sum(check.name.startswith("upgrades/") for check in checks)
         counts = {
-            "commits": len(checks) - 1,
+            "commits": len(checks) - 1 - upgrades,
+            "upgrades": upgrades,
             "files": sum(c.files for c in checks),
             "bytes": sum(c.bytes for c in checks),
             "retired": sum(c.retired for c in checks),

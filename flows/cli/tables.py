@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from flows.cli.app import printable, say
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from flows.samples import SampleView
-    from flows.views import Groups, RunStatus
+    from flows.views import Groups, Retries, RunStatus, Scores
     from storage.collector import Garbage
     from storage.retention import Retirement
     from storage.verification import Verified
@@ -20,6 +22,7 @@ _STATE_STYLES = {
     "completed": "blue",
     "failed": "red",
     "interrupted": "yellow",
+    "preempted": "yellow",
     "damaged": "red",
     "deleted": "red",
 }
@@ -32,7 +35,7 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
     from rich.text import Text
 
     if not found:
-        print(f"no runs in {store}; `cairn train RECIPE` starts one")
+        say(f"no runs in {store}; `cairn train RECIPE` starts one")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("run", "state", "iterations", "reward", "eval", "last commit"):
@@ -43,7 +46,7 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
             Text(status.state, _STATE_STYLES[status.state]),
             f"{status.iterations}/{status.num_rollout}",
             _number(status.reward),
-            ", ".join(f"{name} {_number(scores.last)}" for name, scores in status.eval.items()),
+            ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
             age(status.last_commit_at),
         )
     _console().print(table)
@@ -60,21 +63,33 @@ def print_status(status: "RunStatus") -> None:
         "iterations": f"{status.iterations} of {status.num_rollout}{place}",
         "weight version": str(status.weight_version),
         "state digest": status.state_digest or "–",
-        "reward": _number(status.reward),
+        "reward": _number(status.reward) + _chosen(status),
     }
     if status.parent is not None:
-        facts["forked from"] = f"{status.parent.run}@{status.parent.iteration}"
+        why = f": {status.parent.reason}" if status.parent.reason else ""
+        facts["forked from"] = f"{status.parent.run}@{status.parent.iteration}{why}"
+    if status.same_bits is not None:
+        facts["self-test"] = "the same bits twice" if status.same_bits else "other bits the second time"
     if status.groups.recovered or status.groups.waiting:
         facts["groups"] = _interrupted(status.groups)
+    if status.retries.by_error or status.retries.samples:
+        facts["tried again"] = _tried_again(status.retries)
     for name, scores in status.eval.items():
-        facts[f"eval {name}"] = f"{_number(scores.first)} → {_number(scores.last)}"
+        facts[f"eval {name}"] = _change(scores)
     facts["last commit"] = f"{status.last_commit or '–'}, {age(status.last_commit_at)}"
     if status.driver is not None:
         driver, ended = status.driver, f", {status.driver.outcome}" if status.driver.outcome else ""
         facts["driver"] = f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, began {age(driver.since)}{ended}"
+    if len(status.written_by) > 1:
+        facts["written by"] = " → ".join(
+            f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"
+            for version in status.written_by
+        )
     console, width = _console(), max(map(len, facts))
     for name, fact in facts.items():
-        console.print(Text.assemble(name.ljust(width + 3), fact), soft_wrap=True)
+        console.print(
+            Text.assemble(name.ljust(width + 3), printable(fact) if isinstance(fact, str) else fact), soft_wrap=True
+        )
 
 
 def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
@@ -94,9 +109,9 @@ def stale_lines(stale: Sequence["StaleStep"]) -> list[str]:
 def print_summary(status: "RunStatus") -> None:
     """What a run came to, and what to look at next."""
     for name, scores in status.eval.items():
-        print(f"{name}: {_number(scores.first)} → {_number(scores.last)}")
+        say(f"{name}: {_change(scores)}")
     last = status.num_rollout - 1
-    print(f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}")
+    say(f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}")
 
 
 def print_samples(views: Sequence["SampleView"], total: int) -> None:
@@ -118,10 +133,12 @@ def print_samples(views: Sequence["SampleView"], total: int) -> None:
         }
         if view.error:
             facts["error"] = view.error
-        console.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), _safe(fact)) for name, fact in facts.items()))
+        console.print(
+            Text("   ").join(Text.assemble((f"{name} ", "dim"), printable(fact)) for name, fact in facts.items())
+        )
         for name, text in (("prompt", view.prompt), ("response", view.response)):
             console.print(Text(name, "bold dim"))
-            console.print(Text(_safe(text)), soft_wrap=True)
+            console.print(Text(printable(text)), soft_wrap=True)
     if len(views) < total:
         console.print(Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim"))
 
@@ -130,14 +147,17 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
     """The findings, and how much was read."""
     findings = [finding for check in checks for finding in check.findings]
     for finding in findings:
-        print(f"{finding.fault}: {finding.message}")
+        say(f"{finding.fault}: {finding.message}")
     size = sum(check.bytes for check in checks)
-    read = f"{len(checks) - 1} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
+    upgrades = sum(check.name.startswith("upgrades/") for check in checks)
+    read = f"{len(checks) - 1 - upgrades} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
     retired = sum(check.retired for check in checks)
     if retired:
         read += f" ({retired} older files are retired)"
+    if upgrades:
+        read += f", {upgrades} upgrade{'s' if upgrades > 1 else ''} to another version of the code"
     verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
-    print(f"run {run}: {read} read; {verdict}")
+    say(f"run {run}: {read} read; {verdict}")
 
 
 def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool) -> None:
@@ -156,7 +176,7 @@ def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbag
     if files:
         _console().print(table)
     end = "removed" if removed else f"can go; `cairn gc {run} --apply` removes them" if files else "can go"
-    print(f"run {run}: {files} files, {size / 1e6:.1f} MB, {end}")
+    say(f"run {run}: {files} files, {size / 1e6:.1f} MB, {end}")
 
 
 def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verified"]:
@@ -195,6 +215,17 @@ def _interrupted(groups: "Groups") -> str:
     return "; ".join(parts)
 
 
+def _tried_again(retries: "Retries") -> str:
+    """`steps 3 times (engine_died 2, store 1), 4 samples; 7.0 s waited`."""
+    parts = []
+    if retries.by_error:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in retries.by_error.items())
+        parts.append(f"steps {sum(retries.by_error.values())} times ({kinds})")
+    if retries.samples:
+        parts.append(f"{retries.samples} samples graded again")
+    return f"{', '.join(parts)}; {retries.waited:.1f} s waited, in the newest iteration"
+
+
 def age(moment: float | None) -> str:
     """`3 min ago`."""
     if moment is None:
@@ -204,15 +235,25 @@ def age(moment: float | None) -> str:
     return f"{seconds / size:.0f} {unit} ago"
 
 
+def _chosen(status: "RunStatus") -> str:
+    """The reward of what was trained on, where it is not that of all samples."""
+    return "" if status.trained_reward == status.reward else f" ({_number(status.trained_reward)} of those trained on)"
+
+
+def _change(scores: "Scores") -> str:
+    from flows.metrics import spell_score
+
+    return f"{spell_score(scores.first, scores.first_failed, scores.first_graded)} → {_last(scores)}"
+
+
+def _last(scores: "Scores") -> str:
+    from flows.metrics import spell_score
+
+    return spell_score(scores.last, scores.last_failed, scores.last_graded)
+
+
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
-
-
-def _safe(text: str) -> str:
-    """Text of a model or a data set, its control characters spelled out: they would steer the terminal."""
-    return "".join(
-        char if char in "\n\t" or ord(char) >= 160 or char.isprintable() else ascii(char)[1:-1] for char in text
-    )
 
 
 def _console() -> "Console":

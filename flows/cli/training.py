@@ -2,6 +2,8 @@
 
 import os
 import shlex
+import signal
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +14,14 @@ from flows.cli.app import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
+    TERMINATED,
     BadInput,
     JsonOption,
     RunArgument,
     StoreOption,
     describe,
     exit_code,
+    mind_interrupts,
     print_json,
     tell,
 )
@@ -74,11 +78,11 @@ def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOptio
     - `cairn resume quickstart`
     - `cairn resume quickstart --takeover` when a hung driver still holds it
     """
-    from configs.schema.run import RunConfig
+    from configs.loader import from_manifest
     from flows.cli.reading import open_ledger
 
     ledger = open_ledger(store, run)
-    _drive(store, run, RunConfig.model_validate(ledger.manifest.config), takeover, is_new=False)
+    _drive(store, run, from_manifest(ledger.manifest.config), takeover, is_new=False)
 
 
 def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOption = False) -> None:
@@ -136,6 +140,8 @@ def up(
     from flows.server import Server, ServerFailed
     from flows.train import PREFECT_HOME
 
+    mind_interrupts()
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
     server = Server(PREFECT_HOME, port=port)
     try:
         tell("starting; this takes a few seconds")
@@ -149,22 +155,25 @@ def up(
 
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
-    from flows.session import telling_what_is_stale
+    from flows.session import as_recorded, telling_what_is_stale
     from flows.views import RunState, run_status
     from storage.commits import Step
     from storage.layout import check_name
     from storage.ledger import Ledger
     from storage.store import open_store, probe
 
+    mind_interrupts()
     try:
         check_name(run, "run")
     except ValueError as error:
         raise BadInput(str(error)) from None
     ledger_store = open_store(store_url)
     probe(ledger_store)
+    if is_new:
+        config = as_recorded(ledger_store, run, config)
     try:
         with telling_what_is_stale(ledger_store, run, config, {}):
-            ledger = Ledger.open(ledger_store, run, config.model_dump(mode="json") if is_new else None)
+            ledger = Ledger.open(ledger_store, run, config if is_new else None)
     except FileNotFoundError:
         pass
     else:
@@ -176,6 +185,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     from flows.events import RunStarted
+    from flows.preemption import EXIT_CODE, NOTICES, Preempted
     from flows.progress import Progress
     from flows.train import start
 
@@ -190,7 +200,12 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
 
     try:
         with progress:
-            start(store_url, run, config if is_new else None, takeover, on_event)
+            run = start(store_url, run, config if is_new else None, takeover, on_event)
+    except Preempted:
+        for signum in NOTICES:  # the run is given back: another one may cut the rest short
+            signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
+        tell(f"preempted; nothing committed is lost. Go on with: {again}")
+        raise typer.Exit(EXIT_CODE) from None
     except KeyboardInterrupt:
         tell(f"interrupted; nothing committed is lost. Go on with: {again}")
         raise typer.Exit(INTERRUPTED) from None

@@ -2,7 +2,8 @@
 
     A_{i,t} = (r_i - mean(r)) / (std(r) + 1e-6)    mean and unbiased std over the samples of i's group
 
-Without the division it is Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2).
+Without the division it is the advantage of Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training", section
+3.2), whose loss is divided by a constant besides: `algorithm.loss_scale_factor`.
 """
 
 from collections.abc import Sequence

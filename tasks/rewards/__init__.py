@@ -1,27 +1,37 @@
-"""Graders: `grade(response, label, metadata) -> reward`, one a file. `tasks.rewards.pool` runs them.
+"""Graders: `grade(response, label, metadata) -> reward` or `grade(sample) -> reward`, one a file. `tasks.rewards.pool`
+runs them.
 
-A grader returns a number, or a mapping with the number under `reward` and whatever else it wants recorded beside it
-(JSON values). It raises where it cannot tell: the sample is then marked failed, which is not the same as wrong.
+`response` is the text without special tokens; `sample` is a `tasks.rewards.sample.Sample`, which holds all there is. A
+grader returns a number, or a mapping with the number under `reward` and whatever else it wants recorded beside it
+(JSON values). It raises where it cannot tell: the sample is then marked failed, which is not the same as wrong. Where a
+new try may help it raises `TryAgain`, or one of the errors of `retry.grader.errors`.
 Modules of this package load quickly: each grader process imports the one it needs and nothing of the others.
 """
 
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.plugins import BadPlugin, load_callable, source_digest
+from tasks.plugins import BadPlugin, load_callable
 
 if TYPE_CHECKING:
     from configs.schema.reward import RewardConfig
 
-Grader = Callable[[str, str | None, dict[str, Any]], float | Mapping[str, Any]]
+Grader = Callable[..., float | Mapping[str, Any]]
 
 BUILT_IN: dict[str, str | None] = {"math": "math-verify", "exact_match": None, "random": None}
 """Name of a grader and the distribution that it rests on."""
+_SHARED = ("boxed", "notation")
+"""Modules that the built-in graders share."""
+
+
+class TryAgain(Exception):
+    """Raised by a grader: something that it asks does not answer now, and may later."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +43,65 @@ class NamedGrader:
     """For `tasks.plugins.load_callable`."""
     version: str
     """Changes whenever the grader's code does."""
+    whole_sample: bool = field(default=False, kw_only=True)
+    """It takes a `tasks.rewards.sample.Sample` in place of response, label and metadata."""
 
 
 def get_grader(config: "RewardConfig") -> NamedGrader:
     """The grader that the configuration names: `custom_rm_path` before `rm_type`.
 
     A grader of one's own is loaded, so that a mistake shows before anything starts; a built-in one is not.
-    Raises BadPlugin if there is none of that name.
+    Raises BadPlugin if there is none of that name, or if it takes other arguments.
     """
-    if config.custom_rm_path is not None:
-        digest = source_digest(load_callable(config.custom_rm_path))
-        return NamedGrader(config.custom_rm_path, config.custom_rm_path, digest[:16])
+    path = config.custom_rm_path
+    if path is not None:
+        whole = _takes_whole_sample(path)
+        return NamedGrader(path, path, _version_of_source(path), whole_sample=whole)
     name = config.rm_type
     if name not in BUILT_IN:
         raise BadPlugin(
             f"there is no grader {name!r}: set rm_type to one of {', '.join(BUILT_IN)}, or custom_rm_path to "
             "package.module.function or file.py:function"
         )
-    spec = importlib.util.find_spec(f"tasks.rewards.{name}")
-    assert spec is not None
-    assert spec.origin is not None
-    version = hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()[:16]
+    return NamedGrader(name, f"tasks.rewards.{name}.grade", _version_of_built_in(name))
+
+
+def grader_version(grader: NamedGrader) -> str:
+    """The version of the code that a new process would import now."""
+    return _version_of_built_in(grader.name) if grader.name in BUILT_IN else _version_of_source(grader.path)
+
+
+def _version_of_source(path: str) -> str:
+    from tasks.plugin_sources import source_digest  # a grader process has no need of it
+
+    return source_digest(path)[:16]
+
+
+def _version_of_built_in(name: str) -> str:
+    digest = hashlib.sha256()
+    for module in (name, *_SHARED):
+        spec = importlib.util.find_spec(f"tasks.rewards.{module}")
+        assert spec is not None
+        assert spec.origin is not None
+        digest.update(Path(spec.origin).read_bytes())
     distribution = BUILT_IN[name]
-    if distribution is not None:
-        version += f" {distribution} {importlib.metadata.version(distribution)}"
-    return NamedGrader(name, f"tasks.rewards.{name}.grade", version)
+    library = "" if distribution is None else f" {distribution} {importlib.metadata.version(distribution)}"
+    return digest.hexdigest()[:16] + library
+
+
+def _takes_whole_sample(path: str) -> bool:
+    """Whether a grader takes one argument rather than three."""
+    try:
+        signature = inspect.signature(load_callable(path))
+    except ValueError:  # it is not written in Python
+        return False
+    for count in (3, 1):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 1
+    raise BadPlugin(
+        f"the grader {path!r} takes {signature}: let it take (response, label, metadata), or one sample of the type "
+        "tasks.rewards.sample.Sample"
+    )

@@ -1,7 +1,20 @@
 r"""The answer is right if it is mathematically equal to the label, as math-verify judges it.
 
-The answer is what stands in the response's last `\boxed{…}`, else the last expression that math-verify finds. The label
-is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the answer in `\boxed{…}`.
+The answer is what stands in the response's last `\boxed{…}`, else the last expression that math-verify finds; what was
+written before a `</think>` does not count, and a response that ends within a box has no answer. The label is the bare
+answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the answer in `\boxed{…}`.
+
+Before math-verify sees it, `tasks.rewards.notation` undoes how an answer is written. Where others decide otherwise:
+
+| | lm-evaluation-harness (`minerva_math`), verl (`math_dapo`) | slime (`math_utils`) | here |
+|---|---|---|---|
+| where it stands | behind `Answer:` or `The final answer is` | in the last box | in the last box |
+| `5=6=18`, label 18 | right: what follows the last `=` | wrong: text with `=` | wrong: it says that 5 is 6 |
+| `y=3x=18` | right | wrong: one `=`, behind at most two letters | right |
+| `36/2`, label 18 | right in Minerva, wrong in verl: compared as text | wrong: the label is an integer | right |
+| units | a list of words, removed wherever they stand | the same | removed behind a number, if the label is one |
+| `0.333`, label 1/3 | wrong | wrong | wrong; right from six digits on, as math-verify rounds |
+| `\frac13 \approx 0.333`, label 1/3 | no rule | no rule | right: what is exact comes first |
 """
 
 import logging
@@ -10,7 +23,8 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from tasks.rewards.boxed import last_boxed
+from tasks.rewards import notation
+from tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
 
 # math-verify warns that its own time limit is off; the pool's deadline stands in for it, and signals would meet it.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -20,15 +34,54 @@ def grade(response: str, label: str | None, metadata: dict[str, Any]) -> float:
     """1 if the answer equals `label`, else 0, also without an answer. ValueError without a usable label."""
     if label is None:
         raise ValueError("math needs a label, and the row has none")
-    answer = last_boxed(response)
-    given = parse(response if answer is None else f"\\boxed{{{answer}}}", parsing_timeout=None)
-    return float(verify(_gold(label), given, timeout_seconds=None))
+    expected = _label(label)
+    gold = _gold(expected)
+    final = after_thinking(response)
+    try:
+        boxed = last_boxed(final)
+    except UnclosedBox:
+        return 0.0
+    if boxed is None:
+        return float(verify(gold, parse(final, parsing_timeout=None), timeout_seconds=None))
+    answer = notation.plain(boxed)
+    if (name := notation.words(expected)) is not None:
+        return float(notation.words(answer) == name)
+    if notation.is_number(expected):
+        answer = notation.without_unit(answer)
+    if "=" not in expected:
+        stated = notation.stated(answer, _value, _equal)
+        if stated is None:
+            return 0.0
+        answer = notation.without_unit(stated) if notation.is_number(expected) else stated
+    return float(verify(gold, _parsed(answer), timeout_seconds=None))
+
+
+@lru_cache(maxsize=1024)
+def _label(label: str) -> str:
+    """The answer that a label holds."""
+    boxed = last_boxed(label)
+    return notation.without_unit(notation.plain(label if boxed is None else boxed))
 
 
 @lru_cache(maxsize=1024)
 def _gold(label: str) -> Any:
-    boxed = last_boxed(label)
-    gold = parse(f"\\boxed{{{label if boxed is None else boxed}}}", parsing_timeout=None)
+    gold = _parsed(label)
     if not gold:
         raise ValueError(f"math-verify finds no expression in the label {label!r}")
     return gold
+
+
+def _parsed(answer: str) -> Any:
+    return parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+
+
+def _equal(one: str, other: str) -> bool:
+    return bool(verify(_parsed(one), _parsed(other), timeout_seconds=None))
+
+
+def _value(expression: str) -> float | None:
+    found = _parsed(notation.without_unit(expression))
+    if not found or not getattr(found[0], "is_number", False):
+        return None
+    value = complex(found[0])
+    return value.real if value.imag == 0 else None

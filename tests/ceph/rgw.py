@@ -9,7 +9,6 @@ from there: one monitor, one OSD in memory, one gateway on a free port. Needs De
 import ctypes
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.debian import unpacked
 from tests.s3 import S3Server
 
 PACKAGES = Path(__file__).parents[2] / "build" / "ceph"
@@ -77,27 +77,7 @@ rgw dns name = localhost
 
 def prepare_packages(folder: Path = PACKAGES) -> Path:
     """Download and unpack what is missing, once; return the folder that stands for `/`."""
-    root = folder / "root"
-    if root.exists():
-        return root
-    if not shutil.which("apt-get"):
-        raise RuntimeError("the Ceph tests need apt-get (Debian or Ubuntu)")
-    folder.mkdir(parents=True, exist_ok=True)
-    # Lists may be missing or out of date. Without root rights they stay as they are, which may do.
-    subprocess.run(["apt-get", "update", "-qq"], capture_output=True, timeout=_DEADLINE)
-    install = ["apt-get", "install", "--simulate", "--no-install-recommends", *_NAMES]
-    plan = subprocess.run(install, capture_output=True, text=True, timeout=_DEADLINE)
-    if plan.returncode:
-        raise RuntimeError(f"apt knows no Ceph packages, try `apt-get update`: {plan.stderr.strip()}")
-    missing = [line.split()[1] for line in plan.stdout.splitlines() if line.startswith("Inst ")]
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        downloads, unpacked = Path(scratch, "downloads"), Path(scratch, "root")
-        downloads.mkdir()
-        subprocess.run(["apt-get", "download", "-qq", *missing], cwd=downloads, check=True, timeout=10 * _DEADLINE)
-        for package in downloads.iterdir():
-            subprocess.run(["dpkg", "--extract", package, unpacked], check=True, timeout=_DEADLINE)
-        unpacked.rename(root)
-    return root
+    return unpacked(_NAMES, folder)
 
 
 @contextmanager

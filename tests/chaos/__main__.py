@@ -2,18 +2,23 @@
 
 build/chaos/report.md, report.json    what happened; written after each run
 build/chaos/runs/NAME/                a run's ledger, log and witnesses; removed where nothing was found
+tests/chaos/tally.jsonl               the random kills, added to those of earlier invocations
 
-With --resume the runs that are in report.json already are not done again. An hour or two on two cores.
+With --resume the runs that are in report.json already are not done again.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import secrets
 import shutil
+import signal
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,87 +26,143 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flows.server import Server
-from tests.chaos.matrix import CI_SET, Plan, execute, whole
-from tests.chaos.random_kills import random_kills
+from tests.chaos import tally
+from tests.chaos.configurations import CONFIGURATIONS
+from tests.chaos.matrix import Plan, execute
+from tests.chaos.oracle import differences, differing_digests, seconds_to_recover
+from tests.chaos.plans import CI_PLANS, whole
+from tests.chaos.random_kills import FAMILIES, random_kills
 from tests.chaos.report import FOLDER, Report, RunReport
-from tests.chaos.runs import Disturbed, chaos_config
-from tests.faulty_s3 import proxy_process
-from tests.s3 import S3Server, moto_server
-from tests.tiny_run import write_assets
+from tests.chaos.runs import ROOT, Disturbed
+from tests.chaos.standing import Standing
+from tests.shared_memory import watched_segments
+
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ.setdefault("PREFECT_LOGGING_LEVEL", "CRITICAL")
 
 
 class Chaos:
     """Executes runs and reports them."""
 
-    def __init__(self, report: Report, console: Console, stack: ExitStack) -> None:
+    def __init__(self, report: Report, console: Console, folder: Path) -> None:
         self._report = report
         self._console = console
-        shutil.rmtree(FOLDER / "runs", ignore_errors=True)
-        assets = self._folder("assets")
-        config = chaos_config(write_assets(assets)).model_dump_json()
-        self._config_file = assets / "config.json"
-        self._config_file.write_text(config)
-        server = Server(self._folder("prefect"))
-        stack.callback(server.stop)
-        server.wait_ready()
-        self._environment = {"PREFECT_API_URL": server.api_url}
-        self._s3: S3Server = stack.enter_context(moto_server())
-        os.environ.update(self._s3.env)
-        self._undisturbed = self._run("undisturbed")
-        began = time.monotonic()
-        if self._undisturbed.drive() != 0:
-            sys.exit(f"the undisturbed run failed:\n{self._undisturbed.log()}")
-        self._seconds = time.monotonic() - began
+        self.standing = Standing(folder)
+        self._stack = ExitStack()
+        self._stack.callback(self.standing.close)
 
-    def execute(self, plan: Plan) -> int:
-        """One run of the matrix; returns how many of its faults happened."""
-        run = self._run(plan.name)
-        if not plan.on_s3:
-            return self._reported(plan.name, run, lambda: execute(plan, run))
-        with proxy_process(self._s3.endpoint) as proxy:
-            run.store_url = f"s3://{self._s3.new_bucket()}/chaos"
-            run.environment = {**self._environment, **self._s3.env, "AWS_ENDPOINT_URL": proxy.endpoint}
-            return self._reported(plan.name, run, lambda: execute(plan, run))
+    def close(self) -> None:
+        """End what is shared by runs."""
+        self._stack.close()
 
-    def kill(self, name: str, dice: random.Random, most: int, tell: Callable[[str], None]) -> int:
-        """One run of random kills; returns how many happened."""
-        run = self._run(name)
-        return self._reported(name, run, lambda: random_kills(run, dice, most, self._seconds, tell))
+    def execute(self, plan: Plan) -> None:
+        """One run of the matrix."""
+        self.standing.warm = False
+        self._reported(plan.name, plan.configuration, plan.on_s3, lambda run: execute(plan, run))
 
-    def _reported(self, name: str, run: Disturbed, work: Callable[[], list[str]]) -> int:
-        began = time.monotonic()
-        findings = work()
-        report = RunReport.of(name, run, self._undisturbed, time.monotonic() - began, findings)
+    def kill(self, name: str, family_name: str, seed: int, most: int, tell: Callable[[str], None]) -> int:
+        """One run of random kills; returns how many faults happened."""
+        self.standing.warm = True
+        family = FAMILIES[family_name]
+        repeatable = CONFIGURATIONS[family.configuration].repeatable
+        whole = self.standing.undisturbed(family.configuration).seconds if repeatable else family.seconds
+        within = whole / family.pace
+        dice = random.Random(seed)
+        report = self._reported(
+            name, family.configuration, family.on_s3, lambda run: random_kills(run, family, dice, most, within, tell)
+        )
+        if report.faults:
+            tally.add(tallied(family_name, seed, report))
+        return len(report.faults)
+
+    def _reported(
+        self, name: str, configuration: str, on_s3: bool, work: Callable[[Disturbed], list[str]]
+    ) -> RunReport:
+        repeatable = CONFIGURATIONS[configuration].repeatable
+        undisturbed = self.standing.undisturbed(configuration).run if repeatable else None
+        with ExitStack() as stack:
+            left_segments = stack.enter_context(watched_segments())
+            run = self.standing.run(name, configuration)
+            stack.callback(run.kill_what_is_left)
+            if on_s3:
+                stack.enter_context(self.standing.on_s3(run))
+            began = time.monotonic()
+            report = RunReport(name, configuration, 0.0, run.exits, run.struck(), work(run))
+            report.seconds = time.monotonic() - began
+            report.faults = run.struck()
+            if not report.findings:
+                for fault, recovery in zip(report.faults, seconds_to_recover(run), strict=True):
+                    fault["seconds_to_recover"] = recovery
+                generated = run.generated()
+                report.samples, report.samples_twice = generated.samples, generated.samples_twice
+                report.tokens, report.tokens_again = generated.tokens, generated.tokens_again
+                report.digests = len(run.state_digests())
+                report.findings = differences(run, undisturbed, left_segments)
+                report.differing_digests = (
+                    differing_digests(run, undisturbed)
+                    if undisturbed is not None
+                    else sum("/train recomputed: " in finding for finding in report.findings)
+                )
         self._report.runs.append(report)
         self._report.write()
-        verdict = "[red]" + report.findings[0] if report.findings else "equal"
+        verdict = "[red]" + report.findings[0] if report.findings else "as it must be"
         self._console.print(f"{name}: {len(report.faults)} faults, {report.seconds:.0f} s, {verdict}")
         if not report.findings:
             shutil.rmtree(run.folder)
-        return len(report.faults)
+        return report
 
-    def _run(self, name: str) -> Disturbed:
-        return Disturbed(self._folder(name), self._config_file, self._environment)
 
-    def _folder(self, name: str) -> Path:
-        folder = (FOLDER / "runs" / name).absolute()
-        folder.mkdir(parents=True)
-        return folder
+def tallied(family: str, seed: int, report: RunReport) -> tally.Tallied:
+    """A run of random kills as the tally has it."""
+    recovery: dict[str, list[float]] = {}
+    following = [*(fault["at"] for fault in report.faults[1:]), math.inf]
+    for fault, next_at in zip(report.faults, following, strict=True):
+        seconds = fault.get("seconds_to_recover")
+        if seconds is not None and fault["at"] + seconds < next_at:
+            recovery.setdefault(fault["victim"], []).append(round(seconds, 2))
+    return tally.Tallied(
+        at=time.strftime("%Y-%m-%d", time.gmtime()),
+        code=code_under_test(),
+        family=family,
+        seed=seed,
+        seconds=round(report.seconds, 1),
+        drivers=len(report.exits),
+        struck=dict(Counter(fault["victim"] for fault in report.faults)),
+        recovery=recovery,
+        samples=report.samples,
+        samples_twice=report.samples_twice,
+        digests=report.digests,
+        differing_digests=report.differing_digests,
+        findings=report.findings,
+        load=round(os.getloadavg()[1], 1),
+    )
+
+
+def code_under_test() -> str:
+    """The last commit that changed what is struck, `-dirty` where files of it differ from that."""
+    folders = ["flows", "tasks", "engines", "storage", "configs"]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words, "--", *folders], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    return git("log", "-1", "--format=%h", "--abbrev=10") + ("-dirty" if git("status", "--short") else "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="random kills after the matrix")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the random kills")
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), help="of runs that are killed at random")
     parser.add_argument("--plans", nargs="*", help="runs of the matrix, by name; all by default")
     parser.add_argument("--resume", action="store_true", help="go on with the last report")
     arguments = parser.parse_args()
     plans = [
         plan
-        for plan in [CI_SET, *whole()]
-        if (arguments.plans is None and plan is not CI_SET) or plan.name in (arguments.plans or [])
+        for plan in [*CI_PLANS, *whole()]
+        if (arguments.plans is None and plan not in CI_PLANS) or plan.name in (arguments.plans or [])
     ]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background has it ignored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = Report(arguments.seed, arguments.kills, sum(len(plan.faults) for plan in plans))
     if arguments.resume and (FOLDER / "report.json").exists():
         report.runs = [RunReport(**run) for run in json.loads((FOLDER / "report.json").read_text())["runs"]]
@@ -110,25 +171,25 @@ def main() -> None:
     console = Console()
     console.print(f"random kills with seed {report.seed}")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    folder = (FOLDER / "runs").absolute()
+    shutil.rmtree(folder, ignore_errors=True)
     with ExitStack() as stack, Progress(*columns, console=console) as progress:
-        chaos = Chaos(report, console, stack)
+        chaos = Chaos(report, console, folder)
+        stack.callback(chaos.close)
         bar = progress.add_task("matrix", total=report.cases)
         for plan in plans:
             if plan.name not in done:
                 progress.update(bar, description=plan.name)
                 chaos.execute(plan)
             progress.advance(bar, len(plan.faults))
-        bar, dice, number, happened = (
-            progress.add_task("random kills", total=report.kills),
-            random.Random(report.seed),
-            0,
-            0,
-        )
+        bar, dice, happened = progress.add_task("random kills", total=report.kills), random.Random(report.seed), 0
         while happened < report.kills and len(report.failed) < 5:
-            name = f"random-{number:03d}"
-            number += 1
+            weights = [FAMILIES[name].weight for name in arguments.families]
+            (family,) = dice.choices(arguments.families, weights)
+            seed = dice.randrange(2**32)
+            name = f"random-{family}-{seed:08x}"
             tell = lambda text: progress.update(bar, description=text)  # noqa: E731
-            count = done[name] if name in done else chaos.kill(name, dice, report.kills - happened, tell)
+            count = done[name] if name in done else chaos.kill(name, family, seed, report.kills - happened, tell)
             happened += count
             progress.update(bar, completed=happened)
     console.print(f"the report is {FOLDER / 'report.md'}")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.runs import Disturbed, chaos_config
+from tests.chaos.standing import Standing
 from tests.shared_memory import watched_segments
 
 
@@ -25,6 +26,14 @@ def disturbed(tmp_path: Path, config_file: Path, api_url: str) -> Iterator[Distu
         run.kill_what_is_left()
         assert not left
         assert not left_segments()
+
+
+@pytest.fixture(scope="session")
+def standing(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path, api_url: str) -> Iterator[Standing]:
+    shared = Standing(tmp_path_factory.mktemp("standing"))
+    shared.assets, shared.api_url = tiny_assets, api_url
+    yield shared
+    shared.close()
 
 
 @pytest.fixture(scope="session")

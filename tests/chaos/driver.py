@@ -1,7 +1,7 @@
 """A driver with faults in it: `python -m tests.chaos.driver STORE RUN CONFIG_FILE FOLDER FAULTS [takeover]`.
 
-In FOLDER it notes the faults (witness.jsonl), the groups that it asks rollout engines for (asked.jsonl) and the commits
-that it makes (committed.jsonl).
+In FOLDER it notes the faults (witness.jsonl), the groups that it asks rollout engines for and those that are finished
+(generated.jsonl), and the commits that it makes (committed.jsonl).
 """
 
 import json
@@ -10,22 +10,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 import tasks.rollout
 from configs.schema.run import RunConfig
 from engines.types import GenerateRequest
 from flows.cli.app import describe, exit_code
+from flows.preemption import EXIT_CODE, Preempted
 from flows.train import start
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
+from storage.snapshots import WriteAhead
+from tasks.step import StepCall
 from tests.chaos.faults import Fault, Striker
 
 
 def main(store: str, run: str, config_file: str, folder: str, faults: str, *flags: str) -> None:
     config = RunConfig.model_validate_json(Path(config_file).read_text())
     fields = [{**fault, "step": Step(fault["step"])} for fault in json.loads(faults)]
-    note_what_is_generated(Path(folder) / "asked.jsonl")
+    note_what_is_generated(Path(folder) / "generated.jsonl")
     note_what_is_committed(Path(folder) / "committed.jsonl")
-    striker = Striker([Fault(**fault) for fault in fields], Path(folder) / "witness.jsonl")
+    striker = Striker([Fault(**fault) for fault in fields], Path(folder) / "witness.jsonl", store, run)
     try:
         start(store, run, config, "takeover" in flags, striker)
     except Exception as error:  # as the command line ends
@@ -34,20 +39,32 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
             raise
         print(describe(error), file=sys.stderr)
         sys.exit(code)
+    except Preempted:
+        sys.exit(EXIT_CODE)
 
 
 def note_what_is_generated(file: Path) -> None:
-    """Append the groups of every call to an engine; those of more than one call were generated again."""
-    generate = tasks.rollout.generate_groups
+    """Append the groups of every call to an engine, and each group once it is finished, that is durable: whoever is
+    asked for after that was generated twice."""
+    generate, write = tasks.rollout.generate_groups, WriteAhead._write_part
 
-    def noting(
-        step: Any, engine: Any, weights: Any, requests: Sequence[GenerateRequest], **options: Any
+    def note(iteration: int, shard: str | None, **groups: Any) -> None:
+        with file.open("a") as noted:
+            noted.write(json.dumps({"iteration": iteration, "shard": shard, **groups}) + "\n")
+
+    def asking(
+        step: StepCall, engine: Any, weights: Any, requests: Sequence[GenerateRequest], **options: Any
     ) -> Iterator[Any]:
-        with file.open("a") as asked:
-            asked.write(json.dumps([request.request_id for request in requests]) + "\n")
+        note(step.iteration, step.shard, asked=[request.request_id for request in requests])
         yield from generate(step, engine, weights, requests, **options)
 
-    tasks.rollout.generate_groups = noting
+    def writing(log: WriteAhead, number: int, table: pa.Table) -> None:
+        write(log, number, table)
+        attempt = log._attempt
+        note(attempt.iteration, attempt.shard, finished=sorted(set(table.column("group_id").to_pylist())))
+
+    tasks.rollout.generate_groups = asking
+    WriteAhead._write_part = writing  # type: ignore[method-assign]
 
 
 def note_what_is_committed(file: Path) -> None:

@@ -6,20 +6,28 @@ during        a few milliseconds into the step's work, or at its end       nothi
 uncommitted   the step's files are written, its commit is about to be made  files without a commit
 after         the commit is there                                           the step
 halfway       the rollout's first group has finished                        parts without a commit
+loading       a checkpoint is about to be loaded, to restore the trainer    the step, from an earlier driver or engine
+replaying     a few milliseconds into the replay of a train step            the same
 
 victim        what happens to it                                            what the driver does
 driver        SIGKILL                                                       dies; the next one goes on
-training      SIGKILL of a rank of the training engine                      starts another and goes on
+training      SIGKILL of the first rank of the training engine              starts another engine and goes on
+rank          the same of the last rank                                     the same
 rollout       SIGKILL of a rollout engine                                   starts another and goes on
+grader        SIGKILL of a grader process                                   grades again in another and goes on
 ray           SIGKILL of gcs_server and raylet of its cluster               ends with a sentence; the next one goes on
 prefect       SIGKILL of its Prefect server                                 starts another and goes on
 database      the server's database is deleted, and the server killed       goes on, or ends with a sentence
 store         the S3 store breaks all connections for a while               tries again and goes on
 server        SIGKILL of an engine's SGLang server                          starts another and goes on
+scheduler     SIGKILL of the scheduler below it, which holds the model      the same
 stopped       SIGSTOP of an engine's SGLang server and its processes        starts another and goes on
 router        SIGKILL of the router before the servers                      starts another and goes on
+gc, fork, delete    none: somebody gives the command (tests/chaos/beside.py)    goes on
 
 Every fault writes a witness before it strikes, so that a run without a fault cannot pass for one that survived it.
+Faults that come to a driver's machine and not to a process of its own (a network that parts, a full disk, a clock that
+steps, power that goes) are not among these.
 """
 
 import contextlib
@@ -28,6 +36,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -40,17 +49,36 @@ from flows.train import PREFECT_HOME
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
 from storage.snapshots import WriteAhead
+from tasks import recovery
+from tasks.context import RunContext
 from tasks.events import StepCommitted, StepStarted
 from tasks.step import DurableStep, Outcome, StepCall
+from tests.chaos.beside import COMMANDS, Command, give
 from tests.faulty_s3 import control
 
 Moment = Literal["before", "during", "uncommitted", "after"]
+"""Of every step."""
+RareMoment = Literal["halfway", "loading", "replaying"]
+"""Of a rollout; of a checkpoint and of a train step when weights are brought back."""
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
-ServerVictim = Literal["server", "stopped", "router"]
-"""What runs with SGLang have beside."""
+FurtherVictim = Literal["rank", "grader", "server", "scheduler", "stopped", "router"] | Command
+"""What has its moments in some steps only, or in some configurations."""
+AnyVictim = Victim | FurtherVictim
+
+CLUSTER = "CAIRN_TEST_CLUSTER"
+"""Environment variable with the process id of the raylet whose cluster a driver joins: its engines are there."""
 
 INTO_THE_WORK = 0.01
 """Seconds between the beginning of a step's work and the fault during it; work that is done sooner waits for it."""
+
+TRAINING, ROLLOUT = "ray::TrainingActor", "ray::RolloutActor"
+"""How Ray calls their processes."""
+
+FAILED = "failed:"
+"""How the account of a command begins that ended in an error."""
+
+PATIENCE = 5.0
+"""Seconds in which a victim must be found: one that is being replaced, or given another title by Ray, is not seen."""
 
 OUTAGE = 2.0
 """Seconds for which a store is away."""
@@ -62,8 +90,8 @@ class Fault:
 
     iteration: int
     step: Step
-    moment: Moment | Literal["halfway"]
-    victim: Victim | ServerVictim = "driver"
+    moment: Moment | RareMoment
+    victim: AnyVictim = "driver"
 
     def __str__(self) -> str:
         return f"{self.victim} {self.moment} {self.step} of iteration {self.iteration}"
@@ -72,9 +100,10 @@ class Fault:
 class Striker:
     """Watches one driver's events and strikes when a fault's moment has come, each fault once."""
 
-    def __init__(self, faults: list[Fault], witness: Path) -> None:
+    def __init__(self, faults: list[Fault], witness: Path, store_url: str, run: str) -> None:
         self._pending = list(faults)
         self._witness = witness
+        self._store_url, self._run = store_url, run
         self._lock = threading.Lock()
         commit = Ledger.commit
 
@@ -97,6 +126,23 @@ class Striker:
             return perform(step if fault is None else self._struck(step, fault), call, *args, **kwargs)
 
         DurableStep.perform = performing  # type: ignore[method-assign]
+        self._watch_recovery()
+
+    def _watch_recovery(self) -> None:
+        newest_checkpoint, replay = recovery.newest_checkpoint, recovery.replay
+
+        def loading(run: RunContext, iteration: int) -> Commit | None:
+            saved = newest_checkpoint(run, iteration)
+            if saved is not None:
+                self._strike(saved.iteration, Step.CHECKPOINT, "loading")
+            return saved
+
+        def replaying(run: RunContext, committed: Commit) -> None:
+            fault = self._take(committed.iteration, Step.TRAIN, "replaying")
+            with self._meanwhile(fault):
+                replay(run, committed)
+
+        recovery.newest_checkpoint, recovery.replay = loading, replaying
 
     def __call__(self, event: Event) -> None:
         """To be given to `flows.train.start`."""
@@ -109,14 +155,23 @@ class Striker:
         """The step with a body that does not end before the fault has happened."""
 
         def body(*args: Any, **kwargs: Any) -> Outcome:
-            blow = threading.Timer(INTO_THE_WORK, self._bring_about, [fault])
-            blow.start()
-            try:
+            with self._meanwhile(fault):
                 return step.body(*args, **kwargs)
-            finally:
-                blow.join()
 
         return replace(step, body=body)
+
+    @contextlib.contextmanager
+    def _meanwhile(self, fault: Fault | None) -> Iterator[None]:
+        """Strike while the block works; it does not end before."""
+        if fault is None:
+            yield
+            return
+        blow = threading.Timer(INTO_THE_WORK, self._bring_about, [fault])
+        blow.start()
+        try:
+            yield
+        finally:
+            blow.join()
 
     def _strike(self, iteration: int, step: Step, moment: str) -> None:
         fault = self._take(iteration, step, moment)
@@ -133,12 +188,29 @@ class Striker:
         return None
 
     def _bring_about(self, fault: Fault) -> None:
-        victims = processes(psutil.Process(), fault.victim)
         account = asdict(fault)
+        if fault.victim in COMMANDS:
+            came = self._beside(fault.victim)
+            bear_witness(self._witness, [], **account, came=came)
+            return
+        raylet = os.environ.get(CLUSTER)
+        cluster = None if raylet is None else psutil.Process(int(raylet))
+        end = time.monotonic() + PATIENCE
+        while not (victims := processes(psutil.Process(), fault.victim, cluster)):
+            if fault.victim == "store" or time.monotonic() > end:
+                break
+            time.sleep(0.02)
         if fault.victim == "store":
             account["met_before"] = outages_met(os.environ["AWS_ENDPOINT_URL"])
         bear_witness(self._witness, victims, **account)
         strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
+
+    def _beside(self, command: Command) -> str:
+        """What came of a command. What it raises is told by the witness, not to the step that was struck."""
+        try:
+            return give(command, self._store_url, self._run)
+        except Exception as error:
+            return f"{FAILED} {type(error).__name__}: {error}"
 
 
 def outages_met(endpoint: str) -> int:
@@ -146,35 +218,59 @@ def outages_met(endpoint: str) -> int:
     return control(endpoint).get("outage", 0)
 
 
-def processes(driver: psutil.Process, victim: Victim | ServerVictim) -> list[psutil.Process]:
-    """Which of a driver's processes the fault ends, none for the store; empty too where there is none of that kind."""
+def processes(driver: psutil.Process, victim: AnyVictim, cluster: psutil.Process | None = None) -> list[psutil.Process]:
+    """Which processes the fault ends: of a driver's, and of those below the raylet of the cluster that it has joined.
+    None for the store and for commands, and none where there is none of that kind."""
     if victim == "driver":
         return [driver]
-    chosen = {
-        "training": lambda command, name: command[0].startswith("ray::TrainingActor"),
-        "rollout": lambda command, name: command[0].startswith("ray::RolloutActor"),
+    chosen: Callable[[list[str], str], bool] = {
+        "training": lambda command, name: command[0].startswith(TRAINING),
+        "rank": lambda command, name: command[0].startswith(TRAINING),
+        "rollout": lambda command, name: command[0].startswith(ROLLOUT),
+        "grader": lambda command, name: any("tasks.rewards.worker" in word for word in command),
         "ray": lambda command, name: name in ("gcs_server", "raylet"),
         "prefect": lambda command, name: "flows.server" in command,
         "database": lambda command, name: "flows.server" in command,
-        "store": lambda command, name: False,
         "server": lambda command, name: _is_server(command),
+        "scheduler": lambda command, name: command[0].startswith("sglang::scheduler"),
         "stopped": lambda command, name: _is_server(command),
         "router": lambda command, name: (
             any(word.endswith("start_router.py") for word in command) and not _is_guard(command)
         ),
-    }[victim]
+    }.get(victim, lambda command, name: False)
+    below = _below(driver)
+    if cluster is not None:
+        below += _below(cluster)
     found = []
-    for process in driver.children(recursive=True):
+    for process in below:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             command = process.cmdline()
             if command and chosen(command, process.name()):
                 found.append(process)
-    chosen_ones = found if victim == "ray" else sorted(found, key=lambda process: process.pid)[:1]
+    found.sort(key=lambda process: process.pid)
+    chosen_ones = found if victim == "ray" else found[-1:] if victim == "rank" else found[:1]
     if victim == "stopped":
         for process in tuple(chosen_ones):
             with contextlib.suppress(psutil.NoSuchProcess):
                 chosen_ones += process.children(recursive=True)
     return chosen_ones
+
+
+def engines_of(cluster: psutil.Process) -> dict[psutil.Process, list[str]]:
+    """The engines on a cluster, given by its raylet, with their command lines."""
+    found = {}
+    for process in _below(cluster):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            command = process.cmdline()
+            if command and command[0].startswith((TRAINING, ROLLOUT)):
+                found[process] = command
+    return found
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
 
 
 def _is_server(command: list[str]) -> bool:
@@ -191,7 +287,7 @@ def bear_witness(witness: Path, victims: list[psutil.Process], **account: Any) -
         file.write(json.dumps({**account, "pids": [process.pid for process in victims], "at": time.time()}) + "\n")
 
 
-def strike(victim: Victim | ServerVictim, victims: list[psutil.Process], prefect_home: Path) -> None:
+def strike(victim: AnyVictim, victims: list[psutil.Process], prefect_home: Path) -> None:
     """Let it happen."""
     if victim == "store":
         control(os.environ["AWS_ENDPOINT_URL"], outage=OUTAGE)

@@ -1,23 +1,24 @@
-"""The matrix: step × moment × victim, and how it is laid out over runs.
+"""The matrix: step × moment × victim, and how it is laid out over runs. Plans beyond it: tests/chaos/plans.py.
 
 A case is a fault. A plan is one run: a list of drivers, each with the faults that strike while it works. Victims that
 the driver outlives strike one after the other under one driver, an iteration apart; those that end it have one driver
 each, and the next goes on with the same run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from storage.commits import Step
-from tests.chaos.faults import Fault, Moment, ServerVictim, Victim, outages_met
+from tests.chaos.beside import COMMANDS
+from tests.chaos.faults import FAILED, AnyVictim, Fault, Moment, RareMoment, Victim, outages_met
 from tests.chaos.runs import Disturbed
 
 STEPS = tuple(Step)
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 VICTIMS: tuple[Victim, ...] = get_args(Victim)
 
-EXITS: dict[Victim | ServerVictim, tuple[int, ...]] = {
+EXITS: dict[AnyVictim, tuple[int, ...]] = {
     "driver": (-9,),
     "ray": (1,),
     "database": (1,),
@@ -27,9 +28,18 @@ EXITS: dict[Victim | ServerVictim, tuple[int, ...]] = {
     "store": (0,),
     "server": (0,),
     "stopped": (0,),
+    "scheduler": (0,),
     "router": (0,),
+    "rank": (0,),
+    "grader": (0,),
+    "gc": (0,),
+    "fork": (0,),
+    "delete": (0,),
 }
 """How a driver may end after the victim was struck; 0: with the run complete."""
+
+NO_PROCESS = ("store", *COMMANDS)
+"""Victims whose fault ends no process."""
 
 PREFECT_FAULTS = 3
 """As many in a row as a driver starts its server again."""
@@ -40,6 +50,8 @@ class Driver:
     """One driver of a run and the faults that strike while it works."""
 
     faults: tuple[Fault, ...] = ()
+    may_give_up: bool = False
+    """Whether it may end with a sentence although it need not: nobody tries again what a fork's restore point needs."""
 
     @property
     def own_prefect(self) -> bool:
@@ -47,8 +59,12 @@ class Driver:
 
     @property
     def exits(self) -> tuple[int, ...]:
-        """How it may end: as the last fault has it, if that ends a driver."""
-        return EXITS[self.faults[-1].victim] if self.faults else (0,)
+        """How it may end: as the last fault has it, if that ends a driver. One whose engine dies at every try of a step
+        may give up with a sentence."""
+        if not self.faults:
+            return (0,)
+        repeated = len(set(self.faults)) < len(self.faults)
+        return (0, 1) if repeated or self.may_give_up else EXITS[self.faults[-1].victim]
 
 
 @dataclass(frozen=True)
@@ -57,6 +73,7 @@ class Plan:
 
     name: str
     drivers: tuple[Driver, ...]
+    configuration: str = "plain"
 
     @property
     def faults(self) -> list[Fault]:
@@ -67,8 +84,17 @@ class Plan:
         return any(fault.victim == "store" for fault in self.faults)
 
 
-def case(iteration: int, step: Step, moment: Moment, victim: Victim) -> Fault:
+def case(iteration: int, step: Step, moment: Moment | RareMoment, victim: AnyVictim) -> Fault:
     return Fault(iteration, step, moment, victim)
+
+
+Cell = tuple[str, Step, str, AnyVictim]
+"""Configuration, step, moment and victim."""
+
+
+def cells(plans: Iterable[Plan]) -> set[Cell]:
+    """What the plans strike."""
+    return {(plan.configuration, fault.step, fault.moment, fault.victim) for plan in plans for fault in plan.faults}
 
 
 CI_SET = Plan(
@@ -85,7 +111,7 @@ CI_SET = Plan(
 """Each step, each moment and each victim at least once, in one run."""
 
 
-def whole() -> list[Plan]:
+def every_case() -> list[Plan]:
     """Every step at every moment with every victim."""
     return [plan for victim in VICTIMS for plan in _plans(victim)]
 
@@ -169,13 +195,15 @@ def execute(plan: Plan, run: Disturbed) -> list[str]:
         named = " and ".join(map(str, driver.faults)) or "nothing"
         if len(struck) != happened:
             return [f"{named}: only {len(struck)} of {happened} happened; the driver ended with {code}\n{run.log()}"]
-        if spared := [account for account in struck if not account["pids"] and account["victim"] != "store"]:
+        if failed := [account for account in struck if account.get("came", "").startswith(FAILED)]:
+            return [f"a command beside the driver failed: {failed}"]
+        if spared := [account for account in struck if not account["pids"] and account["victim"] not in NO_PROCESS]:
             return [f"no such victim was there: {spared}\n{run.log()}"]
         if unmet := _unmet_outages(run, struck):
             return [f"no request met the outage: {unmet}\n{run.log()}"]
         if code not in driver.exits:
             return [f"{named}: the driver ended with {code}\n{run.log()}"]
-        if left := run.left_behind():
+        if left := run.left_behind(engines=code == 0):
             return [f"{named}: left behind {left}"]
     return []
 

@@ -1,4 +1,4 @@
-"""A run whose drivers are struck and started again, and what must hold of it at its end."""
+"""A run whose drivers are struck and started again, and what it leaves to be looked at (see tests/chaos/oracle.py)."""
 
 import json
 import os
@@ -19,15 +19,17 @@ from configs.schema.run import RunConfig
 from flows.train import PREFECT_HOME
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
+from storage.retention import is_retired
 from storage.snapshots import read_table
 from storage.store import open_store
-from tests.chaos.faults import Fault
+from tests.chaos.faults import CLUSTER, Fault, engines_of
+from tests.chaos.forked import ForkedDriver
 from tests.tiny_run import tiny_config
 
 ROOT = Path(__file__).parents[2]
 
-DEADLINE = 300.0
-"""Seconds that one driver may take to end."""
+DEADLINE = 900.0
+"""Seconds that one driver may take to end: on a busy machine its engines alone take minutes to start."""
 
 ITERATIONS = 4
 
@@ -60,6 +62,21 @@ def chaos_config(assets: Path, **sections: dict[str, Any]) -> RunConfig:
     )
 
 
+Driver = ForkedDriver | subprocess.Popen[bytes]
+
+
+@dataclass
+class Generated:
+    """Samples of a run's committed rollouts, and what of them engines were asked for more than once."""
+
+    samples: int = 0
+    samples_twice: int = 0
+    """Those of groups that were asked for again although they were finished: durable."""
+    tokens: int = 0
+    tokens_again: int = 0
+    """At most: those of all groups that were asked for again; a killed engine had generated no more in vain."""
+
+
 @dataclass
 class Disturbed:
     """A run in a folder of its own: its drivers' working folder, logs and witnesses, and its ledger unless on S3."""
@@ -69,6 +86,11 @@ class Disturbed:
     environment: Mapping[str, str]
     """Of its drivers, beside this process's own; PREFECT_API_URL must be in it unless they start a server each."""
     store_url: str = ""
+    name: str = "run"
+    cluster: psutil.Process | None = None
+    """The raylet of the cluster that its drivers join: it has their engines."""
+    warm: bool = False
+    """Whether drivers are forked from a process that has imported all they need."""
     exits: list[int] = field(default_factory=list)
     """Of its drivers so far."""
 
@@ -84,25 +106,28 @@ class Disturbed:
         """Of the servers that its drivers start."""
         return self.folder / PREFECT_HOME
 
-    def start(
-        self, faults: Sequence[Fault] = (), *, own_prefect: bool = False, takeover: bool = False
-    ) -> "subprocess.Popen[bytes]":
+    def start(self, faults: Sequence[Fault] = (), *, own_prefect: bool = False, takeover: bool = False) -> Driver:
         """Start a driver, in a session of its own."""
-        command = [sys.executable, "-m", "tests.chaos.driver", self.store_url, "run", str(self.config_file)]
-        command += [str(self.folder), json.dumps([asdict(fault) for fault in faults]), *["takeover"] * takeover]
-        with (self.folder / "driver.log").open("ab") as log:
+        arguments = [self.store_url, self.name, str(self.config_file), str(self.folder)]
+        arguments += [json.dumps([asdict(fault) for fault in faults]), *["takeover"] * takeover]
+        log, environment = self.folder / "driver.log", self.whole_environment(own_prefect)
+        if self.warm:
+            return ForkedDriver(arguments, environment, self.folder, log)
+        with log.open("ab") as output:
             return subprocess.Popen(
-                command,
-                env=self.whole_environment(own_prefect),
+                [sys.executable, "-m", "tests.chaos.driver", *arguments],
+                env=environment,
                 cwd=self.folder,
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
 
     def whole_environment(self, own_prefect: bool = False) -> dict[str, str]:
-        own = {"PREFECT_LOGGING_LEVEL": "CRITICAL", "PYTHONPATH": str(ROOT), OWNER: str(self.folder)}
-        environment = {**os.environ, **self.environment, **own}
+        own = {"PREFECT_LOGGING_LEVEL": "CRITICAL", OWNER: str(self.folder)}
+        if self.cluster is not None:
+            own[CLUSTER] = str(self.cluster.pid)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **self.environment, **own}
         if own_prefect:
             environment.pop("PREFECT_API_URL", None)
         return environment
@@ -131,8 +156,9 @@ class Disturbed:
         log = self.folder / "driver.log"
         return log.read_text() if log.exists() else ""
 
-    def ledger(self) -> Ledger:
-        return Ledger.open(open_store(self.store_url), "run")
+    def ledger(self, store_url: str | None = None) -> Ledger:
+        """Of the run, or of a copy of it in another store."""
+        return Ledger.open(open_store(store_url or self.store_url), self.name)
 
     def commits(self) -> list[Commit]:
         """Every commit of the run."""
@@ -143,79 +169,54 @@ class Disturbed:
         """After each train step."""
         return [commit.state_digest for commit in self.commits() if commit.step is Step.TRAIN]
 
-    def tokens_regenerated(self) -> tuple[int, int]:
-        """Tokens of the groups that engines were asked for more than once, and of all: a killed engine had generated
-        no more than the former in vain."""
-        asked = Counter(id for line in (self.folder / "asked.jsonl").open() for id in json.loads(line))
-        again = every = 0
+    def generated(self) -> "Generated":
+        """What of its rollouts was generated more than once."""
+        noted = [json.loads(line) for line in (self.folder / "generated.jsonl").open()]
+        asked: Counter[tuple[int, str, int]] = Counter()
+        finished: set[tuple[int, str, int]] = set()
+        again: Counter[tuple[int, str, int]] = Counter()
+        for note in noted:
+            for group in note.get("finished", ()):
+                finished.add((note["iteration"], note["shard"], group))
+            for group in note.get("asked", ()):
+                key = (note["iteration"], note["shard"], group)
+                asked[key] += 1
+                again[key] += key in finished
+        found = Generated()
         ledger = self.ledger()
         for commit in self.commits():
-            if commit.step is Step.ROLLOUT:
+            if commit.step is Step.ROLLOUT and not is_retired(ledger, commit):
                 (output,) = commit.outputs
-                for row in read_table(ledger.store, "run", output).select(["group_id", "response_ids"]).to_pylist():
-                    every += len(row["response_ids"])
-                    again += len(row["response_ids"]) * (asked[row["group_id"]] - 1)
-        return again, every
+                for row in (
+                    read_table(ledger.store, commit.run, output).select(["group_id", "response_ids"]).to_pylist()
+                ):
+                    key, tokens = (commit.iteration, commit.shard or "", row["group_id"]), len(row["response_ids"])
+                    found.samples += 1
+                    found.tokens += tokens
+                    found.samples_twice += again[key]
+                    found.tokens_again += tokens * max(0, asked[key] - 1)
+        return found
 
-    def left_behind(self, patience: float = 20.0) -> list[list[str]]:
-        """Command lines of what its drivers started and what is still there after `patience` seconds."""
+    def left_behind(self, patience: float = 20.0, *, engines: bool = True) -> list[list[str]]:
+        """Command lines of what its drivers started and what is still there after `patience` seconds; without
+        `engines`, those on a cluster that the drivers had joined may stay for the next one."""
         end = time.monotonic() + patience
-        while (found := self._processes()) and time.monotonic() < end:
+        while (found := self._processes(engines)) and time.monotonic() < end:
             time.sleep(0.2)
         return list(found.values())
 
     def kill_what_is_left(self) -> None:
         """End all that its drivers started, and themselves."""
-        for process in self._processes():
+        for process in self._processes(engines=True):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _processes(self) -> dict[psutil.Process, list[str]]:
+    def _processes(self, engines: bool) -> dict[psutil.Process, list[str]]:
         """Whatever a driver of the run started, directly or not, with its command line: it has inherited the driver's
-        environment."""
-        found = {}
+        environment, or is an engine on the cluster that the driver had joined."""
+        found = engines_of(self.cluster) if engines and self.cluster is not None else {}
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 if process.environ().get(OWNER) == str(self.folder):
                     found[process] = process.cmdline()
         return found
-
-
-def differences(run: Disturbed, undisturbed: Disturbed) -> list[str]:
-    """What of a finished run is not as in its undisturbed twin: nothing, as it should be."""
-    found = []
-    if run.state_digests() != undisturbed.state_digests() or len(run.state_digests()) != ITERATIONS:
-        found.append(f"state digests {run.state_digests()}, expected {undisturbed.state_digests()}")
-    found += recommitted(run)
-    other = {commit.name for commit in run.commits()} ^ {commit.name for commit in undisturbed.commits()}
-    if other:
-        found.append(f"committed in one of the two alone: {sorted(other)}")
-    return found
-
-
-def recommitted(run: Disturbed) -> list[str]:
-    """What tells that a step was committed by more than one driver, or by one and changed since. A driver that is
-    killed right after a commit may not have noted it."""
-    file = run.folder / "committed.jsonl"
-    noted = [tuple(json.loads(line)) for line in file.open()] if file.exists() else []
-    if run.exits and not noted:
-        return ["its drivers have noted no commits"]
-    found = []
-    if twice := [name for name, times in Counter(name for name, _ in noted).items() if times > 1]:
-        found.append(f"committed more than once: {twice}")
-    if other := set(noted) - {(commit.name, commit.digest) for commit in run.commits()}:
-        found.append(f"committed, and not so in the ledger: {sorted(other)}")
-    return found
-
-
-def seconds_to_recover(run: Disturbed) -> list[float | None]:
-    """From each fault to the next commit, of the next driver where this one ended; None where none came after it."""
-    commits = sorted(run.commits(), key=lambda commit: commit.committed_at)
-
-    def recovery(fault: dict[str, Any]) -> float | None:
-        before = max((commit.epoch for commit in commits if commit.committed_at <= fault["at"]), default=0)
-        least = before + 1 if fault["victim"] in ("ray", "database") else 0
-        later = (c.committed_at - fault["at"] for c in commits if c.committed_at > fault["at"] and c.epoch >= least)
-        return next(later, None)
-
-    return [recovery(fault) for fault in run.struck()]

@@ -3,19 +3,21 @@
 `make chaos` executes the whole matrix, and random kills after it.
 """
 
-import json
-from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.store import open_store
-from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, VICTIMS, execute, whole
-from tests.chaos.runs import Disturbed, differences, recommitted
+from tests.chaos.beside import COMMANDS
+from tests.chaos.configurations import CONFIGURATIONS
+from tests.chaos.faults import FurtherVictim
+from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, VICTIMS, every_case, execute
+from tests.chaos.oracle import differences
+from tests.chaos.plans import JOINED_PARTIAL, whole
+from tests.chaos.runs import Disturbed
+from tests.chaos.standing import Standing
 from tests.faulty_s3 import proxy_process
 from tests.s3 import S3Server
-from tests.storage.builders import commit_step
+from tests.shared_memory import watched_segments
 
 
 def test_the_quick_set_has_every_step_every_moment_and_every_victim() -> None:
@@ -25,8 +27,16 @@ def test_the_quick_set_has_every_step_every_moment_and_every_victim() -> None:
 
 
 def test_the_whole_matrix_has_every_case_once() -> None:
-    cases = [(fault.step, fault.moment, fault.victim) for plan in whole() for fault in plan.faults]
+    cases = [(fault.step, fault.moment, fault.victim) for plan in every_case() for fault in plan.faults]
     assert len(set(cases)) == len(cases) == len(STEPS) * len(MOMENTS) * len(VICTIMS)
+
+
+def test_every_configuration_and_every_victim_is_in_the_matrix() -> None:
+    plans = whole()
+    struck = {fault.victim for plan in plans for fault in plan.faults}
+    assert struck == {*VICTIMS, *get_args(get_args(FurtherVictim)[0]), *COMMANDS}
+    assert set(CONFIGURATIONS) - {"short", "long"} == {plan.configuration for plan in plans}
+    assert len({plan.name for plan in plans}) == len(plans)
 
 
 @pytest.mark.timeout(900)
@@ -44,17 +54,14 @@ def test_a_run_struck_everywhere_ends_in_the_undisturbed_state(
             assert differences(disturbed, undisturbed) == []
 
 
-def test_a_step_that_two_drivers_committed_is_found(tmp_path: Path) -> None:
-    run = Disturbed(tmp_path, tmp_path / "config.json", {}, exits=[0])
-    ledger = Ledger.create(open_store(run.store_url), "run", {})
-    ledger.acquire()
-    commit = commit_step(ledger, 0, Step.TRAIN)
-    assert recommitted(run) == ["its drivers have noted no commits"]
-    noted = tmp_path / "committed.jsonl"
-    noted.write_text(json.dumps([commit.name, commit.digest]) + "\n")
-    assert recommitted(run) == []
-    noted.write_text(noted.read_text() + json.dumps([commit.name, "0" * 64]) + "\n")
-    assert recommitted(run) == [
-        "committed more than once: ['000000/train']",
-        f"committed, and not so in the ledger: [('000000/train', '{'0' * 64}')]",
-    ]
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_engines_that_outlive_their_drivers_and_unfinished_groups_lose_nothing(standing: Standing) -> None:
+    standing.warm = True
+    with watched_segments() as left_segments:
+        run = standing.run(JOINED_PARTIAL.name, JOINED_PARTIAL.configuration)
+        try:
+            assert execute(JOINED_PARTIAL, run) == []
+            assert differences(run, None, left_segments) == []
+        finally:
+            run.kill_what_is_left()

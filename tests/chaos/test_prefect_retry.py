@@ -14,7 +14,8 @@ from storage.commits import Step
 from storage.leases import newest_lease
 from storage.ledger import Ledger
 from storage.store import open_store
-from tests.chaos.runs import Disturbed, differences
+from tests.chaos.oracle import unequal
+from tests.chaos.runs import Disturbed
 from tests.waiting import wait_for
 
 
@@ -52,7 +53,7 @@ def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
             server.terminate()
             server.wait(60)
     assert {commit.epoch for commit in disturbed.commits()} == {1, 2}
-    assert differences(disturbed, undisturbed) == []
+    assert unequal(disturbed, undisturbed) == []
 
 
 def _committed(disturbed: Disturbed, index: int, step: Step) -> bool:

@@ -1,8 +1,7 @@
 """Struck in the middle of rollouts by real SGLang servers behind a router, a run keeps what has finished and goes on.
 
 SGLang's samples depend on their company, so a struck run does not end in the bits of one that was left alone. What is
-committed holds bit for bit all the same: the second driver restores the weights by training again on the first one's
-snapshots, and would stop at another digest.
+committed holds bit for bit all the same: every step after a rollout, done again from its samples, gives the same.
 """
 
 import json
@@ -13,9 +12,9 @@ import pytest
 
 from configs.schema.run import RunConfig
 from storage.commits import Step
-from storage.verification import verify
 from tests.chaos.matrix import Driver, Plan, case, execute
-from tests.chaos.runs import ITERATIONS, Disturbed, chaos_config, recommitted
+from tests.chaos.oracle import differences
+from tests.chaos.runs import ITERATIONS, Disturbed, chaos_config
 
 GROUPS = 8
 
@@ -63,9 +62,8 @@ def test_servers_killed_and_stopped_in_mid_rollout_cost_nothing_that_had_finishe
     assert not run.left_behind()
 
     commits = run.commits()
-    assert recommitted(run) == []
+    assert differences(run, None) == []
     assert len(run.state_digests()) == ITERATIONS
-    assert [finding for checked in verify(run.ledger()) for finding in checked.findings] == []
 
     # Of every group as many samples as asked; what had finished was asked for once.
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
@@ -74,5 +72,6 @@ def test_servers_killed_and_stopped_in_mid_rollout_cost_nothing_that_had_finishe
         kept[commit.iteration] += commit.metrics["recovered_groups"]
         assert commit.metrics["recovered_groups"] + commit.metrics["generated_groups"] == GROUPS / 2
     assert kept[2] >= 1, "its rollouts broke off with the router, after a group had finished"
-    asked = Counter(group for line in (tmp_path / "asked.jsonl").open() for group in json.loads(line))
+    notes = [json.loads(line) for line in (tmp_path / "generated.jsonl").open()]
+    asked = Counter(group for note in notes for group in note.get("asked", ()))
     assert asked.total() <= ITERATIONS * GROUPS + sum(GROUPS - kept[index] for index in range(ITERATIONS))

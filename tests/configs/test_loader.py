@@ -1,11 +1,13 @@
 """The loader accepts what the schema means and answers everything else with one clear sentence a problem."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from configs.errors import ConfigError
-from configs.loader import load, parse
+from configs.loader import from_manifest, in_recorded_words, load, override, parse
 
 RECIPE = """\
 model: {path: some/model}
@@ -124,6 +126,11 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "rollout.over_sampling_batch_size (3) is below rollout.rollout_batch_size (4); it must be at least that",
         ),
         (
+            "rollout.max_age=1",
+            "rollout: max_age (1) has no effect while over_sampling_batch_size (None) is not above rollout_batch_size "
+            "(4): nothing is left over that could grow old",
+        ),
+        (
             "algorithm.loss_type=sft_loss",
             "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: set it to "
             "policy_loss, or train with the engine itself as examples/quickstart/warm_start.py does",
@@ -167,7 +174,60 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         ),
         (
             "algorithm.opd_kl_coef=0.5",
-            "algorithm: opd_kl_coef (0.5) has no effect while use_opd is false; set use_opd=true",
+            "algorithm: opd_kl_coef (0.5) has no effect while use_opd is false; set use_opd=true, or leave it out",
+        ),
+        (
+            "algorithm.kl_loss_coef=0.1",
+            "algorithm: kl_loss_coef (0.1) has no effect while use_kl_loss is false; set use_kl_loss=true, or leave it "
+            "out",
+        ),
+        (
+            "algorithm.tis_clip=5",
+            "algorithm: tis_clip (5.0) has no effect while use_tis is false; set use_tis=true, or leave it out",
+        ),
+        (
+            "algorithm.tis_clip_low=0.5",
+            "algorithm: tis_clip_low (0.5) has no effect while use_tis is false; set use_tis=true, or leave it out",
+        ),
+        (
+            "algorithm.kl_loss_type=k3",
+            "algorithm: kl_loss_type (k3) has no effect while use_kl_loss is false and kl_coef is 0; set "
+            "use_kl_loss=true, or leave it out",
+        ),
+        (
+            "algorithm={rewards_normalization: false, grpo_std_normalization: false}",
+            "algorithm: grpo_std_normalization (false) has no effect while rewards_normalization is false; set "
+            "rewards_normalization=true, or leave it out",
+        ),
+        (
+            "algorithm={advantage_estimator: ppo, grpo_std_normalization: false}",
+            "algorithm: grpo_std_normalization (false) has no effect while advantage_estimator is ppo; set "
+            "advantage_estimator=grpo, or leave it out",
+        ),
+        (
+            "algorithm.eps_clip_high=0.28",
+            "algorithm.eps_clip_high (0.28) has no effect while training.num_steps_per_rollout is 1 and "
+            "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are taken "
+            "against; change either, or leave it out",
+        ),
+        (
+            "algorithm={use_kl_loss: true, kl_loss_coef: 0.1, kl_loss_type: k1}",
+            "algorithm: kl_loss_type (k1) has a gradient of 0 on average as a loss, so kl_loss_coef (0.1) would add "
+            "noise alone; set kl_loss_type=k2, whose gradient is that of the divergence, or hold the policy to the "
+            "reference model in the rewards of advantage_estimator=ppo, by kl_coef",
+        ),
+        (
+            "rollout.rollout_top_k=0",
+            "rollout: rollout_top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens",
+        ),
+        (
+            "rollout.rollout_top_k=1",
+            "rollout: rollout_top_k is 1, which leaves one token to draw: nothing can be learned from a choice without "
+            "an alternative; set it to 2 or more, or to -1 to keep all tokens",
+        ),
+        (
+            "eval.benchmarks.0.top_k=0",
+            "eval.benchmarks.0: top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens",
         ),
         (
             "training.lora.target_modules=[]",
@@ -252,3 +312,48 @@ def test_anchors_and_merges_may_override_without_counting_as_twice(recipe: Path)
     )
     first, second = load(recipe).eval.benchmarks
     assert (first.name, second.name, second.path) == ("one", "two", "test.jsonl")
+
+
+def without_rules(recipe: Path, **changes: object) -> dict[str, Any]:
+    """A manifest's configuration as a version without some of today's rules recorded it."""
+    values = load(recipe).model_dump(mode="json")
+    values["algorithm"] |= changes
+    return values
+
+
+def test_what_a_manifest_says_is_read_whatever_rules_were_added_since(recipe: Path) -> None:
+    values = without_rules(
+        recipe, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1", tis_clip=5.0, eps_clip_high=0.28
+    )
+    values["rollout"]["rollout_top_k"] = 0
+    with pytest.raises(ConfigError):
+        parse(values)
+    config = from_manifest(values)
+    assert config.model_dump(mode="json") == values
+    assert config.algorithm.kl_estimator == "k1"
+
+
+def test_a_rule_that_a_manifest_never_could_have_passed_still_holds(recipe: Path) -> None:
+    with pytest.raises(ValidationError, match="exclude each other"):
+        from_manifest(without_rules(recipe, use_rollout_logprobs=True, use_tis=True))
+
+
+def test_a_manifest_that_names_the_former_default_of_the_kl_estimator_can_be_forked_and_goes_on_with_its_recipe(
+    recipe: Path,
+) -> None:
+    values = without_rules(recipe, kl_loss_type="k1")
+    assert override(values, ["training.lr=1e-5"]).algorithm.kl_loss_type == "k1"
+    assert in_recorded_words(load(recipe), values).model_dump(mode="json") == values
+
+
+def test_a_recipe_that_means_another_kl_estimator_than_the_manifest_is_not_bent_to_it(recipe: Path) -> None:
+    loss = ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"]
+    values = without_rules(recipe, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="k1")
+    assert in_recorded_words(load(recipe, loss), values).algorithm.kl_loss_type is None
+    named = load(recipe, [*loss, "algorithm.kl_loss_type=k3"])
+    assert in_recorded_words(named, values).algorithm.kl_loss_type == "k3"
+
+
+def test_the_kl_estimator_is_by_default_the_one_that_is_right_where_it_stands(recipe: Path) -> None:
+    assert load(recipe, ["algorithm={use_kl_loss: true, kl_loss_coef: 0.1}"]).algorithm.kl_estimator == "k2"
+    assert load(recipe, ["algorithm={advantage_estimator: ppo, kl_coef: 0.1}"]).algorithm.kl_estimator == "k1"

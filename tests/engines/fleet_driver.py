@@ -1,8 +1,9 @@
 """A driver with a fleet, in a process of its own, that does what it is told on stdin: to be killed by tests.
 
-    python -m tests.engines.fleet_driver MODEL ADDRESS DTYPE
+    python -m tests.engines.fleet_driver MODEL ADDRESS DTYPE LEASE
 
-ADDRESS is that of a cluster to join, or "none"; DTYPE is the rollout engine's. It prints one line of JSON with where
+ADDRESS is that of a cluster to join, or "none"; DTYPE is the rollout engine's; LEASE is a file with the newest epoch,
+which this driver takes. It prints one line of JSON with where
 its engines stand once they are up, and after each `train`; `hang` prints {} and trains with a stopped trainer; `close`
 ends it.
 """
@@ -12,12 +13,15 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
 from engines.errors import ClusterLost
+from engines.fencing import Tenure
 from engines.fleet import Fleet
 from engines.types import TrainBatch
+from storage.errors import LeaseLost
 from tests.ray_fixtures import fleet_config
 
 BATCH = TrainBatch(
@@ -41,11 +45,23 @@ def report(fleet: Fleet) -> None:
     print(json.dumps(state), flush=True)
 
 
-def main(model: str, address: str, dtype: str) -> None:
+def acquire(lease: Path) -> Tenure:
+    epoch = int(lease.read_text()) + 1 if lease.exists() else 1
+    lease.write_text(str(epoch))
+
+    def check() -> None:
+        if int(lease.read_text()) != epoch:
+            raise LeaseLost(f"epoch {lease.read_text()} is the newest")
+
+    return Tenure(epoch, check)
+
+
+def main(model: str, address: str, dtype: str, lease: str) -> None:
+    tenure = acquire(Path(lease))
     ray_address = None if address == "none" else address
     config = fleet_config(model, rollout={"dtype": dtype}, fleet={"ray_address": ray_address})
     with ThreadPoolExecutor(1) as pool:  # a thread that ends, as a flow's may: the cluster must not end with it
-        fleet = pool.submit(Fleet.start, config, name="driver", total_steps=4).result()
+        fleet = pool.submit(Fleet.start, config, name="driver", total_steps=4, tenure=tenure).result()
     report(fleet)
     for command in sys.stdin:
         if command.strip() == "close":

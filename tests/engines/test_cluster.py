@@ -21,6 +21,7 @@ from engines import cluster
 from engines.cluster import HEAD, Cluster, ClusterError
 from engines.reaper import end_processes_with_files_in, processes_with_files_in
 from tests.engines.training.builders import model_folder
+from tests.ray_fixtures import ray_head
 from tests.shared_memory import segments, watched_segments
 from tests.waiting import wait_for
 
@@ -40,7 +41,7 @@ class Driver:
 
     def __init__(self, model: Path, address: str = "none", dtype: str = "float32", **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.fleet_driver", str(model), address, dtype],
+            [sys.executable, "-m", "tests.engines.fleet_driver", str(model), address, dtype, f"{model}.lease"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -129,8 +130,15 @@ def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
             assert found["rollout"] != started["rollout"]  # it was made from another configuration
             assert found["versions"] == [0]
             wait_for(lambda: not psutil.pid_exists(started["rollout"]))
-            second.tell("close")
-            assert second.process.wait(180) == 0
+            with driver(model, address, "bfloat16") as third:
+                adopted = third.read()
+                assert all(adopted[name] == found[name] for name in ("rollout", *TRAINER))
+                second.tell("close")
+                assert second.process.wait(180) == 0
+                third.tell("train")
+                assert third.read()["rollout"] == found["rollout"], "a superseded driver closes nothing"
+                third.tell("close")
+                assert third.process.wait(180) == 0
         engines = (found["rollout"], found["training"])
         wait_for(lambda: not any(psutil.pid_exists(pid) for pid in engines))
         assert resources_in_use(address) == {}
@@ -209,31 +217,6 @@ def test_a_process_has_one_cluster_which_ends_with_its_last_user(ray_cluster: Cl
     again.close()
     assert ray_cluster.folder is not None
     assert processes_with_files_in(str(ray_cluster.folder))
-
-
-@contextmanager
-def ray_head() -> Iterator[str]:
-    """A cluster that someone started on purpose. Yields its address."""
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
-        command = "start --head --block --port=0 --num-cpus=8 --object-store-memory=200000000 --disable-usage-stats"
-        head = subprocess.Popen(
-            [
-                str(Path(sys.executable).parent / "ray"),
-                *command.split(),
-                "--include-dashboard=false",
-                f"--temp-dir={folder}",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            current = Path(folder) / "ray_current_cluster"
-            wait_for(lambda: current.exists() and current.read_text())
-            yield current.read_text().strip()
-        finally:
-            head.kill()
-            head.wait(60)
-            end_processes_with_files_in(folder)
 
 
 def resources_in_use(address: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ from engines.calls import Deadline
 from engines.cluster import Cluster, ClusterError
 from engines.errors import BadModel, EngineDied, EngineError, EngineTimeout, RequestRefused, WrongVersion
 from engines.fleet import Fleet
+from engines.models import folder_digest
 from engines.rollout.handle import RolloutHandle
 from engines.rollout.sglang.launch_plan import EnginePlan
 from engines.rollout.transformers import TransformersEngine
@@ -124,6 +125,23 @@ def test_what_an_engine_raises_comes_through_as_itself(fleet: Fleet) -> None:
         generate(fleet.rollout[0], [GenerateRequest(7, [VOCABULARY + 9], (1,), SamplingParams(4))])
     assert type(raised_by_rollout.value) is RequestRefused
     assert len(generate(fleet.rollout[0], requests())) == 15
+
+
+def test_an_engine_says_what_its_own_process_computes_on(fleet: Fleet, model: Path) -> None:
+    here = TransformersEngine(str(model), fleet_config(model).rollout).environment()
+    assert fleet.rollout[0].environment == here
+    assert fleet.generating_environment(fleet.rollout[1]) == here
+    assert fleet.training.environment.threads == fleet_config(model).training.num_threads
+
+
+def test_a_machine_with_another_model_than_the_runs_is_refused(ray_cluster: Cluster, model: Path) -> None:
+    config, digest = fleet_config(model), folder_digest(model)
+    with pytest.raises(
+        BadModel, match=f"has loaded another model than the run's: the digest of {model} on .* copy the"
+    ):
+        Fleet.start(config, name="other", total_steps=1, model_digests={"model": "0" * 64, "data": "1" * 64})
+    with Fleet.start(config, name="same", total_steps=1, model_digests={"model": digest, "data": "1" * 64}) as fleet:
+        assert fleet.rollout[0].weight_version() == 0
 
 
 def test_a_bad_model_folder_is_named_and_leaves_no_actor(ray_cluster: Cluster, tmp_path: Path) -> None:

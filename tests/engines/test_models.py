@@ -79,6 +79,13 @@ def test_a_model_that_is_no_causal_language_model_is_refused(folder: Path) -> No
         check_model_folder(folder)
 
 
+@pytest.mark.parametrize("option", ["attn_implementation", "experts_implementation"])
+def test_a_folder_whose_kernels_are_fetched_code_is_refused(option: str, folder: Path) -> None:
+    set_config(folder, **{option: "somebody/kernel"})
+    with pytest.raises(BadModel, match=f"takes {option} from somebody/kernel: take it out"):
+        load_causal_lm(folder, torch.float32)
+
+
 def test_missing_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(BadModel, match="save its weights as safetensors"):

@@ -42,9 +42,10 @@ def test_status_prints_for_machines_what_they_need(store: str) -> None:
     assert status["iterations"] == 3
     assert status["weight_version"] == 3
     assert status["state_digest"] == f"{3:064x}"
-    assert status["reward"] == 0.5
+    assert (status["reward"], status["trained_reward"]) == (2 / 3, 0.5)
     assert status["last_commit"] == "000002/eval.heldout-v000003"
-    assert status["eval"] == {"heldout": {"first": 0.25, "last": 1.0}}
+    graded = {"first_graded": 0.25, "last_graded": 1.0, "first_failed": 0, "last_failed": 0}
+    assert status["eval"] == {"heldout": {"first": 0.25, "last": 1.0, **graded}}
     assert status["driver"]["pid"] == os.getpid()
 
 
@@ -66,8 +67,8 @@ def test_runs_lists_every_run_of_the_store(store: str, monkeypatch: pytest.Monke
     ]
     monkeypatch.setenv("CAIRN_STORE", store)
     lines = cairn("runs").stdout.splitlines()
-    assert lines[1].split()[:4] == ["other", "interrupted", "1/3", "0.500"]
-    assert lines[2].split()[:4] == ["toy", "completed", "3/3", "0.500"]
+    assert lines[1].split()[:4] == ["other", "interrupted", "1/3", "0.667"]
+    assert lines[2].split()[:4] == ["toy", "completed", "3/3", "0.667"]
 
 
 def test_an_empty_store_has_no_runs(tmp_path: Path) -> None:

@@ -55,8 +55,13 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command as a script starts it in the background, where SIGINT is ignored."""
+
+    def ignore() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     pipe = subprocess.PIPE
-    with subprocess.Popen([CAIRN, *arguments], stdout=pipe, stderr=pipe, text=True) as process:
+    with subprocess.Popen([CAIRN, *arguments], stdout=pipe, stderr=pipe, text=True, preexec_fn=ignore) as process:
         try:
             yield process
         finally:
@@ -167,13 +172,14 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path
     assert "Traceback" not in second.stderr
 
 
-def test_up_serves_the_ui_of_the_folder_until_it_is_stopped(folder: Path) -> None:
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_up_serves_the_ui_of_the_folder_until_it_is_stopped(folder: Path, signum: signal.Signals, code: int) -> None:
     with running("up", "--port", "0") as process:
         assert process.stderr is not None
         url = next(match[1] for line in process.stderr if (match := re.search(r"UI is at (http://\S+);", line)))
         for page in ("/api/health", "/"):
             with urllib.request.urlopen(url + page, timeout=60) as answer:
                 assert answer.status == 200
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signum)
         process.communicate(timeout=DEADLINE)
-    assert process.returncode == 130
+    assert process.returncode == code

@@ -43,6 +43,7 @@ def config(tiny_assets: Path) -> RunConfig:
             "num_rollout": ITERATIONS,
             "rollout_batch_size": 3,
             "over_sampling_batch_size": 4,
+            "max_age": 1,
             "n_samples_per_prompt": 4,
             "rollout_max_response_len": 12,
         },
@@ -168,7 +169,7 @@ def test_a_fork_that_trains_otherwise_needs_the_weights_its_parent_left(store: s
         (1, "../x", (), ValueError, "not a usable name"),
         (1, "x", ("training.lrr=1",), ConfigError, "did you mean training.lr"),
         (1, "x", ("training.lr=-1",), ConfigError, "training.lr is -1"),
-        (1, "x", ("rollout.n_samples_per_prompt=2",), ConfigError, "groups of 4 wait after a@1"),
+        (0, "x", ("rollout.n_samples_per_prompt=2",), ConfigError, "groups of 4 wait after a@0"),
         (1, "x", ("data.path=nowhere.jsonl",), Exception, "nowhere.jsonl"),
     ],
 )

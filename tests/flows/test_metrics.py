@@ -48,13 +48,21 @@ def test_of_several_filter_rounds_the_last_counts_whatever_the_order() -> None:
 def test_metrics_are_shown_under_the_prefix_of_their_step() -> None:
     metrics = iteration_metrics(
         [
-            commit(Step.ADVANTAGE, 1, 2, metrics={"response_len/mean": 2.5}),
+            commit(Step.FILTER, 0, 1, metrics={"response_len/mean": 3.5, "age/dropped_groups": 1}),
+            commit(Step.ADVANTAGE, 1, 2, metrics={"response_len/mean": 2.5, "advantages": 0.5, "age/max": 0}),
             commit(Step.TRAIN, 2, 3, metrics={"pg_loss": 0.1}),
         ],
         CONFIG,
     )
     shown = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
-    assert shown == {"rollout/response_len/mean": 2.5, "train/pg_loss": 0.1}
+    assert shown == {
+        "rollout/response_len/mean": 3.5,
+        "rollout/trained/response_len/mean": 2.5,
+        "rollout/advantages": 0.5,
+        "age/dropped_groups": 1,
+        "age/max": 0,
+        "train/pg_loss": 0.1,
+    }
 
 
 def test_time_is_where_the_commits_say() -> None:
@@ -146,7 +154,8 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     written = {metric.name for name in names if (metric := find_metric(name)) is not None}
     families = {"rollout/zero_std/count_<reward>", "rollout/dynamic_filter/drop_<reason>"}
     servers = {"perf/cache_hit_rate"}
-    assert {metric.name for metric in METRICS} - written - families - servers == set()
+    failures = {"retries/<error>", "perf/retry_wait_time"}
+    assert {metric.name for metric in METRICS} - written - families - servers - failures == set()
 
 
 def test_sglangs_cache_hit_rate_is_that_of_all_shards(tmp_path: Path) -> None:

@@ -36,12 +36,12 @@ def test_without_a_terminal_every_iteration_is_one_plain_line(tmp_path: Path) ->
     lines = printed(ledger, told).splitlines()
     assert lines.pop(0) == "starting the engines"
     assert lines[0] == "run toy: starting at iteration 0 of 3"
-    assert lines[1].startswith("[1/3] iteration 0  reward 0.500  ")
+    assert lines[1].startswith("[1/3] iteration 0  reward 0.667  ")
     assert "tokens/s" in lines[1]
     assert "rollout 0." in lines[1]
     assert "other 0." in lines[1]
     assert lines[2].strip() == "heldout 0.250 after 0 iterations"
-    assert lines[3].startswith("[2/3] iteration 1  reward 0.500  ")
+    assert lines[3].startswith("[2/3] iteration 1  reward 0.667  ")
     assert lines[4].strip() == "heldout 0.750 after 2 iterations"
     assert lines[5:] == ["an engine restarted [x]", "run toy: done; weight version 2, state abc"]
     assert "\x1b" not in "".join(lines)

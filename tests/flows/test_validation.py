@@ -41,6 +41,10 @@ def config(model_folder: Path, data_file: Path, **sections: dict[str, Any]) -> R
     return parse({name: values.get(name, {}) | sections.get(name, {}) for name in {*values, *sections}})
 
 
+def megatron(world_size: int, **options: int) -> dict[str, Any]:
+    return {"engine": "megatron", "world_size": world_size, "num_gpus_per_rank": 1, "megatron": options}
+
+
 def context_of(model: Path) -> int:
     return json.loads((model / "config.json").read_text())["max_position_embeddings"]
 
@@ -217,6 +221,63 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
             "2 × 2 are more than training.world_size = 2",
         ),
         (
+            {
+                "rollout": {"engine": "sglang", "num_gpus_per_engine": 1},
+                "training": {"num_gpus_per_rank": 1},
+                "fleet": {"colocate": True, "update_weight_transport": "distributed"},
+            },
+            "under fleet.colocate trainer and servers are on the same GPUs",
+        ),
+        (
+            {"rollout": {"engine": "sglang", "num_gpus_per_engine": 16}, "training": {"num_gpus_per_rank": 1}},
+            "is tensor, which puts weights into the memory of an engine's first machine",
+        ),
+        (
+            {
+                "rollout": {"engine": "sglang", "num_gpus_per_engine": 0.5},
+                "training": {"num_gpus_per_rank": 0.5},
+                "fleet": {"update_weight_transport": "distributed"},
+            },
+            "two of them may be on one GPU",
+        ),
+        (
+            {
+                "rollout": {"engine": "sglang", "num_gpus_per_engine": 1},
+                "fleet": {"update_weight_transport": "distributed"},
+            },
+            "not all on GPUs or all on CPUs",
+        ),
+        (
+            {
+                "rollout": {"num_gpus_per_engine": 0.5},
+                "training": {"num_gpus_per_rank": 1},
+                "fleet": {"colocate": True},
+            },
+            "rollout.num_gpus_per_engine is 0.5: make it a whole number",
+        ),
+        ({"rollout": {"num_gpus_per_engine": 2}}, "an engine of rollout.engine=transformers computes on one GPU"),
+        ({"training": {"num_gpus_per_rank": 2}}, "a rank computes on one GPU: set it to 1"),
+        (
+            {"training": {"num_gpus_per_rank": 0.5, "world_size": 2}},
+            "two of the 2 ranks would have one GPU, which NCCL refuses",
+        ),
+        (
+            {"training": megatron(8, tensor_model_parallel_size=8), "rollout": {"num_gpus_per_node": 4}},
+            "training.megatron.tensor_model_parallel_size (8) is above a machine's rollout.num_gpus_per_node (4)",
+        ),
+        (
+            {"training": megatron(12, expert_model_parallel_size=12)},
+            "training.megatron.expert_model_parallel_size takes 12 ranks, no multiple of a machine's",
+        ),
+        (
+            {
+                "training": megatron(24, tensor_model_parallel_size=4),
+                "rollout": {"engine": "sglang", "num_engines": 4, "num_gpus_per_engine": 6},
+                "fleet": {"colocate": True},
+            },
+            "12 training ranks must be on one machine",
+        ),
+        (
             {"training": {"engine": "megatron", "megatron": {"nccl_ub": True}}, "fleet": {"colocate": True}},
             "training.megatron.nccl_ub keeps addresses in it",
         ),
@@ -225,7 +286,7 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
 def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_named(
     model: Path, data: Path, sections: dict[str, dict[str, Any]], problem: str
 ) -> None:
-    base = {"num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16}
+    base = {"num_rollout": 1, "rollout_batch_size": 24, "rollout_max_response_len": 16}
     sections = sections | {"rollout": base | sections.get("rollout", {})}
     problems = setup_problems(config(model, data, **sections))
     assert any(problem in found for found in problems), problems

@@ -1,7 +1,8 @@
 """Ledgers of small runs, written step by step through the storage layer as a driver would, without any engine.
 
 An iteration generates three groups of two samples in two shards. Groups 0 and 1 of it get rewards 1 and 0, are trained
-on, and have advantages +1 and −1; group 2 gets twice 1 and is dropped. Iteration i raises the mean reward of nothing:
+on, and have advantages +1 and −1; group 2 gets twice 1 and is dropped, so that the mean reward is 2/3 of what is
+generated and 1/2 of what is trained on. Iteration i raises the mean reward of nothing:
 all iterations are alike but for ids, versions and the benchmark's score, which is 0.25 at first and rises by 0.25 with
 every iteration.
 """
@@ -19,6 +20,7 @@ from storage.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
 from storage.store import Store, open_store
 from tasks.evaluate import eval_due, eval_shard
 from tasks.recovery import checkpoint_due
+from tasks.steps import RULES
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"torch": "2.13.0"})
 SHARDS = {"00-000": (0, 1), "00-001": (2,)}
@@ -48,8 +50,8 @@ def config_of(ledger: Ledger) -> RunConfig:
 def new_run(store: Store | str, run: str = "toy", **sections: dict[str, Any]) -> Ledger:
     """A run without commits, owned by this process. `sections` are options that differ from RECIPE's."""
     values = {name: RECIPE.get(name, {}) | sections.get(name, {}) for name in {*RECIPE, *sections}}
-    config = parse(values).model_dump(mode="json")
-    ledger = Ledger.create(open_store(store) if isinstance(store, str) else store, run, config, {"data": "0" * 64})
+    opened = open_store(store) if isinstance(store, str) else store
+    ledger = Ledger.create(opened, run, parse(values), {"data": "0" * 64}, rules=RULES)
     ledger.acquire()
     return ledger
 
@@ -93,7 +95,7 @@ def write_iteration(
         for benchmark in config.eval.benchmarks:
             score = 0.25 * (1 + version // config.training.num_steps_per_rollout)
             name = benchmark.name
-            metrics = {name: score, f"{name}-failed_samples": 0, f"{name}-truncated_ratio": 0}
+            metrics = {name: score, f"{name}-graded": score, f"{name}-failed_samples": 0, f"{name}-truncated_ratio": 0}
             metrics |= {f"eval/{name}/response_len/{statistic}": 3 for statistic in ("mean", "max")}
             write(
                 Step.EVAL, eval_shard(benchmark, version), inputs, eval_table(name, version),
@@ -129,7 +131,7 @@ def write_iteration(
     selection = write(
         Step.FILTER, "00", [*rollouts, *rewards], filter_table(iteration, buffered),
         values={"full": True, "missing": 0, "cursor": 3 * (iteration + 1), "round": 0, "buffered": 0, "unfinished": 0},
-        metrics={"groups": 3, "rounds": 1, "buffered": 0, "dynamic_filter/drop_zero_std_1": 1},
+        metrics={"groups": 3, "rounds": 1, "buffered": 0, "dynamic_filter/drop_zero_std_1": 1, "raw_reward": 2 / 3},
     )  # fmt: skip
     if stop(Step.ADVANTAGE):
         return written

@@ -40,8 +40,7 @@ def test_log_probs_are_those_of_a_full_forward_pass_on_the_cpu(
     for request in requests:
         for i in range(len(request.seeds)):
             sample = samples[request.request_id, i]
-            temperature = request.sampling_params.temperature
-            expected = full_log_probs(model, list(request.prompt_ids), sample.response_ids, temperature)
+            expected = full_log_probs(model, request, sample)
             worst = max(worst, float(np.abs(sample.log_probs - expected).max()))
     assert worst <= tolerance
 

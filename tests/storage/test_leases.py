@@ -10,9 +10,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
-from storage import canonical, layout
+from storage import canonical, layout, leases
 from storage.commits import Step
 from storage.errors import LeaseHeld, LeaseLost, StoreError
 from storage.leases import TIME_TO_LIVE, Holder, Lease, Outcome, newest_lease
@@ -146,49 +147,125 @@ def test_a_released_lease_says_how_it_ended(store: Store) -> None:
     assert Lease.acquire(store, "run-1").epoch == 2
 
 
-def _lease_from_elsewhere(store: Store, renewed_seconds_ago: float, time_to_live: float) -> None:
+def test_no_step_of_the_wall_clock_kills_or_revives_a_holder_on_this_machine(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock's steps show in the time of day and, in what the kernel derives from it, in every process's start."""
+    Lease.acquire(store, "run-1")
+    now, started = time.time, psutil.Process.create_time
+    for step in (-86400.0, 3.0, 86400.0):
+        monkeypatch.setattr(time, "time", lambda step=step: now() + step)
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process, step=step: started(process) + step)
+        with pytest.raises(LeaseHeld):
+            Lease.acquire(store, "run-1")
+
+
+def test_a_process_with_the_number_of_a_dead_one_is_not_taken_for_it() -> None:
+    holder = Holder.this_process()
+    assert holder.is_gone() is False
+    assert holder.start_ticks is not None
+    earlier = holder.model_copy(update={"start_ticks": holder.start_ticks - 1})
+    assert earlier.is_gone() is True
+    in_another_container = holder.model_copy(update={"machine": f"{holder.machine.split()[0]} 1"})
+    assert in_another_container.is_gone() is None
+
+
+def test_a_holder_of_an_earlier_version_is_known_by_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = Holder.this_process().model_dump(mode="json")
+    del fields["start_ticks"]
+    holder = Holder.model_validate(fields)
+    assert holder.is_gone() is False
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    assert holder.model_copy(update={"pid": ended.pid}).is_gone() is True
+    started = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: started(process) + 3)
+    assert holder.is_gone() is None, "another process, or another clock: its renewals tell"
+
+
+def _lease_from_elsewhere(store: Store, clock: float = 0.0, time_to_live: float = 0.4) -> None:
+    """By a holder whose clock is so many seconds ahead."""
     holder = Holder.this_process().model_copy(update={"host": "elsewhere", "machine": "another boot"})
-    then = time.time() - renewed_seconds_ago
     lease = {
         "run": "run-1",
         "epoch": 1,
         "holder": holder.model_dump(mode="json"),
-        "acquired_at": then,
+        "acquired_at": time.time() + clock,
         "time_to_live": time_to_live,
     }
     assert store.create(layout.lease("run-1", 1), canonical.seal(lease))
 
 
-def test_a_driver_elsewhere_is_alive_as_long_as_it_may_be_silent(store: Store) -> None:
-    _lease_from_elsewhere(store, 0.0, time_to_live=300)
-    with pytest.raises(LeaseHeld, match="on elsewhere since"):
-        Lease.acquire(store, "run-1")
-
-
-def test_a_driver_elsewhere_that_does_not_renew_any_more_is_dead(store: Store) -> None:
-    _lease_from_elsewhere(store, 1000.0, time_to_live=0.3)
+@pytest.mark.parametrize("clock", [-3600.0, 0.0, 3600.0])
+def test_a_driver_elsewhere_that_leaves_its_lease_as_it_is_for_its_time_to_live_is_dead(
+    store: Store, clock: float
+) -> None:
+    _lease_from_elsewhere(store, clock)
+    began = time.monotonic()
     assert Lease.acquire(store, "run-1").epoch == 2
+    assert time.monotonic() - began >= 0.4
 
 
-def test_a_driver_elsewhere_whose_clock_is_behind_is_alive_while_it_renews(store: Store) -> None:
-    _lease_from_elsewhere(store, 1000.0, time_to_live=9)
+@pytest.mark.parametrize("clock", [-3600.0, 0.0, 3600.0])
+def test_a_driver_elsewhere_is_alive_while_it_renews(store: Store, clock: float) -> None:
+    _lease_from_elsewhere(store, clock, time_to_live=60)
     ended = threading.Event()
 
     def renew() -> None:
         renewals = 0
         while not ended.wait(0.1):
             renewals += 1
-            sign = canonical.seal({"renewals": renewals, "renewed_at": time.time() - 1000})
+            sign = canonical.seal({"renewals": renewals, "renewed_at": time.time() + clock})
             store.write(layout.lease_renewal("run-1", 1), sign)
 
     renewer = threading.Thread(target=renew)
     renewer.start()
     try:
-        with pytest.raises(LeaseHeld, match="on elsewhere"):
+        with pytest.raises(LeaseHeld, match="on elsewhere since"):
             Lease.acquire(store, "run-1")
     finally:
         ended.set()
         renewer.join()
+
+
+def test_a_driver_elsewhere_that_ends_while_it_is_watched_is_succeeded_at_once(store: Store) -> None:
+    _lease_from_elsewhere(store, time_to_live=600)
+    end = canonical.seal({"outcome": Outcome.PREEMPTED, "renewed_at": time.time()})
+    threading.Timer(0.2, lambda: store.create(layout.lease_end("run-1", 1), end)).start()
+    assert Lease.acquire(store, "run-1").epoch == 2
+
+
+def test_a_driver_that_took_the_run_at_the_end_of_the_watch_keeps_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _lease_from_elsewhere(store)
+    watch, faster = leases._is_silent, []
+
+    def watch_and_be_late(store: Store, seen: leases.LeaseState) -> bool:
+        silent = watch(store, seen)
+        if not faster:
+            faster.append(Lease.acquire(store, "run-1", takeover=True))
+        return silent
+
+    monkeypatch.setattr(leases, "_is_silent", watch_and_be_late)
+    with pytest.raises(LeaseHeld):
+        Lease.acquire(store, "run-1")
+    faster[0].check()
+
+
+def test_a_driver_of_a_deleted_run_says_nothing_about_the_next_run_of_that_name(store: Store) -> None:
+    old = Lease.acquire(store, "run-1", renewal_interval=0.05)
+    wait_for(lambda: store.exists(layout.lease_renewal("run-1", 1)))
+    store.delete(layout.lease("run-1", 1))
+    new = Lease.acquire(store, "run-1", renewal_interval=60)
+    old.release(Outcome.FAILED)
+    state = newest_lease(store, "run-1")
+    assert state is not None
+    assert (state.holder.id, state.outcome, state.renewals) == (new.holder.id, None, 0)
+    new.release(Outcome.COMPLETED)
+    state = newest_lease(store, "run-1")
+    assert state is not None
+    assert state.outcome is Outcome.COMPLETED
 
 
 def test_renewals_reach_the_store(store: Store) -> None:

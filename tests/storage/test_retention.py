@@ -15,7 +15,7 @@ from storage.errors import Damaged, Retired
 from storage.layout import Kind
 from storage.ledger import Ledger, Parent
 from storage.local import LocalStore
-from storage.retention import candidates, require_restorable, retire, retired
+from storage.retention import candidates, is_retired, require_restorable, retire, retired
 from storage.snapshots import read_table
 from storage.store import Store
 from storage.verification import verify
@@ -171,7 +171,7 @@ class _ForkingStore(LocalStore):
         return super().create(path, data, guard)
 
 
-def test_a_fork_made_while_files_are_retired_keeps_them_or_is_refused(tmp_path: Path) -> None:
+def test_a_fork_made_while_files_are_retired_keeps_them(tmp_path: Path) -> None:
     store = _ForkingStore(str(tmp_path))
     ledger = _eleven_iterations(store)
     store.armed = True
@@ -179,12 +179,31 @@ def test_a_fork_made_while_files_are_retired_keeps_them_or_is_refused(tmp_path: 
     collect(ledger, garbage(ledger))
     assert _kept(ledger, Step.ROLLOUT) == [0, 1, 2, 3, 4, 5, 6, 9, 10]
     assert _kept(ledger, Step.CHECKPOINT) == [1, 3, 5, 7, 9]
-    with pytest.raises(Retired, match="cannot be forked at iteration 6"):
-        require_restorable(ledger, 6)
+    assert min(iteration for iteration, _ in retired(ledger)) == 7
+    require_restorable(Ledger.open(store, "fork"), 6)
 
 
 class _Crash(Exception):
     pass
+
+
+def test_a_crash_before_a_marker_is_taken_back_costs_a_fork_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = _ForkingStore(str(tmp_path))
+    ledger = _eleven_iterations(store)
+    store.armed = True
+    with monkeypatch.context() as crashing:
+        crashing.setattr(LocalStore, "delete", lambda store, path: (_ for _ in ()).throw(_Crash))
+        with pytest.raises(_Crash):
+            retire(ledger, EVERY_FOURTH)
+    assert (5, Kind.CHECKPOINT) in retired(ledger)
+    fork, saved = Ledger.open(store, "fork"), ledger.find(5, Step.CHECKPOINT)
+    assert saved is not None
+    assert not is_retired(fork, saved)
+    assert is_retired(ledger, saved)
+    store.delete(layout.in_run("run-1", saved.outputs[0].path))
+    assert is_retired(fork, saved)
 
 
 class _CrashingStore(LocalStore):

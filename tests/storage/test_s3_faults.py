@@ -73,6 +73,31 @@ def test_nothing_is_lost_or_torn_under_503s_and_cut_bodies(
     assert faulty_store.retries >= 10
 
 
+def test_uploads_beyond_a_page_are_found(faulty_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {"Bucket": faulty_store._bucket}
+    began = {
+        faulty_store._s3.call_s3("create_multipart_upload", Key=faulty_store._key(f"folder/{n}"), **where)["UploadId"]
+        for n in range(5)
+    }
+    assert {upload.upload for upload in faulty_store.unfinished("folder")} == began
+    uploads = sorted(faulty_store.unfinished("folder"), key=lambda upload: upload.path)
+    pages = {
+        (): {"Uploads": uploads[:2], "IsTruncated": True, "NextKeyMarker": "k2", "NextUploadIdMarker": "u2"},
+        ("k2", "u2"): {"Uploads": uploads[2:4], "IsTruncated": True, "NextKeyMarker": "k4", "NextUploadIdMarker": "u4"},
+        ("k4", "u4"): {"Uploads": uploads[4:], "IsTruncated": False},
+    }
+    call = faulty_store._s3.call_s3
+
+    def paged(method: str, *args: object, **options: str) -> dict[str, object]:
+        whole = call(method, *args, **{name: value for name, value in options.items() if "Marker" not in name})
+        wanted = pages[tuple(options[name] for name in ("KeyMarker", "UploadIdMarker") if name in options)]
+        ids = {upload.upload for upload in wanted["Uploads"]}  # type: ignore[attr-defined]
+        return {**whole, **wanted, "Uploads": [one for one in whole["Uploads"] if one["UploadId"] in ids]}
+
+    monkeypatch.setattr(faulty_store._s3, "call_s3", paged)
+    assert faulty_store.unfinished("folder") == uploads
+
+
 def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> None:
     faulty_store.write("file", b"old")  # opens the connection
     began = time.monotonic()
@@ -178,9 +203,8 @@ def test_keys_in_the_address_are_refused_and_not_repeated() -> None:
 
 
 def test_a_driver_that_is_taken_over_while_it_tries_a_commit_again_commits_nothing(
-    faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+    faulty_store: S3Store, proxy: FaultyProxy
 ) -> None:
-    monkeypatch.setattr(s3, "_REQUEST_ATTEMPTS", 1)
     ledger = Ledger.create(faulty_store, "run-1", {})
     ledger.acquire()
     proxy.plan = lambda method, path: Fault.UNAVAILABLE if method == "PUT" and path.endswith("sync.json") else None
@@ -195,6 +219,28 @@ def test_a_driver_that_is_taken_over_while_it_tries_a_commit_again_commits_nothi
         with pytest.raises(LeaseLost, match="was taken over by"):
             committing.result(60)
     assert successor.find(0, Step.SYNC) is None
+
+
+def test_no_try_at_a_creation_is_sent_without_a_look_at_its_guard(faulty_store: S3Store, proxy: FaultyProxy) -> None:
+    faulty_store.write("file", b"x")
+    puts = proxy.requests["PUT"]
+    proxy.plan = lambda method, path: (
+        Fault.UNAVAILABLE if method == "PUT" and proxy.happened.total() < s3._REQUEST_ATTEMPTS else None
+    )
+    looked = []
+    assert faulty_store.create("marker", b"mine", lambda: looked.append(proxy.requests["PUT"] - puts))
+    assert looked == list(range(s3._REQUEST_ATTEMPTS + 1))
+    assert faulty_store.retries == s3._REQUEST_ATTEMPTS
+
+
+def test_a_creation_of_someone_else_is_not_mistaken_for_ones_own_after_a_lost_reply(
+    faulty_store: S3Store, proxy: FaultyProxy
+) -> None:
+    assert faulty_store.create("marker", b"theirs")
+    proxy.plan = lambda method, path: Fault.LOSE_REPLY if method == "PUT" and proxy.happened.total() < 3 else None
+    assert not faulty_store.create("marker", b"mine")
+    assert proxy.happened.total() >= 1
+    assert faulty_store.read("marker") == b"theirs"
 
 
 def test_every_request_that_is_tried_again_is_counted(faulty_store: S3Store, proxy: FaultyProxy) -> None:

@@ -96,6 +96,7 @@ def test_a_snapshot_costs_at_most_seven_bytes_a_token() -> None:
             "reward": [1.0] * samples,
             "advantages": constant,
             "returns": constant,
+            "ages": [[0] * tokens for _ in range(samples)],
         },
         ADVANTAGE,
     )

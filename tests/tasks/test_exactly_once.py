@@ -63,7 +63,7 @@ def lose(run: RunContext, fleet: LocalFleet, point: str, strike: Callable[[], No
             return commit(**fields)
         passing("returned")
         # Straight to the ledger: a driver that lost the reply has not noted that the commit is there.
-        made = run.ledger.commit(environment=run.environment, **fields)
+        made = run.ledger.commit(**fields)
         passing("committed")
         return made
 

@@ -167,15 +167,30 @@ def test_a_grader_that_fails_costs_the_group_and_never_gives_a_zero(tiny_assets:
         "    return float(len(response) % 5)\n"
     )
     config = tiny_config(tiny_assets, reward={"custom_rm_path": f"{grader}:grade"})
+    fails, seen = 0, set()
     with tiny_context(str(tmp_path), config) as (run, _):
         for index in range(3):
             commits = iteration(run, DirectSteps(run), index)
+            labels = {
+                row["group_id"]: int(row["label"])
+                for commit in commits
+                if commit.step == Step.ROLLOUT
+                for row in run.read(commit).to_pylist()
+            }
+            ungraded = {group for group, label in labels.items() if label % 4 == 1}
             graded = [row for c in commits if c.step == Step.REWARD for row in run.read(c).to_pylist()]
-            failed = [row for row in graded if row["status"] == "failed"]
-            assert all(row["reward"] is None and "no judge today" in row["error"] for row in failed)
-            dropped = {row["group_id"] for row in run.read(last_selection(run, index)).to_pylist() if row["reason"]}
-            assert dropped >= {row["group_id"] for row in failed}
-            assert len(trained_groups(run, last_selection(run, index))) == 4
+            for row in graded:
+                failed = row["group_id"] in ungraded
+                assert (row["status"] == "failed") == (row["reward"] is None) == failed
+                assert failed == ("no judge today" in (row["error"] or ""))
+            selection = last_selection(run, index)
+            dropped = {row["group_id"]: row["reason"] for row in run.read(selection).to_pylist() if row["reason"]}
+            assert dropped == dict.fromkeys(ungraded, "failed_sample")
+            assert len(trained_groups(run, selection)) == 4
+            seen |= {*labels}
+            fails += len(ungraded)
+    assert fails > 0, "the witness that a grader failed"
+    assert len(seen) == 12 + fails
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,7 @@ from flows.samples import iteration_samples
 from storage.commits import Commit, Step
 from storage.schemas import Disposition
 from storage.verification import verify
+from tasks.batch import rows_of_groups, train_batch, trained_shards
 from tasks.context import RunContext
 from tasks.filter import number, trained_groups, unfinished_groups
 from tasks.groups import sample_seed
@@ -145,15 +147,16 @@ def test_unfinished_groups_are_continued_first_with_their_tokens_under_the_next_
 
 def test_every_group_that_was_drawn_has_one_end(tiny_assets: Path, tmp_path: Path) -> None:
     """Trained on, dropped, in the buffer or waiting to be continued: once each, and none is lost."""
-    config = partial_config(tiny_assets, dynamic_sampling_filter="check_reward_nonzero_std", num_engines=2)
+    config = partial_config(tiny_assets, dynamic_sampling_filter="check_reward_nonzero_std", num_engines=2, max_age=3)
     with tiny_context(str(tmp_path), config) as (run, _):
         run_iterations(run, 4)
         ends: Counter[int] = Counter()
         for index in range(4):
             rows = run.read(last_selection(run, index)).to_pylist()
             assert len({row["group_id"] for row in rows}) == len(rows)
-            places = [(row["iteration"], row["shard"]) for row in rows]
-            assert places == sorted(places), "what was finished earlier is trained on first"
+            ages = [row["age"] for row in rows if row["disposition"] == Disposition.TRAIN]
+            assert ages == sorted(ages), "what was finished last is trained on first"
+            assert ages == [index - row["iteration"] for row in rows if row["disposition"] == Disposition.TRAIN]
             assert sum(row["disposition"] == Disposition.TRAIN for row in rows) == BATCH
             final = (Disposition.TRAIN, Disposition.DROP) if index < 3 else tuple(Disposition)
             ends.update(row["group_id"] for row in rows if row["disposition"] in final)
@@ -192,7 +195,7 @@ def test_a_later_round_continues_what_an_earlier_one_of_its_iteration_left(tiny_
 
 
 def test_unfinished_groups_wait_while_the_buffer_fills_the_batch(tiny_assets: Path, tmp_path: Path) -> None:
-    config = partial_config(tiny_assets, rollout_batch_size=2, num_engines=2)
+    config = partial_config(tiny_assets, rollout_batch_size=2, num_engines=2, max_age=2)
     fleet = LocalFleet(config)
     slow: Any = fleet.rollout[1]  # of the groups that it draws, others come first
     slow.abort = lambda: None  # it has finished everything before it hears of it
@@ -211,19 +214,46 @@ def test_unfinished_groups_wait_while_the_buffer_fills_the_batch(tiny_assets: Pa
         assert "000000/rollout.00-000" in {name for commit in rollouts for name in commit.inputs}
 
 
-@pytest.mark.parametrize("masks", [False, True])
-def test_tokens_of_older_weights_are_left_out_of_the_loss_if_wanted(
-    tiny_assets: Path, tmp_path: Path, masks: bool
+@pytest.mark.parametrize(
+    ("options", "oldest"),
+    [
+        ({}, 0),
+        ({"max_age": 0}, 0),
+        ({"max_age": 1}, 1),
+        (
+            {"max_age": 1, "mask_offpolicy_in_partial_rollout": True},
+            0,
+        ),  # nothing waits in this buffer: all are finished
+    ],
+)
+def test_tokens_of_older_weights_are_left_out_of_the_loss_unless_they_are_young_enough(
+    tiny_assets: Path, tmp_path: Path, options: dict[str, Any], oldest: int
 ) -> None:
-    config = partial_config(tiny_assets, mask_offpolicy_in_partial_rollout=masks)
+    config = partial_config(tiny_assets, **options)
     with tiny_context(str(tmp_path), config) as (run, _):
-        run_iterations(run, 2)
-        older = 0
-        for row in sampled(run, 2):
-            current = np.asarray(row["weight_versions"]) == row.commit.weight_version_in
-            older += (~current).sum()
-            assert row["loss_mask"] == (current | (not masks)).astype(int).tolist()
-        assert older > 0
+        run_iterations(run, 3)
+        masked = older = 0
+        for index in range(3):
+            selection = last_selection(run, index)
+            rollouts, _ = trained_shards(run, selection)
+            samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, ["weight_versions", "loss_mask"]))
+            estimated = run.committed(index, Step.ADVANTAGE)
+            # One optimizer step an iteration: iteration i samples from version i.
+            ages = [index - np.asarray(versions) for versions in samples.column("weight_versions").to_pylist()]
+            assert [age.tolist() for age in ages] == run.read(estimated).column("ages").to_pylist()
+            flat, mask = np.concatenate(ages), np.concatenate(train_batch(run, selection, rollouts).loss_mask)
+            finished = {group: index - iteration for iteration, _, group in trained_groups(run, selection)}
+            newest = np.repeat([finished[group] for group in samples.column("group_id").to_pylist()], [*map(len, ages)])
+            allowed = flat <= (np.maximum(oldest, newest) if "mask_offpolicy_in_partial_rollout" in options else oldest)
+            assert mask.tolist() == allowed.astype(int).tolist()
+            assert all(map(all, samples.column("loss_mask").to_pylist())), "the rollout decides nothing"
+            assert estimated.metrics["age/max"] == flat[allowed].max()
+            assert estimated.metrics["age/mean"] == pytest.approx(flat[allowed].mean())
+            assert estimated.metrics["age/masked_tokens"] == (~allowed).sum()
+            masked += (~allowed).sum()
+            older += (flat > 0).sum()
+        assert older > 0, "the witness that something was continued"
+        assert (masked > 0) == (oldest == 0)
 
 
 class Dies(KeyboardInterrupt):

@@ -33,9 +33,10 @@ class Control:
             method = "GET" if body is None else "POST"
             reply = self._http.request(method, path, json=body, timeout=timeout or self._http.timeout)
         except httpx.TimeoutException:
-            raise EngineTimeout(f"{path} of {self.url} did not answer in time") from None
+            raise EngineTimeout(f"the SGLang server at {self.url} did not answer {path} in time") from None
         except httpx.TransportError as error:
-            raise EngineDied(f"{path} of {self.url}: {error}") from error
+            lost = str(error) or type(error).__name__  # such as a connection that was reset while the server died
+            raise EngineDied(f"the SGLang server at {self.url} is gone or out of reach: {path}: {lost}") from error
         content: Any = reply.json() if reply.headers.get("content-type", "").startswith("application/json") else {}
         if reply.status_code != 200 or (isinstance(content, dict) and content.get("success") is False):
             raise EngineError(f"{path} was refused ({reply.status_code}): {reply.text[:500]}")

@@ -4,40 +4,54 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import EngineError
+from engines.errors import EngineError, GenerationFailed
+from engines.rollout.sglang.kept import drawn_from
 from engines.types import Completion, FinishReason
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 def completion(
-    request_id: int, sample_index: int, content: dict[str, Any], seconds: float, *, may_abort: bool
+    request_id: int,
+    sample_index: int,
+    content: dict[str, Any],
+    seconds: float,
+    *,
+    may_abort: bool,
+    with_kept: bool = False,
 ) -> Completion:
     """One sample of the reply to a `/generate`.
 
     Args:
         content: the reply's JSON.
         may_abort: an abort was asked for, so a part will do.
+        with_kept: what its tokens were drawn from was asked for.
 
     Raises:
-        EngineError: it ended by something else than its end, its length or a wanted abort, or has no finite log-prob
-            for each token.
+        GenerationFailed: the server failed on it, or it has no finite log-prob for each token.
+        EngineError: it ended by an abort that was not asked for.
     """
     meta = content["meta_info"]
     finish = meta["finish_reason"]
     reason = _FINISH.get(finish["type"])
     if reason is None or (reason == FinishReason.ABORT and not may_abort):
-        raise EngineError(f"a generation ended by {finish}")
+        at_fault = finish.get("status_code") not in (None, 503)
+        raise (GenerationFailed if at_fault else EngineError)(f"a generation ended by {finish}")
     # No stop string was given: SGLang says so where it drew a token that there is not.
     if isinstance(finish.get("matched"), str):
-        raise EngineError(f"a generation ended by {finish['matched']!r}: the weights give no finite logits")
+        raise GenerationFailed(f"a generation ended by {finish['matched']!r}: the weights give no finite logits")
     ids = np.asarray(content["output_ids"], np.int32)
-    log_probs = np.asarray([entry[0] for entry in meta.get("output_token_logprobs") or []], np.float32)
+    kept = None
+    if with_kept:
+        log_probs, kept = drawn_from(meta)
+    else:
+        log_probs = np.asarray([entry[0] for entry in meta.get("output_token_logprobs") or []], np.float32)
     if reason == FinishReason.ABORT:  # the last tokens may still have been on their way
         length = min(len(ids), len(log_probs))
         ids, log_probs = ids[:length], log_probs[:length]
+        kept = kept and kept.at(np.arange(length))
     if len(ids) != len(log_probs) or not np.isfinite(log_probs).all():
-        raise EngineError(f"{len(ids)} tokens came with {np.isfinite(log_probs).sum()} finite log-probs")
+        raise GenerationFailed(f"{len(ids)} tokens came with {np.isfinite(log_probs).sum()} finite log-probs")
     return Completion(
         request_id=request_id,
         sample_index=sample_index,
@@ -47,6 +61,7 @@ def completion(
         finish_reason=reason,
         seconds=seconds,
         cached_tokens=meta.get("cached_tokens", 0),
+        kept=kept,
     )
 
 

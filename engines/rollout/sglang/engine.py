@@ -23,6 +23,7 @@ from engines.rollout.sglang.watch import Watch
 from engines.rollout.sglang.weights import ServerWeights
 from engines.types import Completion, GenerateRequest
 from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from storage.commits import Environment
 
 
 class SGLangEngine:
@@ -65,6 +66,7 @@ class SGLangEngine:
         """Its server, for a router."""
         self._route = Route.to(self.server.url)
         self._deterministic = launched.deterministic
+        self._environment = launched.environment
         self._control = Control(self.server.url, call_timeout)
         self._weights = ServerWeights(
             self._control, parameter_names(model_path), config.timeout, ours=plan.external_url is None
@@ -78,6 +80,7 @@ class SGLangEngine:
             config.rollout_health_check_interval,
             config.rollout_health_check_timeout,
             self._end_hung_server,
+            first_wait=config.rollout_health_check_first_wait,
         )
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
@@ -150,6 +153,9 @@ class SGLangEngine:
     def check_batch_invariance(self) -> bool:
         """Only SGLang's deterministic inference makes a sample independent of its company."""
         return self._deterministic
+
+    def environment(self) -> Environment:
+        return self._environment
 
     def usage(self) -> dict[str, int]:
         return {"running_requests_max": self._loads.running, "queued_requests_max": self._loads.queued}

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefused
+from engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
 from engines.rollout.sglang.completions import completion
 from engines.rollout.sglang.loads import Loads
 from engines.rollout.sglang.route import Route
@@ -37,6 +37,7 @@ ABORT_TIMEOUT = 30.0
 _ABORT_AGAIN = 0.5
 _CONNECT_TIMEOUT = 10.0
 _AT_FAULT = (400, 413, 422)
+_OUT_OF_REACH = (502, 503, 504)
 
 Finished = queue.SimpleQueue[Completion | Exception | None]
 """Completions as they come, an error that ends them, and None at the end."""
@@ -168,12 +169,20 @@ class Generation:
             except RequestRefused as refused:
                 self._refused |= refused.refused
                 return None
+            params = request.sampling_params
             return completion(
-                request.request_id, index, content, time.perf_counter() - began, may_abort=self._aborted.is_set()
+                request.request_id,
+                index,
+                content,
+                time.perf_counter() - began,
+                may_abort=self._aborted.is_set(),
+                with_kept=params.cuts_vocabulary and params.return_kept,
             )
 
     async def _ask(self, http: aiohttp.ClientSession, rid: str, request: GenerateRequest, index: int) -> dict[str, Any]:
-        """The server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError."""
+        """The server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError.
+
+        A 500 of a router may only mean that a server is gone, so the request is at fault where all of them answer."""
         params, prefix = request.sampling_params, request.prefix(index)
         longest = min(params.max_new_tokens, self._context - len(request.prompt_ids))
         body = {
@@ -188,6 +197,7 @@ class Generation:
                 "sampling_seed": request.seeds[index] % 2**31,
             },
             "return_logprob": True,
+            "return_sampling_mask": params.cuts_vocabulary and params.return_kept,
         }
         url, headers = f"{self._route.url}/generate", self._route.headers(request.request_id)
         self._running.add(rid)
@@ -201,8 +211,21 @@ class Generation:
             return content
         if reply.status in _AT_FAULT:
             raise RequestRefused({request.request_id: f"/generate refused it ({reply.status}): {content[:500]}"})
-        failure = EngineError(f"/generate of {self._route.url} failed ({reply.status}): {content[:500]}")
-        raise _ServerFailed(failure) if reply.status >= 500 else failure
+        told = f"/generate of {self._route.url} failed ({reply.status}): {content[:500]}"
+        if reply.status < 500:
+            raise EngineError(told)
+        at_fault = reply.status not in _OUT_OF_REACH and await self._all_answer(http)
+        raise _ServerFailed(GenerationFailed(told) if at_fault else EngineError(told))
+
+    async def _all_answer(self, http: aiohttp.ClientSession) -> bool:
+        try:
+            for server in self._route.servers:
+                async with http.get(f"{server}/health", timeout=aiohttp.ClientTimeout(_CONNECT_TIMEOUT)) as reply:
+                    if reply.status != 200:
+                        return False
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        return True
 
     async def _abort_when_told(self, http: aiohttp.ClientSession) -> None:
         """Wait for the abort; then tell the servers until everything has come back."""

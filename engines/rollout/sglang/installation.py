@@ -61,8 +61,19 @@ ROUTER_SET_HERE = frozenset(
 )
 """Options of a router that follow from the servers that there are, or that replace it by something else."""
 
-ROUTER_CODE_OPTIONS = frozenset(("mcp_config_path",))
-"""Options by which a router starts other programs."""
+_SECRETS = frozenset(
+    (
+        "admin_api_key",
+        "api_key",
+        "control_plane_api_keys",
+        "oracle_connect_descriptor",
+        "oracle_password",
+        "postgres_db_url",
+        "redis_url",
+        "ssl_keyfile_password",
+    )
+)
+"""Options of servers and routers that hold keys or passwords."""
 
 POLICIES = (
     "cache_aware",
@@ -76,21 +87,6 @@ POLICIES = (
 )
 """How a router chooses a server."""
 
-CODE_OPTIONS = frozenset(
-    (
-        "config",
-        "custom_sigquit_handler",
-        "custom_weight_loader",
-        "enable_custom_logit_processor",
-        "forward_hooks",
-        "load_format",
-        "model_loader_extra_config",
-        "tokenizer_path",
-        "trust_remote_code",
-    )
-)
-"""Options that name code or make a server run what comes with a model or a request."""
-
 CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -101,11 +97,47 @@ CPU_OPTIONS: dict[str, Any] = {
 }
 """Options of a server without a GPU; the configuration's own come after them."""
 
+_SWITCHES = ("SGLANG_", "SGL_", "FLASHINFER_", "TRTLLM_", "AITER_")
+"""How variables begin by which SGLang and its kernels compute otherwise."""
+
+_PLACES = frozenset(
+    (
+        "SGLANG_CACHE_DIR",
+        "SGLANG_JIT_CACHE_DIR",
+        "SGLANG_DG_CACHE_DIR",
+        "SGLANG_CUTE_AOT_CACHE_DIR",
+        "SGLANG_TORCH_PROFILER_DIR",
+        "SGLANG_CUDA_COREDUMP_DIR",
+        "SGLANG_LOGGING_CONFIG_PATH",
+        "SGLANG_HOST_IP",
+        "SGLANG_LOCAL_IP_NIC",
+        "SGLANG_WARMUP_TIMEOUT",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+        "FLASHINFER_WORKSPACE_BASE",
+    )
+)
+"""Those of them that say where something lies on the machine, or how long to wait, and change no result."""
+
+_NOT_INHERITED = frozenset(("PYTHONPATH", "PYTHONHOME", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"))
+"""What makes a process import other modules, or read pickles as code."""
+
 _OTHER_FLAG = re.compile(r"no_cli=True|cli_name=|Derived\(")
 """In the annotation of a field of ServerArgs without a flag of its name."""
 
 _FIND_FOLDER = "import importlib.util as u; s = u.find_spec({!r}); print(s.submodule_search_locations[0] if s else '')"
 _FIND_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
+
+_FIND_VERSIONS = """
+import importlib.metadata as m, json, platform
+found = {{"python": platform.python_version()}}
+for name in {!r}:
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 
 
 class SGLangMissing(EngineError):
@@ -137,6 +169,11 @@ class Installation:
     def version(self) -> str:
         """Of SGLang."""
         return _ask(self.python, _FIND_VERSION)
+
+    def versions(self, packages: Iterable[str]) -> dict[str, str]:
+        """Versions of those of the packages that the interpreter has, and its own."""
+        found: dict[str, str] = json.loads(_ask(self.python, _FIND_VERSIONS.format(tuple(packages))))
+        return found
 
     @cached_property
     def options(self) -> Mapping[str, str]:
@@ -178,10 +215,10 @@ class Installation:
         return words
 
     def environment(self, *, on_cpu: bool, num_threads: int) -> dict[str, str]:
-        """Environment variables of a server's process. Raises SGLangMissing where `cpu/` does not fit."""
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
-        for name in ("PYTHONPATH", "PYTHONHOME"):
-            environment.pop(name, None)
+        """Environment variables of a server's process: this one's, without those that change what it computes, which is
+        for the configuration to say. Raises SGLangMissing where `cpu/` does not fit."""
+        environment = {name: value for name, value in os.environ.items() if _is_inherited(name)}
+        environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
         if on_cpu:
             if self.version != TESTED_VERSION:
                 raise SGLangMissing(
@@ -192,6 +229,10 @@ class Installation:
         # A router asks for /health at any time; a request that it made would be in the way of new weights.
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
         return environment
+
+
+def _is_inherited(name: str) -> bool:
+    return name in _PLACES or not (name in _NOT_INHERITED or name.startswith(_SWITCHES))
 
 
 def option_problems(installation: Installation, section: str, options: Mapping[str, Any]) -> Iterator[str]:
@@ -215,7 +256,9 @@ def _name_problems(
     section: str, options: Mapping[str, Any], known: Collection[str], set_here: frozenset[str], whose: str
 ) -> Iterator[str]:
     for name in options:
-        if name in set_here:
+        if name in _SECRETS:
+            yield f"{section}.{name} is a secret, and configurations are recorded with the run: leave it out"
+        elif name in set_here:
             yield f"{section}.{name} is set by Cairn itself; leave it out"
         elif name not in known:
             close = difflib.get_close_matches(name, known, n=1)

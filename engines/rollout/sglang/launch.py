@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema.rollout import RolloutConfig
-from engines.errors import EngineDied
+from engines.errors import EngineDied, EngineError
+from engines.fingerprint import SGLANG, server_environment
 from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
-from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
+from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker, takes_no_weights
+from engines.rollout.sglang.model_code import code_problem
 from engines.rollout.sglang.server import ExternalServer, Server, free_port
+from storage.commits import Environment
 
 POLLED = ("/v1/loads", "/server_info", "/get_model_info", "/health")
 """Questions that Cairn asks so often that a server's log would hold little else."""
@@ -24,6 +27,8 @@ class Launched:
     """The same for a router."""
     deterministic: bool
     """Whether its samples do not depend on their company."""
+    environment: Environment
+    """What it computes on."""
 
 
 def launch(
@@ -37,12 +42,16 @@ def launch(
 ) -> Launched:
     """Start a process of an engine, or find a server that runs elsewhere, and wait until it serves.
 
-    Raises SGLangMissing, EngineDied, EngineTimeout.
+    Raises SGLangMissing, EngineDied, EngineTimeout, and EngineError where it cannot be given weights.
     """
     if plan.external_url is not None:
         external = ExternalServer(plan.external_url)
         external.wait_ready(start_timeout)
-        return Launched(external, Worker(external.url), external.is_deterministic())
+        if why := takes_no_weights(external.options()):
+            raise EngineError(f"the server at {external.url} of rollout.external_urls has {why}")
+        return Launched(external, Worker(external.url), external.is_deterministic(), external.environment())
+    if (problem := code_problem(model_path, plan.options)) is not None:
+        raise EngineError(problem)
     installation = Installation.find()
     port = free_port(place.host)
     bootstrap_port = free_port(place.host) if plan.worker_type == "prefill" else None
@@ -65,21 +74,27 @@ def launch(
     if plan.nnodes > 1:
         options |= {"nnodes": plan.nnodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
     environment = installation.environment(on_cpu=device == "cpu", num_threads=config.num_threads)
-    ranks = options.get("tp_size", 1) * options.get("pp_size", 1)
+    ranks = options.get("tp_size", 1)
     if device == "cpu" and ranks > 1:  # else SGLang wants a NUMA node for each
         cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
-        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
     server = Server(installation.command(options), environment, port, log, host=place.host)
     server.wait_ready(start_timeout)
     deterministic = bool(options.get("enable_deterministic_inference"))
-    return Launched(server, Worker(server.url, plan.worker_type, bootstrap_port), deterministic)
+    computes_on = server_environment(device == "cpu", config.num_threads, installation.versions(SGLANG))
+    return Launched(server, Worker(server.url, plan.worker_type, bootstrap_port), deterministic, computes_on)
 
 
 class FurtherRank:
     """A further machine's part of an engine: a process that answers nothing but that it is there."""
 
-    def __init__(self, server: Server | ExternalServer) -> None:
-        self._server = server
+    def __init__(self, launched: Launched) -> None:
+        self._server = launched.server
+        self._environment = launched.environment
+
+    def environment(self) -> Environment:
+        """What it computes on."""
+        return self._environment
 
     def health(self) -> dict[str, Any]:
         """Keys: log, server_pid. Raises EngineDied."""

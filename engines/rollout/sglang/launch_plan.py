@@ -46,8 +46,6 @@ class Place:
     node_rank: int = 0
     dist_init_addr: str | None = None
     """`host:port` on the first machine at which the processes of an engine meet; None where there is one."""
-    gpu_ids: tuple[str, ...] = ()
-    """The machine's GPUs that it shares with training; none where Ray reserved GPUs for its actor."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,8 @@ def plan_problems(config: RolloutConfig) -> Iterator[str]:
     """Sentences on what cannot be launched."""
     for group in _groups(config):
         yield from _size_problems(config, group)
+        if why := takes_no_weights({**config.sglang, **group.overrides}):
+            yield f"rollout.sglang or rollout.server_groups has {why}"
     kinds = {group.worker_type for group in config.server_groups}
     for kind, other in (("prefill", "decode"), ("decode", "prefill")):
         if kind in kinds and other not in kinds:
@@ -87,6 +87,21 @@ def plan_problems(config: RolloutConfig) -> Iterator[str]:
         )
     if kinds - {"regular"} and config.router is None:
         yield "rollout.server_groups has prefill and decode servers, which need a router: set rollout.router"
+
+
+def takes_no_weights(options: Mapping[str, Any]) -> str | None:
+    """Why a server with these options cannot be given the run's weights; None if it can."""
+    if (stages := options.get("pp_size") or 1) > 1:
+        return (
+            f"pp_size = {stages}, and new weights do not reach the stages of a pipeline: leave it out, and cut layers "
+            "by tp_size"
+        )
+    if (copies := options.get("dp_size") or 1) > 1 and not options.get("enable_dp_attention"):
+        return (
+            f"dp_size = {copies}, and SGLang takes new weights for one copy of a model: leave it out and have more "
+            "engines, or set enable_dp_attention"
+        )
+    return None
 
 
 def _groups(config: RolloutConfig) -> tuple[ServerGroup, ...]:
@@ -105,7 +120,7 @@ def _engine(config: RolloutConfig, group: ServerGroup) -> EnginePlan:
     nnodes = 1
     if config.engine == "sglang" and num_gpus > 1:
         nnodes = max(1, int(num_gpus // config.num_gpus_per_node))
-        options.setdefault("tp_size", int(num_gpus) // options.get("pp_size", 1))
+        options.setdefault("tp_size", int(num_gpus))
     if group.worker_type != "regular":
         options["disaggregation_mode"] = group.worker_type
     return EnginePlan(group.worker_type, nnodes, num_gpus / nnodes, options)
@@ -122,11 +137,9 @@ def _size_problems(config: RolloutConfig, group: ServerGroup) -> Iterator[str]:
             f"an engine of {num_gpus:g} GPUs does not fill whole machines of {per_node}: make num_gpus_per_engine a "
             "multiple of rollout.num_gpus_per_node"
         )
-    used = options.get("tp_size", 1) * options.get("pp_size", 1)
-    if num_gpus >= 1 and "tp_size" in options and used != num_gpus:
+    used = options.get("tp_size", num_gpus)
+    if num_gpus >= 1 and used != num_gpus and takes_no_weights(options) is None:
         yield (
-            f"rollout.sglang.tp_size × pp_size is {used}, but an engine has {num_gpus:g} GPUs: leave tp_size out, or "
-            "make num_gpus_per_engine the same"
+            f"rollout.sglang.tp_size is {used}, but an engine has {num_gpus:g} GPUs: leave tp_size out, or make "
+            "num_gpus_per_engine the same"
         )
-    elif num_gpus >= 1 and num_gpus % options.get("pp_size", 1):
-        yield f"{num_gpus:g} GPUs of an engine cannot be cut into pp_size = {options['pp_size']} stages: change either"

@@ -11,12 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.rollout.sglang.client import Control
+from storage.commits import Environment
 
 GUARD = Path(__file__).with_name("guard.py")
 
@@ -149,14 +151,28 @@ class ExternalServer:
 
     def is_deterministic(self) -> bool:
         """Whether it was started with deterministic inference. Raises EngineDied and EngineTimeout."""
-        control = Control(self.url, _ANSWER)
-        try:
-            return bool(control.call("/server_info").get("enable_deterministic_inference"))
-        finally:
-            control.close()
+        return bool(self.options().get("enable_deterministic_inference"))
+
+    def environment(self) -> Environment:
+        """What it computes on, as far as it says: the kind of its device and SGLang's version, by its address."""
+        info = self.options()
+        return Environment(
+            device=f"{info.get('device', 'unknown')}, elsewhere",
+            threads=0,
+            host=self.url.rpartition("://")[2],
+            versions={"sglang": str(info.get("version", "unknown"))},
+        )
 
     def stop(self) -> None:
         """Leave it as it is."""
+
+    def options(self) -> dict[str, Any]:
+        """What it was started with, and more that it says of itself. Raises EngineDied and EngineTimeout."""
+        control = Control(self.url, _ANSWER)
+        try:
+            return control.call("/server_info")
+        finally:
+            control.close()
 
     def last_words(self) -> str:
         """Where to look."""

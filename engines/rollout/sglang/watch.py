@@ -28,6 +28,7 @@ class Watch:
         interval: seconds between two questions.
         least: seconds of silence below which nothing hangs.
         on_hang: called once, with what was seen.
+        first_wait: seconds until the first question.
         name: what it is, for messages.
         question: path that it answers soon as long as it works.
     """
@@ -39,6 +40,7 @@ class Watch:
         least: float,
         on_hang: Callable[[str], None],
         *,
+        first_wait: float = 0,
         name: str = "SGLang server",
         question: str = QUESTION,
     ) -> None:
@@ -47,6 +49,7 @@ class Watch:
         self._question = question
         self._interval = interval
         self._least = least
+        self._first_wait = first_wait
         self._on_hang = on_hang
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._ended = threading.Event()
@@ -74,6 +77,8 @@ class Watch:
         self._ended.set()
 
     def _run(self) -> None:
+        if self._ended.wait(self._first_wait):
+            return
         with httpx.Client(base_url=self._url, trust_env=False) as http:
             while not self._ended.wait(self._interval):
                 pauses, limit = self._pauses, self.limit

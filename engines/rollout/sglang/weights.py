@@ -177,7 +177,7 @@ class ServerWeights:
         """Return when every rank has read the folder: the first one answers for all of them as soon as it has, and a
         rank that finds the folder gone keeps its old weights without a word. A token needs all of them."""
         is_whole = self._info.get("disaggregation_mode") in (None, "null")  # a part of a split server gives no token
-        if is_whole and self._tp_size * int(self._info.get("pp_size", 1)) > 1:
+        if is_whole and self._tp_size > 1:
             body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
             self._control.call("/generate", body, timeout=self._load_timeout)
 

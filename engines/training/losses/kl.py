@@ -3,18 +3,24 @@
 import torch
 
 from configs.schema.algorithm import KLType
+from engines.training.losses.limits import LARGEST_LOG_RATIO, bounded
 
 
 def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType) -> torch.Tensor:
     """[T] estimate for each token, in nats: J. Schulman, "Approximating KL Divergence" (2020).
 
-    With d = log_probs - ref_log_probs, k1 = d, k2 = d² / 2 and k3 = exp(-d) - 1 + d. `low_var_kl` is k3 limited to
-    [-10, 10].
+    With d = log_probs - ref_log_probs, k1 = d, k2 = d² / 2 and k3 = exp(-d) - 1 + d, with d of the exponential held
+    within `limits`. `low_var_kl` is k3 limited to [-10, 10].
+
+    As a loss, over tokens that the policy π itself sampled, the expected gradients are those of: k1, nothing (it is
+    E[∇ log π] = 0); k2, KL(π ‖ reference), since E[d ∇ log π] is its gradient; k3, KL(reference ‖ π). Tang and Munos,
+    "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
     """
     difference = log_probs - ref_log_probs
     if kind == "k1":
         return difference
     if kind == "k2":
         return difference.square() / 2
-    k3 = torch.expm1(-difference) + difference
+    # Where the exponential is held, so is the other term: alone, its gradient would push the policy further away.
+    k3 = torch.expm1(bounded(-difference)) + difference.clamp(min=-LARGEST_LOG_RATIO)
     return k3.clamp(-10, 10) if kind == "low_var_kl" else k3

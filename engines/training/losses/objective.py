@@ -5,8 +5,10 @@ from torch.nn import functional
 
 from configs.schema.algorithm import AlgorithmConfig
 from engines.training.collate import Tokens
+from engines.training.kept import within
 from engines.training.log_probs import entropy, token_log_probs
 from engines.training.losses.kl import kl_divergence
+from engines.training.losses.limits import bounded
 from engines.training.losses.metrics import LARGEST
 from engines.training.losses.policy import policy_loss
 from engines.training.losses.sft import sft_loss
@@ -26,6 +28,7 @@ def objective(
         temperature: divides the logits, as it did in the rollout.
     """
     logits = logits.float() if temperature == 1 else logits.float() / temperature
+    logits = within(logits, tokens.kept)
     normalizer = logits.logsumexp(-1)
     log_probs = token_log_probs(logits, normalizer, tokens.targets)
     if algorithm.loss_type == "sft_loss":
@@ -63,7 +66,7 @@ def loss_and_metrics(
             old, _given(tokens.rollout_log_probs), low=algorithm.tis_clip_low, high=algorithm.tis_clip
         )
         pg_loss = pg_loss * weights
-        per_token |= {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "ois": torch.exp(-ppo_kl)}
+        per_token |= {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "ois": torch.exp(bounded(-ppo_kl))}
     if tokens.rollout_log_probs is not None:
         trainer = current if algorithm.use_rollout_logprobs else old
         difference = (trainer - tokens.rollout_log_probs).abs()
@@ -72,18 +75,17 @@ def loss_and_metrics(
 
     loss = tokens.weighted_sum(pg_loss)
     metrics["pg_loss"] = loss.detach()
-    entropy_loss = tokens.weighted_sum(entropies)
-    metrics["entropy_loss"] = entropy_loss.detach()
+    metrics["entropy_loss"] = tokens.mean(entropies.detach())
     if algorithm.entropy_coef > 0:
-        loss = loss - algorithm.entropy_coef * entropy_loss
+        loss = loss - algorithm.entropy_coef * tokens.weighted_sum(entropies)
     if algorithm.use_kl_loss:
         learned = log_probs if algorithm.kl_loss_coef > 0 else current
-        kl_loss = tokens.weighted_sum(kl_divergence(learned, _given(tokens.ref_log_probs), algorithm.kl_loss_type))
-        metrics["kl_loss"] = kl_loss.detach()
+        kl = kl_divergence(learned, _given(tokens.ref_log_probs), algorithm.kl_estimator)
+        metrics["kl_loss"] = tokens.mean(kl.detach())
         if algorithm.kl_loss_coef > 0:
-            loss = loss + algorithm.kl_loss_coef * kl_loss
+            loss = loss + algorithm.kl_loss_coef * tokens.weighted_sum(kl)
     metrics["loss"] = loss.detach()
-    metrics |= {name: tokens.weighted_sum(values.detach()) for name, values in per_token.items()}
+    metrics |= {name: tokens.mean(values.detach()) for name, values in per_token.items()}
     return loss, metrics
 
 

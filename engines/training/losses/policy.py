@@ -2,6 +2,8 @@
 
 import torch
 
+from engines.training.losses.limits import bounded
+
 
 def policy_loss(
     ppo_kl: torch.Tensor,
@@ -13,8 +15,9 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each token and whether its ratio was clipped (1) or not (0).
 
-    With ratio r = exp(-ppo_kl): L = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), equation 7 of Schulman et
-    al., "Proximal Policy Optimization Algorithms" (2017), with the separate upper range of DAPO (Yu et al., 2025).
+    With ratio r = exp(-ppo_kl), its logarithm held within `limits`: L = max(-r A, -clip(r, 1 - eps_clip,
+    1 + eps_clip_high) A), equation 7 of Schulman et al., "Proximal Policy Optimization Algorithms" (2017), with the
+    separate upper range of DAPO (Yu et al., 2025).
     With `eps_clip_c` = c > 1, L is at most -c A where A < 0: equation 5 of Ye et al., "Mastering Complex Control in
     MOBA Games with Deep Reinforcement Learning" (2020).
 
@@ -23,7 +26,7 @@ def policy_loss(
         advantages: [T].
         eps_clip_high: `eps_clip` where None.
     """
-    ratio = torch.exp(-ppo_kl)
+    ratio = torch.exp(bounded(-ppo_kl))
     high = eps_clip if eps_clip_high is None else eps_clip_high
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + high) * advantages

@@ -1,7 +1,8 @@
 """A training state in a store, in the format of Megatron's dist_checkpointing.
 
 <folder>/__<rank>_<n>.distcp, .metadata, common.pt, metadata.json   as Megatron writes them: every rank its own part,
-                                                                    read again by any layout of ranks
+                                                                    read again by any layout of ranks. Of these only
+                                                                    tensors are ever read: see metadata.py
 <folder>/critic/…               the same of the critic, where there is one
 <folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
                                 its own digest; written last
@@ -19,17 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint import CheckpointException
 
 from engines.errors import EngineError
 from engines.training.checkpoint import Described, read_sealed, write_sealed
 from engines.training.megatron.learner import MegatronLearner
 from engines.training.megatron.transfer import CheckpointFile, Uploads, fetched
 from engines.training.sharding import raise_together
+from storage.errors import Damaged
 from storage.store import Store, StoredFile
 
 FORMAT = 1
@@ -132,8 +136,7 @@ def load(
         # How many optimizers a model has depends on the layout, so everything but tensors is this rank's own. The name
         # keeps it apart from the saved options, which Megatron would merge into it.
         wanted["own optimizer"] = dict_list_map_inplace(_own, wanted.pop("optimizer"))
-        with fetched(store, folder, state.files_of(role), device) as local:
-            loaded = dist_checkpointing.load(wanted, str(local))
+        loaded = _tensors_of(store, folder, state.files_of(role), wanted, device)
         _fill(learner.chunks, loaded)
         learner.optimizer.load_state_dict(loaded["own optimizer"])
 
@@ -145,8 +148,31 @@ def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch
     Raises:
         Damaged: a file is missing or altered.
     """
-    with fetched(store, folder, _read(store, folder).files_of("actor"), device) as local:
-        _fill(chunks, dist_checkpointing.load(_sharded_weights(chunks), str(local)))
+    files = _read(store, folder).files_of("actor")
+    _fill(chunks, _tensors_of(store, folder, files, _sharded_weights(chunks), device))
+
+
+def _tensors_of(
+    store: Store, folder: str, files: Sequence[CheckpointFile], wanted: dict[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """`wanted` with its tensors read from a checkpoint; everything else in it stays this rank's own. All ranks take
+    part. Raises Damaged."""
+    with fetched(store, folder, files, device) as local:
+        try:
+            loaded: dict[str, Any] = dist_checkpointing.load(dict_list_map_inplace(_own_object, wanted), str(local))
+        # PyTorch's is not even an Exception, and holds those of all ranks.
+        except CheckpointException as errors:
+            error = next(iter(errors.failures.values()))[0]
+            raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(error)}") from errors
+        except CheckpointingException as error:
+            raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(error)}") from error
+    return loaded
+
+
+def _in_short(error: BaseException) -> str:
+    if "weights_only" in str(error):  # PyTorch recommends to read it all the same
+        return "where a tensor belongs it holds something else"
+    return f"{type(error).__name__}: {error!s:.200}"
 
 
 def _read(store: Store, folder: str) -> MegatronState:
@@ -160,6 +186,11 @@ def _fill(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
 
 def _own(value: Any) -> Any:
     return value if isinstance(value, ShardedBase | LocalNonpersistentObject) else LocalNonpersistentObject(value)
+
+
+def _own_object(value: Any) -> Any:
+    """What Megatron saves as a pickle, which is never read: what modules keep for calibration in FP8."""
+    return LocalNonpersistentObject(value.data) if isinstance(value, ShardedObject) else value
 
 
 def _sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
+from engines.fingerprint import MEGATRON
 from engines.training.batching import MicroBatch, pack_micro_batches
 from engines.training.checkpoint import in_buckets
 from engines.training.exactly_once import ExactlyOnceEngine, untrained_models
@@ -38,6 +39,8 @@ class MegatronEngine(ExactlyOnceEngine):
     `engines.training.factory` does. Master weights and optimizer state are float32. A process holds one engine at a
     time: Megatron's process groups are global.
     """
+
+    _packages = MEGATRON
 
     def __init__(
         self,

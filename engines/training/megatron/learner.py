@@ -7,6 +7,7 @@ import torch
 
 from configs.schema.training import TrainingConfig
 from engines.training.batching import MicroBatch
+from engines.training.losses.aggregate import Weight
 from engines.training.megatron.model import Model, build_optimizer, clip_gradients, wrap
 from engines.training.megatron.passes import Objective, Passes, Reading
 from engines.training.megatron.state import State
@@ -33,7 +34,7 @@ class MegatronLearner:
         self.alignment = self._passes.alignment
 
     def accumulate_gradients(
-        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, float]
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]
     ) -> dict[str, float]:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()

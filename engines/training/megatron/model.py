@@ -71,6 +71,7 @@ def transformer_config(
         **family.transformer(hf),
         **backend.overrides,
         "bf16": dtype is torch.bfloat16,
+        "deterministic_mode": training.deterministic_mode and backend.device.type != "cpu",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         # Each token's weight in the loss is known beforehand, so gradients are summed and never divided. Set before

@@ -34,6 +34,7 @@ SET_BY_TRAINING = {
     "adam_eps": "adam_eps",
     "bf16": "dtype",
     "clip_grad": "clip_grad",
+    "deterministic_mode": "deterministic_mode",
     "fp16": "dtype",
     "lr": "lr",
     "min_lr": "min_lr",

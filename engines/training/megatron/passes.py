@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from engines.training.batching import MicroBatch
 from engines.training.collate import Tokens, collate_responses, collate_trained
+from engines.training.losses.aggregate import NO_WEIGHT, Weight
 from engines.training.losses.metrics import merge, merge_over_ranks, numbers
 from engines.training.megatron.packing import Packed, pack
 from engines.types import TrainBatch
@@ -46,7 +47,7 @@ class Passes:
         self,
         batch: TrainBatch,
         micro_batches: Sequence[MicroBatch],
-        weights: dict[int, float],
+        weights: dict[int, Weight],
         objective: Objective,
     ) -> dict[str, float]:
         """Add the gradient of this rank's share of the loss to the others' (all ranks end with the sum); returns every
@@ -57,7 +58,7 @@ class Passes:
         """
 
         def make(micro_batch: MicroBatch) -> Packed:
-            shares = [weights[i] if micro_batch.counted else 0.0 for i in micro_batch.samples]
+            shares = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
             tokens = collate_trained(batch, micro_batch.samples, shares, self._device)
             return self._pack(batch, micro_batch, tokens)
 

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, Field
+from torch.distributed.checkpoint.metadata import Metadata
 
+from engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
 from engines.training.sharding import raise_together
 from storage.errors import Damaged
 from storage.store import Store
@@ -23,7 +25,7 @@ UPLOADS_AT_A_TIME = 4
 class CheckpointFile(BaseModel):
     """One file."""
 
-    name: str = Field(pattern=r"^(critic/)?[A-Za-z0-9_.]+$")
+    name: str = Field(pattern=r"^(critic/)?(\.metadata|[A-Za-z0-9_][A-Za-z0-9_.]*)$")
     bytes: int
     sha256: str
 
@@ -62,10 +64,11 @@ class Uploads:
 
 @contextmanager
 def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: torch.device) -> Iterator[Path]:
-    """The files in a folder of each machine, fetched and checked by its ranks together.
+    """A folder of each machine that Megatron may read: the files of tensors, fetched and checked by the machine's ranks
+    together, and what one of these makes of the others; see metadata.py.
 
     Raises:
-        Damaged: a file is missing or altered.
+        Damaged: a file is missing, altered, or not what Megatron writes.
         EngineError: another rank could not fetch its files.
     """
     rank = dist.get_rank()
@@ -77,9 +80,12 @@ def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: 
         dist.all_gather_object(folders, own)
         local = Path(folders[mates[0]])
         error: Exception | None = None
+        tensors = [file for file in files if _holds_tensors(file)]
         try:
-            for file in files[mates.index(rank) :: len(mates)]:
+            for file in tensors[mates.index(rank) :: len(mates)]:
                 _fetch(store, f"{folder}/{file.name}", file, local / Path(file.name).name)
+            if rank == mates[0]:
+                write_folder(local, _described(store, folder, files, local))
         except Exception as failure:  # raised below, once every rank has come here
             error = failure
         raise_together(error, dist.get_world_size(), device)
@@ -87,6 +93,25 @@ def fetched(store: Store, folder: str, files: Sequence[CheckpointFile], device: 
             yield local
         finally:
             dist.barrier()  # the folder goes only when all have read it
+
+
+def _described(store: Store, folder: str, files: Sequence[CheckpointFile], local: Path) -> Metadata:
+    """What the checkpoint says of its tensors. Raises Damaged."""
+    for file in files:
+        if Path(file.name).name == METADATA:
+            path = f"{folder}/{file.name}"
+            _fetch(store, path, file, local / METADATA)
+            try:
+                return read_metadata(
+                    (local / METADATA).read_bytes(), {Path(other.name).name for other in files if _holds_tensors(other)}
+                )
+            except ValueError as error:
+                raise Damaged(f"checkpoint file {path} is not what Megatron writes: {error}") from error
+    raise Damaged(f"checkpoint {folder} is incomplete: {METADATA} is missing")
+
+
+def _holds_tensors(file: CheckpointFile) -> bool:
+    return file.name.endswith(TENSORS)
 
 
 def _fetch(store: Store, path: str, file: CheckpointFile, local: Path) -> None:

@@ -11,15 +11,13 @@ from megatron.core.tensor_parallel import (
 
 from configs.schema.algorithm import AlgorithmConfig
 from engines.training.collate import Tokens
+from engines.training.kept import NEVER, within
 from engines.training.losses.objective import Metrics, loss_and_metrics
-
-_NEVER = -1e30
-"""The logit of what only fills the vocabulary up: finite, so that its product with a probability of 0 is 0."""
 
 
 class Policy:
     """What the output layer's values mean: logits, divided by the rollout's temperature, of the tokens that the model
-    knows and of filling."""
+    knows and of filling; those that a token was not drawn from do not count."""
 
     def __init__(self, vocabulary: int, temperature: float) -> None:
         self._vocabulary, self._temperature = vocabulary, temperature
@@ -28,7 +26,7 @@ class Policy:
         self, outputs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
     ) -> tuple[torch.Tensor, Metrics]:
         """As `engines.training.losses.objective.objective`."""
-        logits = self._logits(outputs)
+        logits = self._logits(outputs, tokens)
         entropies = None
         if algorithm.loss_type != "sft_loss":
             entropies = entropy_of(logits, differentiable=algorithm.entropy_coef > 0)
@@ -36,10 +34,12 @@ class Policy:
 
     def read(self, outputs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """[N] log-probs of the tokens."""
-        return log_probs_of(self._logits(outputs), tokens.targets)
+        return log_probs_of(self._logits(outputs, tokens), tokens.targets)
 
-    def _logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        return hide_filling(outputs / self._temperature, self._vocabulary)
+    def _logits(self, outputs: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        logits = hide_filling(outputs / self._temperature, self._vocabulary)
+        first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
+        return within(logits, tokens.kept, first)
 
 
 def hide_filling(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def hide_filling(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
         return logits
     first = parallel_state.get_tensor_model_parallel_rank() * width
     filling = torch.arange(first, first + width, device=logits.device) >= vocabulary
-    return logits.masked_fill(filling, _NEVER)
+    return logits.masked_fill(filling, NEVER)
 
 
 def log_probs_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

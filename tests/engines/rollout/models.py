@@ -78,6 +78,7 @@ def random_requests(seed: int, count: int) -> list[GenerateRequest]:
             top_p=float(draw.choice([0.8, 1, 1])),
             top_k=int(draw.choice([5, -1, -1])),
             stop_token_ids=tuple(draw.integers(VOCAB_SIZE, size=int(draw.choice([0, 4]))).tolist()),
+            return_kept=True,
         )
         for i in range(count)
     ]
@@ -96,10 +97,17 @@ def same(one: Completion, other: Completion) -> bool:
     )
 
 
-def full_log_probs(model: torch.nn.Module, prompt: list[int], response: np.ndarray, temperature: float) -> np.ndarray:
-    """[T] log-probs of the response from one forward pass of the library over the whole sequence, without a cache."""
-    input_ids = torch.tensor([[*prompt, *response.tolist()]])
+def full_log_probs(model: torch.nn.Module, request: GenerateRequest, sample: Completion) -> np.ndarray:
+    """[T] log-probs of a sample's tokens, from one forward pass of the library over the whole sequence, without a
+    cache, over what they were drawn from as it is reported."""
+    response = torch.from_numpy(sample.response_ids).long()
+    input_ids = torch.cat([torch.tensor(list(request.prompt_ids)), response])[None]
     with torch.no_grad():
-        logits = model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double()
-    log_probs = torch.log_softmax(logits / (temperature or 1.0), -1)
-    return log_probs.gather(1, torch.from_numpy(response).long()[:, None])[:, 0].numpy()
+        logits = model(input_ids=input_ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].double()
+    logits /= request.sampling_params.temperature or 1.0
+    if (kept := sample.kept) is not None:
+        for row, (end, count) in enumerate(zip(np.cumsum(kept.counts), kept.counts, strict=True)):
+            impossible = torch.ones(logits.shape[1], dtype=torch.bool)
+            impossible[kept.ids[end - count : end]] = False
+            logits[row, impossible] = -torch.inf
+    return torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0].numpy()

@@ -41,19 +41,32 @@ def test_tokens_come_as_often_as_they_are_probable() -> None:
 
 def test_a_token_without_probability_is_never_drawn_even_at_the_ends_of_the_unit_interval() -> None:
     logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]]).repeat(2, 1)
-    tokens, log_probs = sample(logits, torch.tensor([2.0**-24, 1.0]))
+    tokens, log_probs, _ = sample(logits, torch.tensor([2.0**-24, 1.0]))
     assert tokens.tolist() == [1, 2]
     assert log_probs.tolist() == pytest.approx([math.log(0.5)] * 2)
 
 
-def test_top_k_draws_from_the_k_most_probable_and_reports_the_full_distribution() -> None:
+def test_top_k_draws_from_the_k_most_probable_and_reports_these_and_the_distribution_over_them() -> None:
     probs = [0.1, 0.4, 0.2, 0.3]
     truncated = (torch.arange(700), torch.ones(700), torch.full((700,), 2))
     counts = torch.bincount(draws(probs, 700, truncated=truncated), minlength=4)
     assert counts.tolist() == [0, 400, 0, 300]
     one = (torch.tensor([0]), torch.ones(1), torch.tensor([2]))
-    _, log_probs = sample(torch.tensor([probs]).log(), torch.tensor([0.9]), truncated=one)
-    assert log_probs.item() == pytest.approx(math.log(0.3))
+    _, log_probs, part = sample(torch.tensor([probs]).log(), torch.tensor([0.9]), truncated=one)
+    assert log_probs.item() == pytest.approx(math.log(0.3 / 0.7))
+    assert part is not None
+    assert part.tolist() == [[False, True, False, True]]
+
+
+def test_the_reported_distribution_is_the_one_that_tokens_come_by() -> None:
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(0))
+    count = 100_000
+    cut = (torch.arange(count), torch.full((count,), 0.8), torch.full((count,), 7))
+    uniform = (torch.arange(count) + 0.5) / count
+    tokens, log_probs, _ = sample(logits.repeat(count, 1), uniform, torch.full((count,), 0.7), truncated=cut)
+    shares = torch.bincount(tokens, minlength=9) / count
+    assert 1 < (shares > 0).sum() < 7, "the witness that something was cut off, by top-p and not by top-k"
+    assert torch.allclose(shares[tokens].log(), log_probs, atol=1e-3)
 
 
 def test_top_p_draws_from_the_smallest_set_that_holds_the_mass() -> None:
@@ -71,7 +84,7 @@ def test_rows_are_truncated_one_by_one() -> None:
 
 def test_temperature_divides_the_logits() -> None:
     logits = torch.tensor([[1.0, 2.0, 4.0]] * 2)
-    tokens, log_probs = sample(logits, torch.tensor([1.0, 1.0]), temperature=torch.tensor([0.5, 2.0]))
+    tokens, log_probs, _ = sample(logits, torch.tensor([1.0, 1.0]), temperature=torch.tensor([0.5, 2.0]))
     expected = [4 / t - math.log(sum(math.exp(x / t) for x in (1, 2, 4))) for t in (0.5, 2.0)]
     assert tokens.tolist() == [2, 2]
     assert log_probs.tolist() == pytest.approx(expected, abs=1e-6)
@@ -79,6 +92,6 @@ def test_temperature_divides_the_logits() -> None:
 
 def test_greedy_rows_take_the_most_probable_token_whatever_the_draw() -> None:
     logits = torch.tensor([0.1, 0.2, 0.7]).log().repeat(2, 1)
-    tokens, log_probs = sample(logits, torch.tensor([0.01, 0.01]), greedy=torch.tensor([True, False]))
+    tokens, log_probs, _ = sample(logits, torch.tensor([0.01, 0.01]), greedy=torch.tensor([True, False]))
     assert tokens.tolist() == [2, 0]
     assert log_probs.tolist() == pytest.approx([math.log(0.7), math.log(0.1)])

@@ -38,7 +38,7 @@ def test_log_probs_are_those_of_a_full_forward_pass_of_the_library(
     for one in requests:
         for i in range(len(one.seeds)):
             sample = samples[one.request_id, i]
-            expected = full_log_probs(model, list(one.prompt_ids), sample.response_ids, one.sampling_params.temperature)
+            expected = full_log_probs(model, one, sample)
             assert sample.response_ids.dtype == np.int32
             assert sample.log_probs.dtype == np.float32
             worst = max(worst, float(np.abs(sample.log_probs - expected).max()))
@@ -215,7 +215,7 @@ def test_bfloat16_log_probs_are_near_those_of_float32(model_folders: dict[str, s
     model = AutoModelForCausalLM.from_pretrained(model_folders["qwen3"]).eval()
     one = request(0, [4, 5, 6], samples=3)
     for sample in collect(engine, [one]).values():
-        expected = full_log_probs(model, [4, 5, 6], sample.response_ids, 1.0)
+        expected = full_log_probs(model, one, sample)
         assert np.abs(sample.log_probs - expected).max() < 0.2
 
 

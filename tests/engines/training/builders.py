@@ -1,5 +1,6 @@
 """Tiny models, batches and engines."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.training.torch import TorchEngine
-from engines.types import TrainBatch
+from engines.types import KeptTokens, TrainBatch
 
 VOCABULARY = 321  # odd: it does not divide evenly over ranks
 
@@ -117,6 +118,12 @@ def make_engine(
     )
 
 
+def part_of(batch: TrainBatch, samples: slice) -> TrainBatch:
+    """Some of a batch's samples."""
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return TrainBatch(**{name: None if column is None else column[samples] for name, column in columns.items()})
+
+
 def make_batch(count: int = 12, seed: int = 0, **fields: bool) -> TrainBatch:
     """Samples of skewed lengths with masks that have holes; `old`, `rollout` and `ref` ask for those log-probs."""
     draw = np.random.default_rng(seed)
@@ -146,6 +153,28 @@ def make_batch(count: int = 12, seed: int = 0, **fields: bool) -> TrainBatch:
         values=numbers(),
         returns=numbers(),
     )
+
+
+def cut_vocabulary(batch: TrainBatch, seed: int = 0) -> TrainBatch:
+    """The same samples as if two tokens in three had been drawn from a part of the vocabulary, with log-probs near
+    those of a freshly initialised model within it."""
+    draw = np.random.default_rng(seed)
+
+    def part(token: int) -> np.ndarray:
+        if draw.random() > 2 / 3:
+            return np.zeros(0, np.int32)
+        return np.union1d(draw.choice(VOCABULARY, draw.integers(1, 200), replace=False), token)
+
+    pairs = zip(batch.input_ids, batch.response_lengths, strict=True)
+    kept = [KeptTokens.of([part(token) for token in ids[len(ids) - length :]]) for ids, length in pairs]
+    counts = [np.where(tokens.counts, tokens.counts, VOCABULARY) for tokens in kept]
+    shifts = [np.log(VOCABULARY / count).astype(np.float32) for count in counts]
+    fields = {
+        name: [values + shift for values, shift in zip(given, shifts, strict=True)]
+        for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs")
+        if (given := getattr(batch, name)) is not None
+    }
+    return replace(batch, kept=kept, **fields)
 
 
 def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from configs.schema.algorithm import AlgorithmConfig
 from storage.errors import StoreRefused
 from storage.store import Store, open_store
-from tests.engines.training.builders import make_batch, make_engine, weights_of
+from tests.engines.training.builders import make_batch, make_engine, part_of, weights_of
 
 EPS = 1e-5
 CLIP = 0.1
@@ -54,7 +54,7 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
     report["initial digest"] = engine.state_digest()
     report["initial checksums"] = [engine.weights_checksum(), engine.weights_checksum("bfloat16")]
     report["scores"] = [values.tolist() for values in engine.score(BATCH, "ref")]
-    single = dataclasses.replace(BATCH, **{f.name: getattr(BATCH, f.name)[:1] for f in dataclasses.fields(BATCH)})
+    single = part_of(BATCH, slice(1))
     report["one score"] = engine.score(single, "actor")[0].tolist()
 
     metrics = [

@@ -46,6 +46,21 @@ def test_entropy_is_that_of_the_categorical_distribution(differentiable: bool) -
     assert torch.allclose(entropy(logits, logits.logsumexp(-1), differentiable=differentiable), expected)
 
 
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize(("scale", "mean"), [(6.0, 0.0), (1.0, 100.0), (6.0, -1000.0)])
+def test_entropy_in_float32_does_not_cancel(scale: float, mean: float, differentiable: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 5000, generator=draw) * scale + mean
+    expected = torch.distributions.Categorical(logits=logits.double()).entropy()
+    found = entropy(logits, logits.logsumexp(-1), differentiable=differentiable)
+    assert (found.double() - expected).abs().max() < 2e-6
+
+
+def test_the_gradient_of_the_entropy_is_that_of_finite_differences() -> None:
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: entropy(x, x.logsumexp(-1), differentiable=True), logits)
+
+
 def test_entropy_computed_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.training.log_probs._ENTROPY_CHUNK", 100)
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from configs.schema.algorithm import AlgorithmConfig, KLType
 from engines.training.losses.aggregate import token_weights
 from engines.training.losses.kl import kl_divergence
 from engines.training.losses.policy import policy_loss
@@ -52,12 +53,77 @@ def test_kl_estimators_have_their_closed_forms() -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_k1_and_k3_are_unbiased(kind: str) -> None:
+def test_k1_and_k3_are_unbiased(kind: KLType) -> None:
     p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
     divergence = (p * (p / q).log()).sum()
-    estimate = (p * kl_divergence(p.log(), q.log(), kind)).sum()  # type: ignore[arg-type]
+    estimate = (p * kl_divergence(p.log(), q.log(), kind)).sum()
     assert estimate.item() == pytest.approx(divergence.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_the_expected_gradient_of_an_estimator_as_a_loss_is_that_of_the_divergence_it_stands_for(kind: KLType) -> None:
+    """Exact over a vocabulary of six: Σ π(a) ∇ estimate(a), which is what on-policy samples give on average."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=draw, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(6, generator=draw, dtype=torch.float64).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    sampled = (log_probs.detach().exp() * kl_divergence(log_probs, reference, kind)).sum()
+    reverse = (log_probs.exp() * (log_probs - reference)).sum()
+    forward = (reference.exp() * (reference - log_probs)).sum()
+    meant = {"k1": 0 * reverse, "k2": reverse, "k3": forward, "low_var_kl": forward}[kind]
+    (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(meant, logits)
+    assert torch.allclose(found, expected, atol=1e-14)
+
+
+def test_the_default_of_the_kl_loss_has_the_gradient_of_the_divergence() -> None:
+    assert AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1).kl_estimator == "k2"
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_gradients_of_the_estimators_are_those_of_finite_differences(kind: KLType) -> None:
+    reference = torch.tensor([-2.0, -1.0, -0.5, -3.0], dtype=torch.float64)
+    log_probs = torch.tensor([-0.1, -1.5, -2.5, -3.1], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind), log_probs)
+
+
+def test_gradients_of_the_policy_loss_are_those_of_finite_differences() -> None:
+    ppo_kl = log_ratio(1.5, 1.1, 0.5, 0.9, 10.0, 2.0).double().requires_grad_()
+    advantages = torch.tensor([2.0, -2.0, 2.0, -0.5, -1.0, -1.0], dtype=torch.float64)
+    clips = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": 3.0}
+    assert torch.autograd.gradcheck(lambda kl: policy_loss(kl, advantages, **clips)[0], ppo_kl)
+
+
+@pytest.mark.parametrize("far", [89.0, 200.0, 1e6])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_the_kl_loss_and_its_gradient_are_finite_however_far_the_policy_is_from_the_reference(
+    kind: KLType, far: float
+) -> None:
+    log_probs = torch.tensor([-far, -far, 0.0], requires_grad=True)
+    loss = kl_divergence(log_probs, torch.tensor([0.0, -2 * far, -far]), kind)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+    if kind != "k1":  # whose gradient is 1 everywhere; that of the others never leads further away
+        assert (log_probs.grad * (log_probs - torch.tensor([0.0, -2 * far, -far])) >= 0).all()
+
+
+@pytest.mark.parametrize("far", [89.0, 200.0, 1e6])
+def test_the_policy_loss_its_gradient_and_importance_weights_are_finite_however_far_the_policies_are(
+    far: float,
+) -> None:
+    ppo_kl = torch.tensor([-far, -far, -far, far, far], requires_grad=True)
+    loss, _ = policy_loss(ppo_kl, torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0]), eps_clip=0.2)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert loss[0].item() == pytest.approx(-1.2)
+    assert ppo_kl.grad is not None
+    assert ppo_kl.grad.isfinite().all()
+    weights, ratio = importance_weights(torch.tensor([0.0, -far]), torch.tensor([-far, 0.0]), low=0.5, high=2.0)
+    assert weights.tolist() == [2.0, 0.5]
+    assert ratio.isfinite().all()
 
 
 def test_low_var_kl_is_limited_and_k3_is_not() -> None:
@@ -73,11 +139,29 @@ def test_importance_weights_are_the_ratio_of_trainer_to_rollout_within_bounds() 
 
 
 def test_the_sample_mean_weighs_samples_alike_and_counts_those_without_trained_tokens() -> None:
-    assert token_weights([4, 0, 1, 2], per_token=False) == [1 / 16, 1 / 4, 1 / 4, 1 / 8]
+    weights = token_weights([4, 0, 1, 2], AlgorithmConfig())
+    assert [weight.loss for weight in weights] == [1 / 16, 1 / 4, 1 / 4, 1 / 8]
+    assert [weight.mean for weight in weights] == [weight.loss for weight in weights]
 
 
 def test_the_token_mean_weighs_tokens_alike() -> None:
-    assert token_weights([4, 0, 1, 5], per_token=True) == [0.1] * 4
+    assert token_weights([4, 0, 1, 5], AlgorithmConfig(calculate_per_token_loss=True)) == [(0.1, 0.1)] * 4
+
+
+def test_a_constant_divisor_weighs_tokens_alike_whatever_the_lengths_are_and_leaves_means_means() -> None:
+    """Dr. GRPO: the second batch has one more token in a sample, and no other token's weight changes."""
+    algorithm = AlgorithmConfig(loss_scale_factor=8)
+    for counts in ([4, 0, 1, 5], [4, 0, 2, 5]):
+        weights = token_weights(counts, algorithm)
+        assert [weight.loss for weight in weights] == [1 / 32] * 4
+        assert [weight.mean for weight in weights] == [
+            weight.mean for weight in token_weights(counts, AlgorithmConfig())
+        ]
+
+
+def test_a_constant_divisor_and_the_token_mean_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"loss_scale_factor \(8\) and calculate_per_token_loss \(true\) exclude each"):
+        AlgorithmConfig(loss_scale_factor=8, calculate_per_token_loss=True)
 
 
 def test_a_value_that_moved_beyond_the_clip_towards_its_return_has_no_gradient() -> None:

@@ -12,7 +12,7 @@ from engines.models import load_causal_lm
 from engines.training.errors import NotFinite
 from engines.training.torch import TorchEngine
 from engines.types import TrainBatch
-from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
+from tests.engines.training.builders import make_batch, make_engine, model_folder, part_of, weights_of
 
 EPS = 1e-5  # of Adam, large enough for a gradient near zero not to turn its rounding into a step of full size
 
@@ -77,12 +77,15 @@ def reference_update(
             pg = pg * tis.clamp(0.5, 1.5)
             kl = torch.exp(ref - logp) - 1 - (ref - logp)
             entropy = -(table.exp() * table).sum(-1)
-            scale = 1 / tokens if algorithm.calculate_per_token_loss else 1 / (len(batch) * max(1, int(mask.sum())))
+            mean = 1 / tokens if algorithm.calculate_per_token_loss else 1 / (len(batch) * max(1, int(mask.sum())))
+            constant = algorithm.loss_scale_factor
+            scale = mean if constant is None else 1 / (len(batch) * constant)
             per_token = pg - algorithm.entropy_coef * entropy + algorithm.kl_loss_coef * kl
             total = total + (per_token * mask).sum() * scale
-            for name, value in (("pg_loss", pg), ("entropy_loss", entropy), ("kl_loss", kl), ("tis", tis)):
-                metrics[name] += ((value * mask).sum() * scale).item()
-            metrics["ppo_kl"] += (((old - logp) * mask).sum() * scale).item()
+            metrics["pg_loss"] += ((pg * mask).sum() * scale).item()
+            for name, value in (("entropy_loss", entropy), ("kl_loss", kl), ("tis", tis)):
+                metrics[name] += ((value * mask).sum() * mean).item()
+            metrics["ppo_kl"] += (((old - logp) * mask).sum() * mean).item()
         total.backward()
         metrics["loss"] = total.item()
         metrics["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
@@ -91,12 +94,15 @@ def reference_update(
     return {name: p.detach() for name, p in model.named_parameters()}, history
 
 
-@pytest.mark.parametrize("per_token", [False, True])
+AGGREGATIONS = [{}, {"calculate_per_token_loss": True}, {"loss_scale_factor": 12}]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_updates_equal_those_written_out_in_plain_pytorch(
-    folder: Path, batch: TrainBatch, per_token: bool, temperature: float
+    folder: Path, batch: TrainBatch, aggregation: dict[str, object], temperature: float
 ) -> None:
-    algorithm = FULL.model_copy(update={"calculate_per_token_loss": per_token})
+    algorithm = FULL.model_copy(update=aggregation)
     expected, history = reference_update(folder, batch, algorithm, temperature, updates=3)
     engine = make_engine(folder, algorithm=algorithm, temperature=temperature, max_tokens_per_gpu=150, adam_eps=EPS)
     for metrics in history:
@@ -116,9 +122,11 @@ def test_other_architectures_train_alike_and_without_dropout(tmp_path: Path, bat
         assert torch.allclose(weight, expected[name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_micro_batches_change_nothing_but_rounding(folder: Path, batch: TrainBatch, per_token: bool) -> None:
-    algorithm = FULL.model_copy(update={"calculate_per_token_loss": per_token})
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_micro_batches_change_nothing_but_rounding(
+    folder: Path, batch: TrainBatch, aggregation: dict[str, object]
+) -> None:
+    algorithm = FULL.model_copy(update=aggregation)
     whole = make_engine(folder, algorithm=algorithm, adam_eps=EPS)
     cut = make_engine(folder, algorithm=algorithm, adam_eps=EPS, max_tokens_per_gpu=70)
     assert train(cut, batch) == pytest.approx(train(whole, batch), rel=1e-4, abs=1e-6)
@@ -139,7 +147,7 @@ def test_recomputed_activations_give_the_same_update(folder: Path, batch: TrainB
 
 def test_a_sample_without_trained_tokens_adds_nothing_but_counts_in_the_mean(folder: Path, batch: TrainBatch) -> None:
     masked = dataclasses.replace(batch, loss_mask=[np.zeros_like(batch.loss_mask[0]), *batch.loss_mask[1:]])
-    rest = TrainBatch(**{f.name: getattr(batch, f.name)[1:] for f in dataclasses.fields(batch)})
+    rest = part_of(batch, slice(1, None))
     with_it, without = (
         train(make_engine(folder, algorithm=FULL), masked),
         train(make_engine(folder, algorithm=FULL), rest),
@@ -163,8 +171,7 @@ def test_several_steps_are_contiguous_parts_of_the_batch_in_order(folder: Path, 
     result = together.train(batch, num_steps=3, expected_version=0, input_digest="d")
     parts = []
     for start in range(0, 12, 4):
-        part = {f.name: getattr(batch, f.name)[start : start + 4] for f in dataclasses.fields(batch)}
-        parts.append(train(apart, TrainBatch(**part)))
+        parts.append(train(apart, part_of(batch, slice(start, start + 4))))
     assert together.state_digest() == apart.state_digest()
     assert result.weight_version == 3
     assert result.metrics["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3)

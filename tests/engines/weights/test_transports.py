@@ -85,7 +85,6 @@ def test_a_server_maps_what_the_trainer_shares_with_it(
 ) -> None:
     """The way of a colocated fleet, but for the memory, which is the machine's here and a GPU's there."""
     (engine,) = fleet.rollout
-    monkeypatch.setattr(engine, "gpu_ids", ("0",))
     monkeypatch.setattr(engine, "ranks", range(1))
     version = train_once(fleet)
     send(fleet, version, by("tensor", tmp_path, update_weight_buffer_size=100_000))

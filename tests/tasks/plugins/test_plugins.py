@@ -1,12 +1,11 @@
-"""User code is found by name, and its source identifies it."""
+"""User code is found by name."""
 
-import hashlib
 import sys
 from pathlib import Path
 
 import pytest
 
-from tasks.plugins import BadPlugin, load_callable, source_digest
+from tasks.plugins import BadPlugin, load_callable
 
 
 @pytest.fixture
@@ -58,15 +57,3 @@ def test_files_of_one_name_in_two_folders_do_not_meet(code):
 def test_what_cannot_be_loaded_is_named_with_the_way_out(code, path, message):
     with pytest.raises(BadPlugin, match=message):
         load_callable(path)
-
-
-def test_the_digest_is_that_of_the_source_file(code):
-    expected = hashlib.sha256((code / "custom.py").read_bytes()).hexdigest()
-    assert source_digest(load_callable("custom.py:double")) == expected
-    assert source_digest(load_callable("custom.py:add")) == expected
-    assert source_digest(load_callable("cairn_test_package.inner.triple")) != expected
-
-
-def test_code_without_python_source_has_no_digest():
-    with pytest.raises(BadPlugin, match="no Python source file"):
-        source_digest(load_callable("math.sqrt"))

@@ -1,11 +1,21 @@
 """What counts as a right answer."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 from configs.schema.reward import RewardConfig
 from tasks.plugins import BadPlugin, load_callable
 from tasks.rewards import exact_match, get_grader, math, random
-from tasks.rewards.boxed import last_boxed
+from tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
+
+MATH_ANSWERS = [
+    (entry["kind"], response, entry["label"], verdict)
+    for entry in yaml.safe_load(Path(__file__).with_name("math_answers.yaml").read_text())
+    for verdict in ("right", "wrong")
+    for response in entry[verdict]
+]
 
 
 @pytest.mark.parametrize(
@@ -15,15 +25,37 @@ from tasks.rewards.boxed import last_boxed
         (r"first \boxed{1}, then \boxed{2}.", "2"),
         (r"\boxed{\frac{1}{2}} !", r"\frac{1}{2}"),
         (r"\boxed{a{b}{c{d}}}}", "a{b}{c{d}}"),
-        (r"\boxed{3} and \boxed{4", "3"),
         (r"\boxed{}", ""),
         (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{[0, 1\}}", r"[0, 1\}"),
         ("no box", None),
-        (r"\boxed{", None),
+        (r"\boxed 7", None),
     ],
 )
-def test_the_last_whole_box_is_found(text, answer):
+def test_the_last_box_is_found(text, answer):
     assert last_boxed(text) == answer
+
+
+@pytest.mark.parametrize(
+    "text", [r"\boxed{", r"\boxed{18", r"\boxed{3} and \boxed{4", r"\boxed{\boxed{5}", r"\boxed{7\}"]
+)
+def test_a_text_that_ends_within_its_last_box_holds_no_answer(text):
+    with pytest.raises(UnclosedBox):
+        last_boxed(text)
+    for grader in (math, exact_match):
+        assert grader.grade(f"it is 18: {text}", "18", {}) == 0.0
+
+
+def test_what_was_thought_is_no_answer():
+    assert after_thinking("<think>1</think>2</think>3") == "3"
+    assert after_thinking("1</think>2") == "2"
+    assert after_thinking("2") == "2"
+    assert after_thinking("<think>1</think><think>2") == ""
+    assert exact_match.grade(r"<think>\boxed{18}</think> 20", "20", {}) == 1.0
+    assert exact_match.grade("<think>it is 18", "18", {}) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -60,29 +92,9 @@ def test_exact_match_takes_nothing_else(response, label):
     assert exact_match.grade(response, label, {}) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("response", "label"),
-    [
-        (r"The answer is \boxed{72}.", "72"),
-        (r"\boxed{\frac12}", "0.5"),
-        (r"\boxed{0.5}", r"we get $\boxed{\frac{1}{2}}$"),
-        (r"\boxed{1+x^2}", "x^2+1"),
-        (r"\boxed{71}, no: \boxed{72}", "72"),
-        ("so he pays 1234 dollars", "1,234"),
-        ("the answer is 33", "033"),
-        (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
-    ],
-)
-def test_math_takes_what_is_equal(response, label):
-    assert math.grade(response, label, {}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "label"),
-    [(r"\boxed{71}", "72"), (r"\boxed{72}, no: \boxed{71}", "72"), ("", "7"), ("<<<{{", "7"), (r"\boxed{}", "7")],
-)
-def test_math_takes_nothing_else(response, label):
-    assert math.grade(response, label, {}) == 0.0
+@pytest.mark.parametrize(("kind", "response", "label", "verdict"), MATH_ANSWERS)
+def test_math_judges_an_answer_as_a_reader_would(kind, response, label, verdict):
+    assert math.grade(response, label, {}) == (verdict == "right"), kind
 
 
 def test_a_label_that_cannot_be_met_is_an_error_and_not_a_wrong_answer():

@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from engines.errors import EngineError, RequestRefused
 from engines.rollout.sglang.engine import SGLangEngine
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from tests.engines.rollout.models import full_log_probs
 from tests.sglang_server import once_decoding
 
 pytestmark = pytest.mark.timeout(600)
@@ -49,6 +51,31 @@ def test_every_sample_comes_with_the_log_probs_of_its_tokens(
     assert all(1 <= len(c.response_ids) == len(c.log_probs) <= 16 for c in done)
     assert {c.finish_reason for c in done} <= {FinishReason.STOP, FinishReason.LENGTH}
     assert worst_difference(model, asked, done) < 1e-4
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.05, "top_k": 40}, {"top_k": 3}])
+def test_a_sample_by_top_p_and_top_k_comes_with_what_its_tokens_were_drawn_from(
+    engine: SGLangEngine, model: PreTrainedModel, cut: dict[str, Any]
+) -> None:
+    asked = requests(6, temperature=0.8, return_kept=True, **cut)
+    done = generate(engine, asked)
+    sizes = []
+    for completion in done:
+        kept = completion.kept
+        assert kept is not None
+        assert len(kept) == len(completion.response_ids)
+        assert kept.first_without(completion.response_ids) is None
+        expected = full_log_probs(model, asked[completion.request_id], completion)
+        assert np.abs(expected - completion.log_probs).max() < 1e-4
+        sizes += kept.counts.tolist()
+    assert min(sizes) >= 1
+    assert max(sizes) <= cut["top_k"]
+    assert ("top_p" in cut) == (min(sizes) < cut["top_k"]), "the witness of what cut the vocabulary"
+
+
+def test_what_a_sample_was_drawn_from_is_refused_beyond_what_the_server_reports(engine: SGLangEngine) -> None:
+    with pytest.raises(RequestRefused, match="return_sampling_mask requires"):
+        generate(engine, requests(1, 1, top_p=0.8, return_kept=True))
 
 
 def test_stop_tokens_end_a_response_and_are_its_last_token(engine: SGLangEngine) -> None:
@@ -95,9 +122,15 @@ def test_a_weight_that_the_model_does_not_have_is_refused(engine: SGLangEngine) 
 
 def test_an_aborted_generation_gives_all_as_far_as_it_came(engine: SGLangEngine) -> None:
     with once_decoding(engine.health, engine.abort):
-        done = generate(engine, requests(16, max_new_tokens=400))
+        done = generate(engine, requests(16, max_new_tokens=400, top_k=40, return_kept=True))
     assert len(done) == 64
     assert FinishReason.ABORT in {c.finish_reason for c in done}
+    begun = [c for c in done if len(c.response_ids)]
+    assert begun
+    for completion in begun:
+        assert completion.kept is not None
+        assert len(completion.kept) == len(completion.response_ids) == len(completion.log_probs)
+        assert completion.kept.first_without(completion.response_ids) is None
     assert len(generate(engine, requests(2))) == 8
 
 

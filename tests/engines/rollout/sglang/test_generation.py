@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.errors import EngineDied, EngineError, EngineTimeout, RequestRefused
+from engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
 from engines.rollout.sglang.engine import SGLangEngine
 from engines.rollout.sglang.generation import ATTEMPTS, Generation
 from engines.rollout.sglang.loads import Loads
@@ -265,6 +265,17 @@ def test_a_failure_is_told_after_a_few_attempts_and_at_once_where_there_is_one_s
     with relay(route.url, [failure] * 9) as (url, seen), pytest.raises(error):
         collect(generation(Route.to(url)).run(requests(1, samples=1)))
     assert len(seen) == 1
+
+
+def test_a_prompt_is_at_fault_only_where_every_server_still_answers(route: Route) -> None:
+    def failure(status: int, servers: tuple[str, ...]) -> type[Exception]:
+        with relay(route.url, [status] * 9) as (url, _), pytest.raises(EngineError) as raised:
+            collect(generation(Route(url, servers)).run(requests(1, samples=1)))
+        return raised.type
+
+    assert failure(500, route.servers) is GenerationFailed
+    assert failure(500, (*route.servers, "http://127.0.0.1:9")) is EngineError
+    assert failure(503, route.servers) is EngineError
 
 
 def test_a_refusal_is_not_asked_again(route: Route) -> None:

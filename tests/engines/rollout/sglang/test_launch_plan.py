@@ -1,12 +1,17 @@
 """What is launched for a configuration, as a table, and what cannot be launched, in a sentence each."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from configs.schema.rollout import RolloutConfig
-from engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan, launch_plan, plan_problems
+from engines.errors import EngineError
+from engines.rollout.sglang.kept import kept_problems
+from engines.rollout.sglang.launch import launch
+from engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan, Place, launch_plan, plan_problems
+from engines.rollout.sglang.server import ExternalServer
 
 PREFILL = {"disaggregation_mode": "prefill"}
 DECODE = {"disaggregation_mode": "decode"}
@@ -30,8 +35,8 @@ def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
         ({"sglang": {"tp_size": 2}}, [EnginePlan(options={"tp_size": 2})], None),
         ({"num_gpus_per_engine": 4}, [EnginePlan(num_gpus=4, options={"tp_size": 4})], None),
         (
-            {"num_gpus_per_engine": 4, "sglang": {"pp_size": 2}},
-            [EnginePlan(num_gpus=4, options={"pp_size": 2, "tp_size": 2})],
+            {"num_gpus_per_engine": 4, "sglang": {"dp_size": 4, "enable_dp_attention": True}},
+            [EnginePlan(num_gpus=4, options={"dp_size": 4, "enable_dp_attention": True, "tp_size": 4})],
             None,
         ),
         ({"num_gpus_per_engine": 16}, [EnginePlan(nnodes=2, num_gpus=8, options={"tp_size": 16})], None),
@@ -88,8 +93,13 @@ def test_a_configuration_launches(
     [
         ({"num_gpus_per_engine": 1.5}, "num_gpus_per_engine is at most 1 or a whole number"),
         ({"num_gpus_per_engine": 12}, "an engine of 12 GPUs does not fill whole machines of 8"),
-        ({"num_gpus_per_engine": 4, "sglang": {"tp_size": 2}}, "tp_size × pp_size is 2, but an engine has 4 GPUs"),
-        ({"num_gpus_per_engine": 4, "sglang": {"pp_size": 3}}, "cannot be cut into pp_size = 3 stages"),
+        ({"num_gpus_per_engine": 4, "sglang": {"tp_size": 2}}, "tp_size is 2, but an engine has 4 GPUs"),
+        ({"num_gpus_per_engine": 4, "sglang": {"pp_size": 2}}, "new weights do not reach the stages of a pipeline"),
+        ({"num_gpus_per_engine": 4, "sglang": {"dp_size": 2}}, "SGLang takes new weights for one copy of a model"),
+        (
+            groups({"num_engines": 1, "overrides": {"pp_size": 2}}),
+            "new weights do not reach the stages of a pipeline",
+        ),
         (groups({"worker_type": "prefill", "num_engines": 1}) | {"router": {}}, "has prefill servers but no decode"),
         (groups({"worker_type": "decode", "num_engines": 1}) | {"router": {}}, "has decode servers but no prefill"),
         (
@@ -122,3 +132,41 @@ def test_what_cannot_be_launched_is_one_sentence(options: dict[str, Any], senten
 def test_engines_are_counted_once(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentences"),
+    [
+        ({}, []),
+        ({"rollout_top_k": 50}, []),
+        ({"rollout_top_k": 50, "rollout_top_p": 0.9}, []),
+        ({"rollout_top_p": 0.9}, ["sampling_mask_max_tokens (4096) alone: set rollout_top_k to some number up to it"]),
+        ({"rollout_top_k": 5000}, ["rollout.rollout_top_k is 5000, but SGLang reports"]),
+        ({"rollout_top_k": 5000, "sglang": {"sampling_mask_max_tokens": 6000}}, []),
+        (
+            {"rollout_top_k": 50, "sglang": {"speculative_algorithm": "EAGLE"}},
+            ["while it decodes speculatively: leave speculative_algorithm out"],
+        ),
+        (
+            {"rollout_top_k": 50, "router": {}}
+            | groups({"worker_type": "prefill", "num_engines": 1}, {"worker_type": "decode", "num_engines": 1}),
+            ["prefill and decode servers do not report"],
+        ),
+    ],
+)
+def test_a_truncation_that_servers_cannot_report_is_refused_for_training(
+    options: dict[str, Any], sentences: list[str]
+) -> None:
+    problems = list(kept_problems(config(**options)))
+    assert len(problems) == len(sentences)
+    assert all(sentence in problem for problem, sentence in zip(problems, sentences, strict=True))
+
+
+def test_a_server_that_runs_elsewhere_and_would_not_get_all_weights_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ExternalServer, "wait_ready", lambda *_: None)
+    monkeypatch.setattr(ExternalServer, "options", lambda _: {"tp_size": 2, "pp_size": 2})
+    elsewhere = EnginePlan(external_url="http://a:1")
+    with pytest.raises(EngineError, match=r"http://a:1 of rollout\.external_urls has pp_size = 2, and new"):
+        launch("model", config(), "cpu", elsewhere, Place(), tmp_path / "log", 1)

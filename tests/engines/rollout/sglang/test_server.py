@@ -1,5 +1,6 @@
 """A server leaves nothing behind, however its owner ends, and says why it did not start."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engines.errors import EngineDied
+from configs.schema.rollout import RolloutConfig
+from engines.errors import EngineDied, EngineError
 from engines.rollout.sglang.installation import STAND_INS, Installation, SGLangMissing, option_problems, router_problems
+from engines.rollout.sglang.launch import launch
+from engines.rollout.sglang.launch_plan import EnginePlan, Place
+from engines.rollout.sglang.model_code import code_problem
 from engines.rollout.sglang.server import Server
 from tests.waiting import wait_for
 
@@ -103,13 +108,14 @@ def test_unknown_options_and_those_that_cairn_sets_are_named() -> None:
         option_problems(
             Installation.find(),
             "rollout.sglang",
-            {"rpc_ipc_name": "x", "attention_backnd": "triton", "port": 1, "tp_size": 2},
+            {"rpc_ipc_name": "x", "attention_backnd": "triton", "port": 1, "tp_size": 2, "api_key": "hunter2"},
         )
     )
     assert problems == [
         "rollout.sglang.rpc_ipc_name is not an option of SGLang 0.5.21; did you mean otlp_service_name?",
         "rollout.sglang.attention_backnd is not an option of SGLang 0.5.21; did you mean attention_backend?",
         "rollout.sglang.port is set by Cairn itself; leave it out",
+        "rollout.sglang.api_key is a secret, and configurations are recorded with the run: leave it out",
     ]
 
 
@@ -139,6 +145,33 @@ def test_a_command_line_spells_options_as_sglang_does() -> None:
         *("-m", "sglang.launch_server", "--tp-size", "2", "--disable-radix-cache", "--no-lora-strict-loading"),
         *("--lora-paths", "a", "b", "--sidecar-args", '["c"]', "--mm-process-config", '{"image": true}'),
     ]
+
+
+def test_a_server_inherits_nothing_that_changes_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"SGLANG_CACHE_DIR": "/cache", "CUDA_VISIBLE_DEVICES": "0", "NCCL_SOCKET_IFNAME": "eth0"}
+    dropped = {
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        "SGLANG_AN_OPTION_OF_TOMORROW": "1",
+        "SGL_FORCE_SHUTDOWN": "1",
+        "FLASHINFER_NVFP4_4OVER6": "1",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+        "PYTHONPATH": "/elsewhere",
+    }
+    for name, value in (kept | dropped).items():
+        monkeypatch.setenv(name, value)
+    environment = Installation.find().environment(on_cpu=False, num_threads=1)
+    assert {name: environment[name] for name in kept} == kept
+    assert dropped.keys() & environment.keys() == set()
+
+
+@pytest.mark.parametrize("place", ["config", "text_config"])
+def test_a_model_folder_with_code_of_its_own_is_given_to_no_server_unasked(place: str, tmp_path: Path) -> None:
+    code = {"auto_map": {"AutoModel": "evil.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(code if place == "config" else {"text_config": code}))
+    config = RolloutConfig(engine="sglang", num_rollout=1, rollout_batch_size=1, rollout_max_response_len=8)
+    with pytest.raises(EngineError, match=r"names code of its own \(auto_map\), which SGLang may run"):
+        launch(str(tmp_path), config, "cpu", EnginePlan(), Place(), tmp_path / "log", 1)
+    assert code_problem(str(tmp_path), {"trust_remote_code": True}) is None
 
 
 def test_stand_ins_are_set_for_that_process_alone_and_another_version_of_sglang_is_refused_them() -> None:

@@ -11,7 +11,9 @@ from tests.waiting import wait_for
 
 
 @contextmanager
-def watched(answer: Callable[[int], None], least: float, paused: bool = False) -> Iterator[tuple[Watch, list[str]]]:
+def watched(
+    answer: Callable[[int], None], least: float, paused: bool = False, first_wait: float = 0
+) -> Iterator[tuple[Watch, list[str]]]:
     """A watch over a server that calls `answer` with the number of each question before it answers; what it says."""
     asked: list[str] = []
 
@@ -29,7 +31,7 @@ def watched(answer: Callable[[int], None], least: float, paused: bool = False) -
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads, server.block_on_close = True, False
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        watch = Watch(f"http://127.0.0.1:{server.server_port}", 0.05, least, said.append)
+        watch = Watch(f"http://127.0.0.1:{server.server_port}", 0.05, least, said.append, first_wait=first_wait)
         if paused:
             watch.pause()
         try:
@@ -49,6 +51,13 @@ def test_silence_is_told_once_and_not_within_a_pause() -> None:
     assert len(said) == 1
     assert "SGLang server" in said[0]
     assert "did not answer for 0.5 s" in said[0]
+
+
+def test_a_server_that_is_still_compiling_is_not_asked() -> None:
+    began = time.monotonic()
+    with watched(lambda _: time.sleep(60), least=0.3, first_wait=2) as (_, said):
+        wait_for(lambda: said)
+    assert time.monotonic() - began > 2.3
 
 
 def test_a_second_question_may_be_answered_where_the_first_was_not() -> None:

@@ -16,12 +16,13 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.weights.checksum import weights_checksum
-from tests.engines.training.builders import make_batch
+from tests.engines.training.builders import cut_vocabulary, make_batch
 
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
-PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo", "num_critic_only_steps": 1})
+PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo", "num_critic_only_steps": 1, "loss_scale_factor": 12})
 BATCH = make_batch(14, old=True, rollout=True, ref=True)
+CUT = cut_vocabulary(BATCH)
 UPDATES = 5
 TRAINING: dict[str, Any] = {
     "lr": 1e-3,
@@ -44,6 +45,8 @@ class Case:
     family: str = "qwen3"
     per_token: bool = False
     critic: bool = False
+    cut: bool = False
+    """Whether most tokens were drawn from a part of the vocabulary."""
     training: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,9 +58,9 @@ class Case:
         return self.dtype == "bfloat16"
 
     @property
-    def reference(self) -> tuple[str, bool, bool, bool]:
+    def reference(self) -> tuple[str, bool, bool, bool, bool]:
         """Cases that have it in common are held against the same updates."""
-        return self.family, self.per_token, self.bfloat16, self.critic
+        return self.family, self.per_token, self.bfloat16, self.critic, self.cut
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -78,9 +81,9 @@ CASES = [
     Case("one rank, Llama 3", 1, family="llama"),
     Case("one rank, Qwen3-MoE", 1, family="qwen3_moe"),
     Case("one rank, GLM-4", 1, family="glm4"),
-    Case("one rank, recompute", 1, training={"gradient_checkpointing": True}),
+    Case("one rank, recompute, top-p", 1, cut=True, training={"gradient_checkpointing": True}),
     Case("TP 2", 2, TP),
-    Case("TP 2, SP", 2, SP),
+    Case("TP 2, SP, top-p", 2, SP, cut=True),
     Case("TP 2, SP, Qwen2.5", 2, SP, family="qwen2"),
     Case("TP 2, Llama 3", 2, TP, family="llama"),
     Case("TP 2, SP, recompute", 2, SP, training={"gradient_checkpointing": True}),
@@ -89,12 +92,12 @@ CASES = [
     Case("DP 2, distributed optimizer, bfloat16", 2, ZERO, training={"dtype": "bfloat16"}),
     Case("PP 2", 2, PP),
     Case("PP 2, Llama 3.1", 2, PP, family="llama3.1"),
-    Case("PP 2, VPP 2", 2, VPP),
+    Case("PP 2, VPP 2, top-p", 2, VPP, cut=True),
     Case("DP 2", 2),
     Case("DP 2, loss per token", 2, per_token=True),
-    Case("DP 2, distributed optimizer", 2, ZERO),
+    Case("DP 2, distributed optimizer, top-p", 2, ZERO, cut=True),
     Case("DP 2, distributed optimizer, overlap", 2, OVERLAP),
-    Case("CP 2", 2, CP),
+    Case("CP 2, top-p", 2, CP, cut=True),
     Case("CP 2, loss per token", 2, CP, per_token=True),
     Case("TP 2, SP, PPO", 2, SP, critic=True),
     Case("PP 2, PPO", 2, PP, critic=True),
@@ -108,7 +111,7 @@ CASES = [
     Case("TP 2 × PP 2", 4, {**SP, **PP}),
     Case("TP 2 × PP 2, VPP 2", 4, {**SP, **VPP}),
     Case("TP 2 × DP 2", 4, {**SP, **ZERO}),
-    Case("TP 2 × CP 2", 4, {**SP, **CP}),
+    Case("TP 2 × CP 2, top-p", 4, {**SP, **CP}, cut=True),
     Case("PP 2 × DP 2", 4, {**PP, **ZERO}, per_token=True),
     Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe"),
 ]
@@ -121,16 +124,17 @@ WATCHED = "TP 2 × PP 2"
 def five_updates(engine: Any, case: Case) -> dict[str, Any]:
     """What scores, metrics and first digests an engine gives; with a critic, which alone is trained first, its values
     too, before and after."""
+    batch = CUT if case.cut else BATCH
     roles = ["actor", *(["critic"] if case.critic else [])]
     report: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
-    report["scores"] = [values.tolist() for role in roles for values in engine.score(BATCH, role)]
+    report["scores"] = [values.tolist() for role in roles for values in engine.score(batch, role)]
     report["metrics"] = [
         engine.train(
-            BATCH, num_steps=1, expected_version=version, input_digest="d", train_actor=version > 0 or not case.critic
+            batch, num_steps=1, expected_version=version, input_digest="d", train_actor=version > 0 or not case.critic
         ).metrics
         for version in range(UPDATES)
     ]
-    report["scores"] += [values.tolist() for role in roles[1:] for values in engine.score(BATCH, role)]
+    report["scores"] += [values.tolist() for role in roles[1:] for values in engine.score(batch, role)]
     return report
 
 

@@ -1,0 +1,63 @@
+"""What a driver does when replay gives other weights than were committed (`recovery.on_divergence`)."""
+
+from configs.errors import ConfigError
+from configs.loader import from_manifest
+from configs.schema.run import RunConfig
+from flows.events import OnEvent
+from flows.fork import CannotFork, fork
+from storage import layout
+from storage.commits import Commit, Step
+from storage.errors import Retired
+from storage.ledger import Ledger
+from storage.retention import is_retired
+from storage.store import open_store
+from tasks.events import Message
+from tasks.recovery import ReplayDiverged
+
+
+def fork_after_divergence(
+    store_url: str, run: str, error: ReplayDiverged, on_event: OnEvent, given: RunConfig | None = None
+) -> str:
+    """Fork the run at its newest checkpoint, as it asks for, unless that was done; returns the fork's name. The fork's
+    manifest says why there is one.
+
+    The iterations after the checkpoint are done again by the fork: what they committed stays with the run. `given`:
+    the recipe, where the user gave one. Raises `error` where the run asks to stop, and says so where there is no
+    checkpoint to go on from, or none that a fork would help.
+    """
+    ledger = Ledger.open(open_store(store_url), run)
+    if from_manifest(ledger.manifest.config).recovery.on_divergence == "stop":
+        raise error
+    saved = newest_restore_point(ledger)
+    if saved is None:
+        raise ReplayDiverged(f"{error}. No checkpoint is there to fork the run at: set checkpoint.save_interval")
+    if ledger.find(saved.iteration + 1, Step.TRAIN) is None:
+        raise ReplayDiverged(
+            f"{error}. Nothing was replayed: the checkpoint itself diverges, for a fork of the run too"
+        )
+    name = f"{run}-from-{layout.digits(saved.iteration)}"
+    try:
+        if not _is_there(ledger, name, saved.iteration):
+            fork(ledger, saved.iteration, name, reason=str(error), given=given)
+    except (CannotFork, ConfigError, Retired, ValueError) as why:
+        raise ReplayDiverged(f"{error}. The run cannot be forked as {name} either: {why}") from why
+    on_event(Message(str(error), "warning"))
+    on_event(Message(f"Run {run} stays as it is; its fork {name} goes on from iteration {saved.iteration}", "warning"))
+    return name
+
+
+def newest_restore_point(ledger: Ledger) -> Commit | None:
+    """The newest checkpoint of a run, or of what it shares with its parent, that has its files."""
+    for iteration in range(ledger.last_iteration() or 0, -1, -1):
+        saved = ledger.find(iteration, Step.CHECKPOINT)
+        if saved is not None and not is_retired(ledger, saved):
+            return saved
+    return None
+
+
+def _is_there(ledger: Ledger, name: str, iteration: int) -> bool:
+    """Whether a driver has made this fork before."""
+    if not ledger.store.exists(layout.run_manifest(name)):
+        return False
+    parent = Ledger.open(ledger.store, name).manifest.parent
+    return parent is not None and (parent.run, parent.iteration) == (ledger.run, iteration)

@@ -1,0 +1,265 @@
+"""One grader process: fresh from Python, with the code that the run recorded, killed when it gets nowhere.
+
+How grading a sample ends, and whose doing that is:
+
+| the process | verdict |
+|---|---|
+| answers | what the grader says |
+| answers that memory, disk, files or processes ran out (memory: where no `rm_memory` was set) | the machine's |
+| computes for `rm_timeout` seconds | the sample's |
+| computes and sleeps for `rm_timeout` seconds of its own (`tasks.rewards.clock`), sleeping the longer | the sample's |
+| ends itself or hangs up: an exit code, a signal such as SIGSEGV, a closed connection | the sample's |
+| is ended from outside: SIGKILL as by the OOM killer, SIGTERM, SIGBUS where memory or disk ran out | the machine's |
+| is stopped, or has got nowhere for `PATIENCE` times `rm_timeout` seconds on the wall clock | the machine's |
+
+Whatever the verdict, one of them is not the end of it: see `tasks.rewards.pool`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+
+from tasks.rewards import NamedGrader, grader_version
+from tasks.rewards.clock import OwnTime
+from tasks.rewards.worker import Answer, Whose
+
+START_TIMEOUT = 120.0
+"""Seconds that a grader process may take to import its grader."""
+STARTS = 3
+"""Times that it may be killed, or be too late, while it does."""
+PATIENCE = 30
+"""A machine that gives a grader less than a thirtieth of a core is given up on."""
+TICK = 0.25
+"""Seconds between two looks at a process that has not answered."""
+
+_STDERR = 2
+_TO_END = 10.0
+"""Seconds that a process which hung up may take to be gone."""
+_FROM_OUTSIDE = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS, signal.SIGPWR}
+)
+
+
+class GraderFailed(Exception):
+    """No grader process runs: its import failed, its code is not what the run recorded, or the pool is closed."""
+
+
+class GraderUnavailable(GraderFailed):
+    """The machine does not let the grader work, or what it asks does not answer: a new try may help."""
+
+
+class Blame(StrEnum):
+    """Whose doing it was that a sample has no grade."""
+
+    SAMPLE = "sample"
+    """The grader itself, over this sample, as far as this process shows."""
+    SAMPLE_FOR_SURE = "sample for sure"
+    """It computed for longer than it may: nothing outside adds to the CPU time of a process that saw only this."""
+    MACHINE = "machine"
+    """Something that happened to the process."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A process that ended, or was ended, over a sample."""
+
+    blame: Blame
+    error: str
+
+
+class GraderProcess:
+    """Started when it is first needed, and again after it ended."""
+
+    def __init__(self, grader: NamedGrader, timeout: float, memory: int | None, transient: Sequence[str]) -> None:
+        """`timeout` in seconds of its own for each sample, `memory` in bytes, `transient` as in `RetryConfig`."""
+        self._grader = grader
+        self._timeout = timeout
+        self._tick = min(TICK, timeout / 8)
+        self._arguments = (memory, tuple(transient))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._stopped = False
+        self._lock = threading.Lock()
+        """Held while the process is exchanged: `stop` comes from another thread."""
+
+    def grade(self, samples: Sequence[Any]) -> list[Answer | Lost]:
+        """The outcome of each sample, in their order. Raises GraderFailed."""
+        outcomes: list[Answer | Lost] = []
+        while len(outcomes) < len(samples):
+            outcomes += self._grade_while_alive(samples[len(outcomes) :])
+        return outcomes
+
+    def grade_fresh(self, sample: Any) -> Answer | Lost:
+        """The outcome of one sample in a process that has seen no other."""
+        self.kill()
+        return self.grade([sample])[0]
+
+    def _grade_while_alive(self, samples: Sequence[Any]) -> list[Answer | Lost]:
+        """Outcomes up to and with the first sample that the process does not survive."""
+        connection = self.start()
+        outcomes: list[Answer | Lost] = []
+        lost: Lost | None = None
+        try:
+            self._send(connection, samples)
+            while len(outcomes) < len(samples) and lost is None:
+                lost = self._wait(connection)
+                if lost is None:
+                    outcomes.append(_judged(connection.recv()))
+        except (EOFError, OSError, psutil.NoSuchProcess):
+            lost = self._how_it_ended()
+        if lost is not None:
+            self.kill()
+            outcomes.append(lost)
+        return outcomes
+
+    def _wait(self, connection: Connection) -> Lost | None:
+        """Return when the next answer, or the end of the process, is there to be received; or why it has to go."""
+        clock: OwnTime | None = None
+        while not connection.poll(self._tick):
+            if clock is None:
+                assert self._process is not None
+                clock = OwnTime(self._process.pid, self._tick)
+                continue
+            clock.tick()
+            if self._has_ended() and not connection.poll():  # what it started holds the connection open
+                return self._how_it_ended()
+            if clock.own > self._timeout:
+                blame = Blame.SAMPLE_FOR_SURE if clock.computed > clock.rested else Blame.SAMPLE
+                return Lost(blame, f"the grader took longer than {self._timeout:g} s")
+            if clock.stopped > self._timeout:
+                return Lost(Blame.MACHINE, f"the grader's process was stopped for {clock.stopped:.3g} s")
+            if clock.watched > self._timeout * PATIENCE:
+                return Lost(Blame.MACHINE, f"the machine let the grader work {clock.own:.3g} of {clock.watched:.3g} s")
+        return None
+
+    def _send(self, connection: Connection, samples: Sequence[Any]) -> None:
+        """Hand the samples over, or break the connection: a process that was stopped would never take them."""
+        late = threading.Timer(max(self._timeout, 1.0), self._kill_group)
+        late.daemon = True
+        late.start()
+        try:
+            connection.send(list(samples))
+        finally:
+            late.cancel()
+
+    def start(self) -> Connection:
+        """The connection to the running process; a new one is ready to grade when this returns. Raises GraderFailed."""
+        if self._process is not None and self._has_ended():
+            self.kill()  # it died idle, which is no sample's fault
+        if self._connection is None:
+            self._require_recorded_code()
+            for start in range(1, STARTS + 1):
+                self._connection = self._launch()
+                failure = self._await_ready(self._connection)
+                if failure is None:
+                    break
+                if start == STARTS:
+                    raise GraderUnavailable(f"the process of grader {self._grader.name} {failure}, {STARTS} times")
+            self._require_recorded_code()  # read before and after: so it is what was imported
+        assert self._connection is not None
+        return self._connection
+
+    def stop(self) -> None:
+        """From another thread: kill what runs, start nothing more."""
+        with self._lock:
+            self._stopped = True
+            self._kill_group()
+
+    def kill(self) -> int:
+        """End the process and what it started; returns its exit code as Popen has it, 0 if there is none."""
+        with self._lock:
+            if self._process is None or self._connection is None:
+                return 0
+            self._connection.close()
+            self._kill_group()
+            code = self._process.wait()
+            self._process = self._connection = None
+            return code
+
+    def _require_recorded_code(self) -> None:
+        found = grader_version(self._grader)
+        if found != self._grader.version:
+            self.kill()
+            raise GraderFailed(
+                f"the source of grader {self._grader.name} was changed while the run used it (version "
+                f"{self._grader.version}, now {found}): undo the change and `cairn resume`, or `cairn fork` to go on "
+                "with it"
+            )
+
+    def _launch(self) -> Connection:
+        here, there = Pipe()
+        arguments = (there.fileno(), os.getpid(), self._grader.path, self._grader.whole_sample, *self._arguments)
+        code = f"import sys; sys.path[:] = {sys.path!r}; from tasks.rewards.worker import main; main(*{arguments!r})"
+        with self._lock, there:
+            if self._stopped:
+                raise GraderFailed(f"the pool of grader {self._grader.name} is closed")
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,  # what graders print is no output of this program
+                pass_fds=[there.fileno()],
+                start_new_session=True,  # what the grader starts is killed with it; Ctrl-C is the driver's affair
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order
+            )
+        return here
+
+    def _await_ready(self, connection: Connection) -> str | None:
+        """None, or how the process was kept from starting. Raises GraderFailed if it ended by itself."""
+        try:
+            if connection.poll(START_TIMEOUT):
+                connection.recv()
+                return None
+            self.kill()
+            return f"did not start within {START_TIMEOUT:g} s"
+        except (EOFError, OSError):
+            lost = self._how_it_ended()
+        self.kill()
+        if lost.blame is Blame.MACHINE:
+            return "was killed while it loaded it"
+        raise GraderFailed(
+            f"the process of grader {self._grader.name} ended while it loaded it; what it wrote stands above"
+        )
+
+    def _how_it_ended(self) -> Lost:
+        """Of a process that hung up, or has gone; it is killed with what it started, which may live on."""
+        late = time.monotonic() + _TO_END
+        while not self._has_ended():
+            if time.monotonic() > late:
+                return Lost(Blame.SAMPLE, "the grader closed the connection of its process")
+            time.sleep(0.01)
+        code = self.kill()
+        if code < 0:
+            blame = Blame.MACHINE if -code in _FROM_OUTSIDE else Blame.SAMPLE
+            return Lost(blame, f"the grader's process died with signal {-code}")
+        return Lost(Blame.SAMPLE, f"the grader's process died with exit code {code}")
+
+    def _has_ended(self) -> bool:
+        """Whether the process has, without waiting for it: then its group could not be killed any more."""
+        assert self._process is not None
+        try:
+            return psutil.Process(self._process.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def _kill_group(self) -> None:
+        # Until it is waited for, the process keeps its number, dead or alive.
+        if self._process is not None and self._process.returncode is None:
+            with suppress(PermissionError):  # macOS, where all of the group has ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _judged(answer: Answer) -> Answer | Lost:
+    _, _, error, whose = answer
+    return Lost(Blame.MACHINE, error or "") if whose is Whose.MACHINE else answer

@@ -1,0 +1,39 @@
+"""What a grader may see of a sample."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One generated response and what it answers. Not one that failed or was left unfinished: nobody grades those."""
+
+    response: str
+    """As text, without special tokens."""
+    label: str | None
+    """The expected answer, as the data row has it."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Of the data row; empty where it has none."""
+    response_with_special_tokens: str = ""
+    """As text, with the end token and all others that the tokenizer counts as special, such as a model's `</think>`."""
+    response_ids: tuple[int, ...] = ()
+    """The tokens that were sampled, the end token included."""
+    prompt: str = ""
+    """As the model read it, chat template and special tokens included."""
+    prompt_ids: tuple[int, ...] = ()
+    """Its tokens."""
+    finish_reason: str = "stop"
+    """`stop`: the model ended its response. `length`: it was cut at the longest length allowed, or at the end of the
+    context."""
+    status: str = "completed"
+    """`completed` or `truncated`: `storage.schemas.Status`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the response."""
+        return len(self.response_ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut: its last words may not be what they were going to be."""
+        return self.finish_reason == "length"

@@ -1,0 +1,68 @@
+"""Metrics of samples: of all that an iteration generated, and of those among them that it trained on.
+
+With a dynamic filter the two part: what is trained on was chosen by its reward, so its mean says little about the
+policy. The filter step tells the first, the advantage step the second, under the same names (see `flows.metrics`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.commits import Commit
+from storage.schemas import Status
+from tasks.context import RunContext
+
+
+def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[str]) -> dict[str, float]:
+    """Mean reward, share of truncated responses and lengths of responses; nothing of what there is none of.
+
+    Args:
+        rewards: [R] of the samples that were graded.
+        lengths: [N] tokens of every response.
+        statuses: [N] that the responses ended with.
+    """
+    metrics = {"raw_reward": float(rewards.mean())} if len(rewards) else {}
+    if len(lengths):
+        metrics |= {
+            "truncated_ratio": list(statuses).count(Status.TRUNCATED) / len(lengths),
+            "response_len/mean": float(lengths.mean()),
+            "response_len/median": float(np.median(lengths)),
+            "response_len/max": int(lengths.max()),
+            "response_len/min": int(lengths.min()),
+        }
+    return metrics
+
+
+def generated_metrics(run: RunContext, rollouts: Sequence[Commit], rewards: Sequence[Commit]) -> dict[str, float]:
+    """Of every sample of an iteration's shards whose group is finished, kept by the filter or not. A sample that could
+    not be generated has no response, one that could not be graded no reward: neither counts as 0.
+
+    `rollouts` and `rewards` are the shards, in pairs.
+    """
+    found = [_finished(run, *pair) for pair in zip(rollouts, rewards, strict=True)]
+    if not found:
+        return {}
+    samples = pa.concat_tables(found)
+    generated = samples.filter(pc.not_equal(samples.column("status"), str(Status.FAILED)))
+    return sample_metrics(
+        samples.column("reward").drop_null().to_numpy().astype(np.float64),
+        generated.column("length").to_numpy(),
+        generated.column("status").to_pylist(),
+    )
+
+
+def _finished(run: RunContext, generated: Commit, graded: Commit) -> pa.Table:
+    """`reward`, and `status` and `length` of the response, of the samples of a shard whose groups are finished."""
+    samples = run.read(generated, ["group_id", "status", "response_ids"])
+    table = pa.table(
+        {
+            "group_id": samples.column("group_id"),
+            "status": samples.column("status"),
+            "length": pc.list_value_length(samples.column("response_ids")),
+            "reward": run.read(graded, ["reward"]).column("reward"),
+        }
+    )
+    parts = table.filter(pc.equal(table.column("status"), str(Status.ABORTED))).column("group_id")
+    return table.filter(pc.invert(pc.is_in(table.column("group_id"), parts.combine_chunks())))

@@ -1,0 +1,142 @@
+"""The self-test: does this kind of machine give the same bits twice?
+
+Recovery replays committed updates and holds them against their digests. Whether that can work is known only of machines
+on which it was tried, so it is tried once on each kind: after the first iteration that a driver completes, never on the
+way of a resume.
+
+    state as committed ── save ── update ──▶ digest A
+                            └─ restart, load ── update ──▶ digest B       A = B?
+                                        └─ load ──▶ state as committed
+
+The batch is that of the iteration, so lengths and layout are those of the run. Nothing of it enters the run's history.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from configs.digest import digest as config_digest
+from configs.schema.run import RunConfig
+from engines.errors import EngineError
+from storage import canonical
+from storage.commits import Commit, Environment, Step
+from storage.errors import Damaged, StoreError
+from storage.retention import remove
+from storage.self_tests import SelfTest, find_self_test, record_self_test
+from tasks.context import RunContext
+from tasks.events import Message
+from tasks.recovery import committed_batch, prepare_trainer, version_of
+
+OPTIONS = (
+    "training.engine",
+    "training.world_size",
+    "training.num_gpus_per_rank",
+    "training.num_threads",
+    "training.dtype",
+    "training.deterministic_mode",
+    "training.gradient_checkpointing",
+    "training.max_tokens_per_gpu",
+    "training.lora",
+    "training.megatron",
+    "algorithm.loss_type",
+    "algorithm.advantage_estimator",
+)
+"""Of the configuration, what kernels and layout depend on."""
+
+
+def fingerprint(config: RunConfig, model: str | None, environment: Environment) -> str:
+    """Of what a self-test is about: equal wherever its result must be equal. `model`: digest of the model's folder."""
+    return canonical.digest(
+        {
+            "environment": environment.model_dump(mode="json", exclude={"host"}),
+            "options": config_digest(config, OPTIONS),
+            "model": model,
+        }
+    )
+
+
+def self_test_once(run: RunContext, trained: Commit) -> None:
+    """Test the machine that the training engine is on, unless that was done, on the batch that `trained` consumed. The
+    engine is left in the state that `trained` committed, or, where it fails, in one that the next step discards."""
+    if run.stopping.is_set():
+        return
+    try:
+        _self_test(run, trained)
+    except (EngineError, StoreError, Damaged, OSError) as error:
+        # The next step finds the engine in another state, and restores it.
+        run.emit(Message(f"Self-test: broken off, and left to the next driver: {error}", "warning"))
+
+
+def _self_test(run: RunContext, trained: Commit) -> None:
+    environment = run.fleet.training.environment
+    key = fingerprint(run.config, run.ledger.terms.inputs.get("model"), environment)
+    if find_self_test(run.ledger.store, key) is not None:
+        return
+    run.emit(Message("Self-test: one update twice, across a restart of the training engine"))
+    began = time.perf_counter()
+    with run.weights_lock:
+        digests = _twice(run, trained)
+    found = SelfTest(
+        fingerprint=key,
+        environment=environment,
+        agrees=digests[0] == digests[1],
+        state_digests=digests,
+        run=run.ledger.run,
+        iteration=trained.iteration,
+        seconds=time.perf_counter() - began,
+        tested_at=time.time(),
+    )
+    record_self_test(run.ledger.store, found)
+    run.emit(Message(sentence(found), "info" if found.agrees else "warning"))
+
+
+def sentence(found: SelfTest) -> str:
+    """What a self-test found, for people."""
+    if found.agrees:
+        return f"Self-test: {found.environment.device} gave the same bits twice, in {found.seconds:.0f} s"
+    return (
+        f"Self-test: {found.environment.device} gave other bits the second time ({found.state_digests[0][:12]}…, then "
+        f"{found.state_digests[1][:12]}…): after a failure, updates since the newest checkpoint cannot be replayed. "
+        "Set training.deterministic_mode, checkpoint.save_interval: 1, or recovery.on_divergence: fork"
+    )
+
+
+def _twice(run: RunContext, trained: Commit) -> tuple[str, str]:
+    """The state digests of both updates."""
+    training, store = run.fleet.training, run.ledger.store.url
+    prepare_trainer(run, trained)
+    with _saved(run, trained) as folder:
+        first = _update(run, trained)
+        training.restart()
+        run.fleet.turns.for_training()
+        training.load(store, folder)
+        second = _update(run, trained)
+        training.load(store, folder)
+    return first, second
+
+
+def _update(run: RunContext, trained: Commit) -> str:
+    result = run.fleet.training.train(
+        committed_batch(run, trained),
+        num_steps=run.config.training.num_steps_per_rollout,
+        expected_version=version_of(trained),
+        input_digest=f"self-test of {trained.digest}",
+        train_actor=True,
+    )
+    return result.state_digest
+
+
+@contextmanager
+def _saved(run: RunContext, trained: Commit) -> Iterator[str]:
+    """The store path of a checkpoint of the state that `trained` committed: the run's own, or one for the block."""
+    saved = run.find(trained.iteration, Step.CHECKPOINT)
+    if saved is not None:
+        yield run.ledger.folder_of(saved)
+        return
+    store = run.ledger.store
+    attempt = run.ledger.attempt(trained.iteration, Step.CHECKPOINT, None)
+    try:
+        run.fleet.training.save(store.url, attempt.folder)
+        yield attempt.folder
+    finally:  # what a save that failed has left too: the space may be what it lacked
+        remove(store, store.find(attempt.folder))

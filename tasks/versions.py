@@ -1,0 +1,41 @@
+"""Weight versions and the age of tokens.
+
+Every iteration publishes one weight version: the first samples from version 0, and what an iteration leaves is what the
+next one samples from. The age of a token is counted in publications: the iterations between the weights that sampled it
+and those that are trained on it. In the iteration that samples it, it is 0.
+"""
+
+import numpy as np
+
+from configs.loader import from_manifest
+from storage.ledger import Ledger
+
+
+def weight_version_after(ledger: Ledger, iteration: int) -> int:
+    """The weight version that an iteration leaves, done or not; 0 for iteration -1."""
+    owner = ledger.owner(iteration)
+    before = weight_version_after(owner.parent, owner.first_iteration - 1) if owner.parent else 0
+    return before + (iteration + 1 - owner.first_iteration) * _steps_of(owner)
+
+
+def sampled_from(ledger: Ledger, version: int) -> int:
+    """The iteration that sampled from a weight version as the newest: the inverse of `weight_version_after`, but for
+    the 1 between them. Raises ValueError for one that was never published."""
+    before = weight_version_after(ledger, ledger.first_iteration - 1)
+    if ledger.parent is not None and version < before:
+        return sampled_from(ledger.parent, version)
+    iterations, rest = divmod(version - before, _steps_of(ledger))
+    if rest:
+        raise ValueError(f"weight version {version} of run {ledger.run} lies within an iteration: no engine has had it")
+    return ledger.first_iteration + iterations
+
+
+def token_ages(ledger: Ledger, iteration: int, weight_versions: np.ndarray) -> np.ndarray:
+    """[T] int32: the age, in iteration `iteration`, of tokens that were sampled from the weight versions [T]."""
+    versions, places = np.unique(weight_versions, return_inverse=True)
+    ages = [iteration - sampled_from(ledger, version) for version in versions.tolist()]
+    return np.asarray(ages, np.int32)[places]
+
+
+def _steps_of(ledger: Ledger) -> int:
+    return from_manifest(ledger.manifest.config).training.num_steps_per_rollout

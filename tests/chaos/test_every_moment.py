@@ -1,0 +1,149 @@
+"""A driver that breaks off at every step and moment in turn, where there is much to bring back.
+
+The run is the real one, steps and ledger and engines, but for Ray and Prefect: a driver is a call in this process that
+an exception ends where a kill would, and the next one begins with what the store has, and every second time with the
+engines of the one before, as on a cluster that was joined. Real processes are killed in test_matrix.py.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tasks.rollout
+from configs.schema.run import RunConfig
+from flows.iteration import iteration
+from storage.commits import Commit, Step
+from storage.ledger import Ledger
+from storage.retention import retire
+from storage.snapshots import Attempt, WriteAhead
+from tasks import recovery
+from tasks.recovery import checkpoint_due
+from tests.chaos.configurations import write_config
+from tests.chaos.driver import note_what_is_committed, note_what_is_generated
+from tests.chaos.matrix import STEPS
+from tests.chaos.oracle import differences
+from tests.chaos.runs import Disturbed
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import DirectSteps, tiny_context
+
+MOMENTS = ("begun", "writing", "written", "committed", "appended", "loading", "replaying")
+"""The attempt is there; its first file is about to be written; all are; its commit is; a group has gone into the log; a
+checkpoint, a train step is about to be brought back."""
+
+
+class Killed(BaseException):
+    """The driver is no more."""
+
+
+class Blows:
+    """Ends drivers: each step at each moment once, spread over the iterations."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, iterations: int) -> None:
+        self._iterations = iterations
+        self.struck: list[tuple[str, str, int]] = []
+        self.peace = False
+        attempt, commit, retired_from = Ledger.attempt, Ledger.commit, WriteAhead.append
+        newest_checkpoint, replay = recovery.newest_checkpoint, recovery.replay
+        writers = {name: getattr(Attempt, name) for name in ("write_table", "adopt")}
+
+        def beginning(ledger: Ledger, index: int, step: Step, shard: str | None = None) -> Attempt:
+            made = attempt(ledger, index, step, shard)
+            self.strike("begun", step, index)
+            return made
+
+        def committing(ledger: Ledger, **fields: Any) -> Commit:
+            self.strike("written", fields["step"], fields["iteration"])
+            made = commit(ledger, **fields)
+            self.strike("committed", fields["step"], fields["iteration"])
+            return made
+
+        def writing(name: str) -> Callable[..., Any]:
+            def write(made: Attempt, *args: Any) -> Any:
+                self.strike("writing", made.step, made.iteration)
+                return writers[name](made, *args)
+
+            return write
+
+        def appending(log: WriteAhead, table: Any) -> None:
+            retired_from(log, table)
+            self.strike("appended", log._attempt.step, log._attempt.iteration)
+
+        def loading(run: Any, index: int) -> Commit | None:
+            saved = newest_checkpoint(run, index)
+            if saved is not None:
+                self.strike("loading", Step.CHECKPOINT, saved.iteration)
+            return saved
+
+        def replaying(run: Any, committed: Commit) -> None:
+            self.strike("replaying", Step.TRAIN, committed.iteration)
+            replay(run, committed)
+
+        patch.setattr(Ledger, "attempt", beginning)
+        patch.setattr(Ledger, "commit", committing)
+        patch.setattr(WriteAhead, "append", appending)
+        patch.setattr(recovery, "newest_checkpoint", loading)
+        patch.setattr(recovery, "replay", replaying)
+        for name in writers:
+            patch.setattr(Attempt, name, writing(name))
+
+    def strike(self, moment: str, step: str, index: int) -> None:
+        """End the driver, if the moment of this step has not done so yet and the run has come to its iteration."""
+        turn = STEPS.index(Step(step)) + MOMENTS.index(moment)
+        done = self.peace or (moment, str(step)) in {blow[:2] for blow in self.struck}
+        if not done and index >= turn % self._iterations - (moment in ("loading", "replaying")):
+            self.struck.append((moment, str(step), index))
+            raise Killed
+
+
+def drive(store_url: str, config: RunConfig, fleet: LocalFleet | None) -> None:
+    """A driver, from the last commit to the last iteration."""
+    with tiny_context(store_url, config, fleet=fleet) as (run, _):
+        for index in range(run.ledger.last_iteration() or 0, config.rollout.num_rollout):
+            iteration(run, DirectSteps(run), index)
+            if checkpoint_due(config, index):
+                retire(run.ledger, config.checkpoint)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """For what tests.chaos.driver notes: put back afterwards."""
+    monkeypatch.setattr(tasks.rollout, "generate_groups", tasks.rollout.generate_groups)
+    monkeypatch.setattr(WriteAhead, "_write_part", WriteAhead._write_part)
+    monkeypatch.setattr(Ledger, "commit", Ledger.commit)
+    return monkeypatch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", ["mixed", "partial"])
+def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does(
+    configuration: str, tiny_assets: Path, tmp_path: Path, noted: pytest.MonkeyPatch
+) -> None:
+    config_file = write_config(configuration, tiny_assets, tmp_path, tiny_assets)
+    config = RunConfig.model_validate_json(config_file.read_text())
+    run, twin = (Disturbed(tmp_path / name, config_file, {}, name="tiny") for name in ("struck", "twin"))
+    for folder in (run.folder, twin.folder):
+        folder.mkdir()
+    if configuration != "partial":
+        drive(twin.store_url, config, LocalFleet(config))
+
+    note_what_is_generated(run.folder / "generated.jsonl")
+    note_what_is_committed(run.folder / "committed.jsonl")
+    blows = Blows(noted, config.rollout.num_rollout)
+    fleet = LocalFleet(config)
+    while len(run.exits) < 100 and 0 not in run.exits:
+        try:
+            drive(run.store_url, config, fleet)
+            run.exits.append(0)
+        except Killed:
+            run.exits.append(-9)
+            if len(run.exits) % 2:
+                fleet = LocalFleet(config)
+    blows.peace = True
+    assert run.exits[-1] == 0
+
+    steps = {step for moment, step, _ in blows.struck if moment == "committed"}
+    assert steps >= {"rollout", "reward", "filter", "advantage", "train", "checkpoint", "sync", "eval"}
+    assert {moment for moment, _, _ in blows.struck} == set(MOMENTS)
+    assert differences(run, None if configuration == "partial" else twin) == []

@@ -1,0 +1,97 @@
+"""A run whose weights replay does not bring back stops, or goes on as a fork at its newest checkpoint."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.loader import from_manifest
+from flows.divergence import fork_after_divergence, newest_restore_point
+from flows.iteration import iteration
+from flows.views import run_status
+from storage.commits import Step
+from storage.ledger import Ledger, list_runs
+from storage.store import open_store
+from tasks.events import Message
+from tasks.recovery import ReplayDiverged, restore_trainer
+from tests.tasks.test_self_test import OtherBitsAfterARestart
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+DIVERGES = {"on_divergence": "fork"}
+
+
+def diverged(tiny_assets: Path, store: Path, **sections: dict[str, object]) -> ReplayDiverged:
+    """Three iterations, and a fourth whose driver finds other bits when it restores the weights of the third."""
+    config = tiny_config(tiny_assets, rollout={"num_rollout": 4, "rollout_batch_size": 4}, **sections)
+    with tiny_context(str(store), config) as (run, _):
+        for index in range(3):
+            iteration(run, DirectSteps(run), index)
+    fleet = OtherBitsAfterARestart(config)
+    fleet.training.restart()
+    with (
+        tiny_context(str(store), config, fleet=fleet) as (run, _),
+        pytest.raises(ReplayDiverged, match="/train: expected state digest") as raised,
+    ):
+        restore_trainer(run, run.committed(2, Step.TRAIN))
+    return raised.value
+
+
+def test_by_default_the_run_stops_with_both_digests(tiny_assets: Path, tmp_path: Path) -> None:
+    error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2})
+    with pytest.raises(ReplayDiverged) as raised:
+        fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+    assert raised.value is error
+
+
+def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Path, tmp_path: Path) -> None:
+    error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2}, recovery=DIVERGES)
+    told: list[Message] = []
+    name = fork_after_divergence(str(tmp_path), "tiny", error, told.append)  # type: ignore[arg-type]
+    assert name == "tiny-from-000001"
+    assert [message.text for message in told] == [
+        str(error),
+        "Run tiny stays as it is; its fork tiny-from-000001 goes on from iteration 1",
+    ]
+    store = open_store(str(tmp_path))
+    parent = run_status(store, name).parent
+    assert parent is not None
+    assert (parent.run, parent.iteration, parent.reason) == ("tiny", 1, str(error))
+    assert Ledger.open(store, "tiny").find(2, Step.TRAIN) is not None
+    # Asked again, by a driver that was killed before the fork began, it is the same one.
+    assert fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None) == name
+    fork = Ledger.open(store, name)
+    assert newest_restore_point(fork) == Ledger.open(store, "tiny").find(1, Step.CHECKPOINT)
+    config = from_manifest(fork.manifest.config)
+    with tiny_context(str(tmp_path), config, name, OtherBitsAfterARestart(config)) as (run, _):
+        for index in range(2, 4):
+            iteration(run, DirectSteps(run), index)
+        assert run.committed(3, Step.TRAIN).weight_version_out == 4
+
+
+def test_without_a_checkpoint_there_is_nothing_to_fork_at(tiny_assets: Path, tmp_path: Path) -> None:
+    error = diverged(tiny_assets, tmp_path, recovery=DIVERGES)
+    with pytest.raises(ReplayDiverged, match=r"expected state digest .* set checkpoint\.save_interval"):
+        fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+
+
+def test_a_checkpoint_that_diverges_itself_is_forked_no_further(tiny_assets: Path, tmp_path: Path) -> None:
+    error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2}, recovery=DIVERGES)
+    name = fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+    with pytest.raises(ReplayDiverged, match="the checkpoint itself diverges"):
+        fork_after_divergence(str(tmp_path), name, error, lambda event: None)
+    assert set(list_runs(open_store(str(tmp_path)))) == {"tiny", name}
+
+
+@pytest.mark.parametrize("on_divergence", ["stop", "fork"])
+def test_what_the_user_alone_may_set_hides_no_divergence_and_goes_to_the_fork(
+    on_divergence: str, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {"checkpoint": {"save_interval": 2}, "recovery": {"on_divergence": on_divergence}}
+    error = diverged(tiny_assets, tmp_path, **recipe)
+    given = from_manifest(Ledger.open(open_store(str(tmp_path)), "tiny").manifest.config)
+    monkeypatch.delenv("PYTHONPATH")  # so the grader is where no store may name code
+    with pytest.raises(ReplayDiverged, match=re.escape(str(error))):
+        fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+    if on_divergence == "fork":
+        name = fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None, given)
+        assert from_manifest(Ledger.open(open_store(str(tmp_path)), name).manifest.config) == given

@@ -1,0 +1,240 @@
+"""A driver that is told to end stops its work, saves what it can, and gives the run back in time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.schema.run import RunConfig
+from engines.types import Completion, GenerateRequest
+from flows.iteration import iteration
+from flows.preemption import EXIT_CODE, Ending, Preempted, save
+from flows.views import RunState, run_status
+from storage.commits import Step
+from storage.leases import Outcome, newest_lease
+from storage.ledger import Ledger
+from storage.store import open_store
+from tasks.events import Message
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).parents[2]
+GROUPS, SAMPLES = 6, 4
+
+
+@pytest.fixture(scope="module")
+def config(tiny_assets: Path) -> RunConfig:
+    """Without checkpoints but the last, and with groups that finish one after the other."""
+    rollout = {"rollout_batch_size": GROUPS, "n_samples_per_prompt": SAMPLES, "max_running_requests": SAMPLES}
+    return tiny_config(tiny_assets, rollout={"num_rollout": 3, **rollout})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> list[str | None]:
+    with tiny_context(str(tmp_path_factory.mktemp("undisturbed")), config) as (run, _):
+        for index in range(3):
+            iteration(run, DirectSteps(run), index)
+        return train_digests(run, range(3))
+
+
+def noticed_fleet(config: RunConfig, ending: Ending, samples: int) -> LocalFleet:
+    """Its driver is told to end when so many samples have finished; a generation lasts until somebody aborts it."""
+    fleet = LocalFleet(config)
+    engine: Any = fleet.rollout[0]
+    generate, abort, aborted = engine.generate, engine.abort, []
+
+    def generate_until_aborted(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        nonlocal samples
+        for completions in generate(requests):
+            samples -= len(completions)
+            yield completions
+            if samples <= 0:
+                ending.begin()
+                wait_for(lambda: aborted)
+
+    def note_and_abort() -> None:
+        aborted.append(True)
+        abort()
+
+    engine.generate, engine.abort = generate_until_aborted, note_and_abort
+    return fleet
+
+
+def test_a_rollout_that_is_preempted_keeps_what_had_finished_and_the_weights_and_ends_in_the_same_bits(
+    config: RunConfig, undisturbed: list[str | None], tmp_path: Path
+) -> None:
+    ending = Ending()
+    fleet = noticed_fleet(config, ending, samples=SAMPLES * (2 * GROUPS + GROUPS // 2))  # within iteration 2
+
+    def drive() -> None:
+        with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _), ending.in_order():
+            ending.works(run)
+            for index in range(3):
+                iteration(run, DirectSteps(run), index)
+
+    with pytest.raises(Preempted):
+        drive()
+    ending.finish()
+    ledger = Ledger.open(open_store(str(tmp_path)), "tiny")
+    saved = ledger.find(1, Step.CHECKPOINT)
+    assert saved is not None, "of the newest weights, although no checkpoint was due"
+    assert ledger.find(2, Step.ROLLOUT, "00-000") is None
+    assert run_status(ledger.store, "tiny").groups.waiting == GROUPS // 2
+
+    with tiny_context(str(tmp_path), config) as (run, events):
+        iteration(run, DirectSteps(run), 2)
+        assert train_digests(run, range(3)) == undisturbed
+        rollout = run.committed(2, Step.ROLLOUT, "00-000")
+    assert rollout.metrics["recovered_groups"] == GROUPS // 2
+    told = [event.text for event in events if isinstance(event, Message)]
+    assert "Restoring weight version 2 from the checkpoint of iteration 1; 0 committed step(s) to replay" in told
+
+
+def test_weights_are_saved_once_and_only_where_the_engine_holds_those_of_the_ledger(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    with tiny_context(str(tmp_path), config) as (run, _):
+        assert save(run) is None, "there is nothing to save"
+        iteration(run, DirectSteps(run), 0)
+        run.fleet.training.restart()
+        assert save(run) is None, "a restored engine would not hold more than the ledger"
+    with tiny_context(str(tmp_path), config) as (run, _):
+        iteration(run, DirectSteps(run), 1)
+        saved = save(run)
+        assert saved is not None
+        assert (saved.iteration, saved.state_digest) == (1, train_digests(run, [1])[0])
+        assert save(run) is None
+
+
+DRIVER = """
+import signal, sys, time
+from flows.preemption import EXIT_CODE, Preempted, ending_in_order
+from storage.leases import Lease
+from storage.store import open_store
+store, grace, then = sys.argv[1:]
+lease = Lease.acquire(open_store(store), "run-1")
+try:
+    with ending_in_order() as ending, ending.in_order():
+        ending.owns(lease, float(grace))
+        if then == "deaf":  # as within a flow, whose handler's exception may be swallowed
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        print("ready", flush=True)
+        try:
+            time.sleep(600)
+        finally:
+            print("stopping", flush=True)
+            time.sleep(600 if then == "linger" else 0)
+except Preempted:
+    sys.exit(EXIT_CODE)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+NOTICES = [signal.SIGTERM, signal.SIGUSR1]
+
+
+class Driver:
+    """A process with a lease and nothing to do, started with signals ignored as in a script's background."""
+
+    def __init__(self, store: Path, then: str = "leave", grace: float = 600) -> None:
+        def ignore() -> None:
+            for signum in (signal.SIGINT, *NOTICES):
+                signal.signal(signum, signal.SIG_IGN)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, str(store), str(grace), then],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=ignore,
+        )
+        self.says("ready")
+
+    def says(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == word
+
+    def __enter__(self) -> "subprocess.Popen[str]":
+        return self.process
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def outcome(store: Path) -> Outcome | None:
+    lease = newest_lease(open_store(str(store)), "run-1")
+    assert lease is not None
+    return lease.outcome
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGINT])
+def test_a_driver_is_told_to_end_whatever_disposition_of_its_signals_it_inherited(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    with Driver(tmp_path) as process:
+        process.send_signal(signum)
+        assert process.wait(60) == (130 if signum is signal.SIGINT else EXIT_CODE)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_the_second_signal_ends_a_driver_at_once_and_gives_the_run_back(tmp_path: Path, signum: signal.Signals) -> None:
+    driver = Driver(tmp_path, "linger")
+    with driver as process:
+        process.send_signal(signal.SIGTERM)
+        driver.says("stopping")
+        process.send_signal(signum)
+        assert process.wait(60) == EXIT_CODE
+    assert outcome(tmp_path) is Outcome.PREEMPTED
+
+
+@pytest.mark.parametrize("then", ["deaf", pytest.param("linger", marks=pytest.mark.slow)])
+def test_the_end_of_the_grace_period_ends_a_driver_that_does_not_come_to_its_end(tmp_path: Path, then: str) -> None:
+    with Driver(tmp_path, then, grace=1.0) as process:
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == EXIT_CODE
+        assert time.monotonic() - began >= 1.0
+    assert outcome(tmp_path) is Outcome.PREEMPTED
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_whole_driver_that_is_preempted_in_a_rollout_says_so_and_is_resumed_to_the_same_bits(
+    config: RunConfig, undisturbed: list[str | None], tmp_path: Path, api_url: str
+) -> None:
+    recipe = tmp_path / "whole.yaml"
+    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    cairn = str(Path(sys.executable).with_name("cairn"))
+    environment = os.environ | {"PREFECT_API_URL": api_url}
+
+    def start(*arguments: str) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE
+        return subprocess.Popen([cairn, *arguments], cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    iterations = tmp_path / "runs" / "whole" / "iterations"
+    with start("train", "whole.yaml") as first:
+        wait_for(lambda: list(iterations.glob("000001/rollout/*/write_ahead/*.arrow")) or first.poll() is not None, 400)
+        first.send_signal(signal.SIGTERM)
+        out, errors = first.communicate(timeout=120)
+    assert first.returncode == EXIT_CODE, out + errors
+    assert errors.endswith("preempted; nothing committed is lost. Go on with: cairn resume whole\n")
+    status = run_status(open_store(str(tmp_path)), "whole")
+    assert (status.state, status.iteration) == (RunState.PREEMPTED, 1)
+    ledger = Ledger.open(open_store(str(tmp_path)), "whole")
+    assert ledger.find(0, Step.CHECKPOINT) is not None
+
+    with start("resume", "whole") as second:
+        out, errors = second.communicate(timeout=400)
+    assert second.returncode == 0, out + errors
+    assert "from the checkpoint of iteration 0; 0 committed step(s) to replay" in out
+    trained = [ledger.find(index, Step.TRAIN) for index in range(3)]
+    assert [commit and commit.state_digest for commit in trained] == undisturbed

@@ -1,0 +1,82 @@
+"""Hosts of a test's own: network namespaces, each joined to this one by a cable that can be cut.
+
+    with host() as other:
+        other.popen(["python", …])      # a process there, reached at other.there; it reaches this host at other.here
+        other.cut()                     # nothing gets through, and nobody is told
+        other.mend()
+
+Needs root, and `ip` of iproute2.
+"""
+
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_numbers = itertools.count()
+
+
+def why_not() -> str | None:
+    """Why there can be no such hosts; None where there can."""
+    if os.geteuid() != 0:
+        return "making network namespaces needs root"
+    if shutil.which("ip") is None:
+        return "there is no `ip`: install iproute2"
+    return None
+
+
+class Host:
+    """A network namespace with one interface."""
+
+    def __init__(self) -> None:
+        number = os.getpid() % 10000 * 8 + next(_numbers) % 8
+        self._name, self._ours, self._theirs = f"cairn-{number}", f"cairn{number}a", f"cairn{number}b"
+        # Link-local addresses: no route of this machine leads there.
+        network = f"169.254.{100 + number % 100}"
+        self.here, self.there = f"{network}.{1 + number % 50 * 4}", f"{network}.{2 + number % 50 * 4}"
+        _ip("netns", "add", self._name)
+        _ip("link", "add", self._ours, "type", "veth", "peer", "name", self._theirs, "netns", self._name)
+        _ip("address", "add", f"{self.here}/30", "dev", self._ours)
+        _ip("link", "set", self._ours, "up")
+        self._inside("address", "add", f"{self.there}/30", "dev", self._theirs)
+        self._inside("link", "set", self._theirs, "up")
+        self._inside("link", "set", "lo", "up")
+
+    def popen(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+        """Start a process there."""
+        return subprocess.Popen(["ip", "netns", "exec", self._name, *command], **options)
+
+    def cut(self) -> None:
+        """Pull the cable out, at its other end: packets to that host get no answer."""
+        self._inside("link", "set", self._theirs, "down")
+
+    def mend(self) -> None:
+        """Put it in again."""
+        self._inside("link", "set", self._theirs, "up")
+
+    def end(self) -> None:
+        """Remove it, and with it what still runs there."""
+        for pid in _ip("netns", "pids", self._name).split():
+            os.kill(int(pid), 9)
+        _ip("link", "delete", self._ours)
+        _ip("netns", "delete", self._name)
+
+    def _inside(self, *words: str) -> None:
+        _ip("-n", self._name, *words)
+
+
+@contextmanager
+def host() -> Iterator[Host]:
+    """A host for the length of the block."""
+    made = Host()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout
