@@ -19,6 +19,7 @@ from rich.text import Text
 from configs.schema.run import RunConfig
 from flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
 from flows.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
+from flows.terminal import printable
 from storage.commits import Step
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -100,7 +101,7 @@ class Progress:
                     self._print(f"        {benchmark.name} {score} after {trained} iterations", style="bold")
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+        self._console.print(printable(text), style=style, soft_wrap=True, highlight=False, markup=False)
 
     def _foot(self) -> RenderableType:
         with self._lock:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from flows.terminal import printable, printable_json
+
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -141,16 +143,9 @@ def say(text: str) -> None:
     print(printable(text))
 
 
-def printable(text: str) -> str:
-    """Text out of a store, a model or a data set, its control characters spelled out: they would steer the terminal."""
-    return "".join(
-        char if char in "\n\t" or ord(char) >= 160 or char.isprintable() else ascii(char)[1:-1] for char in text
-    )
-
-
 def print_json(value: Any) -> None:
     """Print to stdout as indented JSON."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(printable_json(value))
 
 
 def _spell(value: Any) -> str:

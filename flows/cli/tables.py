@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from flows.cli.app import printable, say
+from flows.cli.app import say
+from flows.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,6 +164,7 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
 def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool) -> None:
     """What of a run may go, or has gone: a line a file, or for what retention does not keep a line an iteration."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("path", "bytes", "why"):
@@ -170,7 +172,9 @@ def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbag
     for one in old:
         table.add_row(f"iteration {one.iteration}: {len(one.files)} files", str(one.bytes), f"old {one.kind}")
     for garbage in found:
-        table.add_row(garbage.path, "–" if garbage.bytes is None else str(garbage.bytes), garbage.reason)
+        table.add_row(
+            Text(printable(garbage.path)), "–" if garbage.bytes is None else str(garbage.bytes), garbage.reason
+        )
     files = sum(len(one.files) for one in old) + len(found)
     size = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
     if files:

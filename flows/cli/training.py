@@ -213,7 +213,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         if not started:
             raise
         if exit_code(error) is None:
-            traceback.print_exception(error)
+            tell("".join(traceback.format_exception(error)).rstrip())
         else:
             tell(describe(error))
         tell(f"run {run} failed; nothing committed is lost. Go on with: {again}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_show_prints_samples_with_their_reward_and_advantage(store: str) -> None
     assert "sample 1 of 6" in text
     assert "sample 2 of 6" not in text
     assert "[3] 2 + 2 =" in text
-    assert "5 \\x1b[31m[bold]" in text, "neither control characters nor markup of a model reach the terminal"
+    assert "5 \\x1b[31m[bold]\\x7f\\x9b31m" in text, "no control characters and no markup of a model reach the terminal"
     assert "advantage -1.000" in text
     assert "reward 0.000" in text
     assert "label 4" in text
@@ -94,6 +95,12 @@ def test_show_picks_one_sample_and_says_why_it_was_dropped(store: str) -> None:
     (view,) = json.loads(cairn("show", "toy", "0", "--sample", "5", "--json", "--store", store).stdout)
     assert (view["number"], view["disposition"], view["reason"]) == (5, "drop", "zero_std_1")
     assert "drop (zero_std_1)" in cairn("show", "toy", "0", "--sample", "5", "--store", store).stdout
+
+
+def test_json_for_machines_says_the_same_without_steering_a_terminal(store: str) -> None:
+    shown = cairn("show", "toy", "1", "--sample", "1", "--json", "--store", store).stdout
+    assert json.loads(shown)[0]["response"] == "5 \x1b[31m[bold]\x7f\x9b31m"
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
 
 
 def test_verify_finds_nothing_in_a_sound_run(store: str) -> None:

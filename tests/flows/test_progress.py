@@ -47,6 +47,11 @@ def test_without_a_terminal_every_iteration_is_one_plain_line(tmp_path: Path) ->
     assert "\x1b" not in "".join(lines)
 
 
+def test_what_a_store_says_steers_no_terminal(tmp_path: Path) -> None:
+    told = Message("device was \x1b[31mA\x9b31m, is B", "warning")
+    assert "device was \\x1b[31mA\\x9b31m, is B" in printed(new_run(str(tmp_path)), [told])
+
+
 def test_a_resumed_run_says_where_it_goes_on(tmp_path: Path) -> None:
     assert "run toy: going on at iteration 2 of 3" in printed(new_run(str(tmp_path)), [RunStarted("toy", 2, 2, 3)])
 

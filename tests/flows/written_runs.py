@@ -194,7 +194,7 @@ def rollout_table(iteration: int, groups: tuple[int, ...], version: int) -> pa.T
                     "epoch": 0,
                     "prompt_text": f"[{group_id}] 2 + 2 =",
                     "prompt_ids": [1, 2, 3],
-                    "response_text": "4" if index == 0 else "5 \x1b[31m[bold]",
+                    "response_text": "4" if index == 0 else "5 \x1b[31m[bold]\x7f\x9b31m",
                     "response_ids": [7] * tokens,
                     "log_probs": [-0.5] * tokens,
                     "loss_mask": [1] * tokens,
