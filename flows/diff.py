@@ -4,7 +4,7 @@ from typing import Any
 
 from configs.loader import from_manifest
 from storage.commits import Commit, Record, Step, causal_order
-from storage.comparison import differences
+from storage.comparison import Comparison, compare
 from storage.ledger import Ledger
 from storage.ledger import differences as differing_fields
 
@@ -30,6 +30,9 @@ class Parting(Record):
     """Sentences: what differs there."""
     ended: str | None = None
     """The run that has no more commits, where they are equal as far as it goes."""
+    retired: tuple[str, ...] = ()
+    """Sentences on the commits up to there whose tables differ in their digests and are not kept by both runs any more:
+    their rows could not be compared."""
 
 
 def diff(ours: Ledger, theirs: Ledger) -> Parting:
@@ -37,10 +40,13 @@ def diff(ours: Ledger, theirs: Ledger) -> Parting:
     only at the step where they part. Raises Damaged."""
     options = tuple(differing_options(ours, theirs))
     compared = shared = 0
+    retired: list[str] = []
     iteration = None
 
     def parting(**found: Any) -> Parting:
-        return Parting(options=options, compared=compared, shared=shared, iteration=iteration, **found)
+        return Parting(
+            options=options, compared=compared, shared=shared, iteration=iteration, retired=tuple(retired), **found
+        )
 
     for iteration in sorted({*ours.iterations(), *theirs.iterations()}):
         here = {commit.name: commit for commit in ours.commits(iteration)}
@@ -48,10 +54,12 @@ def diff(ours: Ledger, theirs: Ledger) -> Parting:
         for commit in causal_order({**there, **here}.values()):
             first, second = here.get(commit.name), there.get(commit.name)
             if first is not None and second is not None:
-                how = [] if first.digest == second.digest else differences(first, ours.store, second, theirs.store)
-                if how:
-                    return parting(parts_at=commit.name, how=tuple(how))
-                compared += 1
+                same = first.digest == second.digest
+                found = Comparison([], []) if same else compare(first, ours.store, second, theirs.store)
+                retired += [f"{commit.name}: {sentence}" for sentence in found.retired]
+                if found.differences:
+                    return parting(parts_at=commit.name, how=tuple(found.differences))
+                compared += not found.retired
                 shared += first.digest == second.digest
             elif commit.step not in _BESIDE:
                 lacking, commits = (ours, here) if first is None else (theirs, there)

@@ -16,7 +16,7 @@ from flows.iteration import iteration
 from flows.session import Sources, fleet_name, open_graders, starting_fleet, telling_what_is_stale, total_steps
 from flows.trust import recorded_config
 from storage.commits import Commit, Record, Step
-from storage.comparison import differences
+from storage.comparison import compare
 from storage.errors import RunDiffers
 from storage.ledger import Ledger
 from storage.snapshots import Attempt
@@ -81,9 +81,10 @@ class Replaying:
             }
         )
         now = outcome.environment or run.environment
+        compared = compare(committed, run.ledger.store, made, self._scratch)
         return Replayed(
             name=committed.name,
-            differences=tuple(differences(committed, run.ledger.store, made, self._scratch)),
+            differences=(*compared.differences, *compared.retired),
             environment=tuple(changes(committed.environment, now)),
         )
 

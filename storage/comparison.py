@@ -6,11 +6,12 @@ code made it: another value, or a column that its table got since.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
 from storage.commits import Commit, OutputFile
+from storage.errors import Retired
 from storage.schemas import MEASURED, SCHEMAS
 from storage.snapshots import read_recorded_table
 from storage.store import Store
@@ -19,9 +20,18 @@ _COMPARED = ("weight_version_in", "weight_version_out", "state_digest")
 _TABLE = ".parquet"
 
 
-def differences(ours: Commit, our_store: Store, theirs: Commit, their_store: Store) -> list[str]:
-    """A sentence for each difference, none if both made the same. Reads tables only where their digests differ. Raises
-    Damaged."""
+class Comparison(NamedTuple):
+    """What two commits made, in sentences; none if both made the same."""
+
+    differences: list[str]
+    retired: list[str]
+    """On tables of other digests that one of the runs does not keep any more, so that nobody can tell: written by one
+    version of the code they hold other values, by two they may hold the same."""
+
+
+def compare(ours: Commit, our_store: Store, theirs: Commit, their_store: Store) -> Comparison:
+    """Hold two commits against each other. Reads tables only where their digests differ. Raises Damaged."""
+    retired: list[str] = []
     found = [
         f"{field} is {getattr(ours, field)} and {getattr(theirs, field)}"
         for field in _COMPARED
@@ -38,15 +48,21 @@ def differences(ours: Commit, our_store: Store, theirs: Commit, their_store: Sto
         if first is None or second is None:
             found.append(f"{name} is in one only")
         elif (first.content or first.sha256) != (second.content or second.sha256):
-            if name.endswith(_TABLE):
-                tables = (
-                    read_recorded_table(our_store, ours.run, first),
-                    read_recorded_table(their_store, theirs.run, second),
-                )
-                found += [f"{name}: {sentence}" for sentence in table_differences(*tables, SCHEMAS.get(ours.step))]
-            else:
+            if not name.endswith(_TABLE):
                 found.append(f"{name} has other bytes")
-    return found
+            elif first.rows != second.rows:
+                found.append(f"{name}: {first.rows} and {second.rows} rows")
+            else:
+                try:
+                    tables = (
+                        read_recorded_table(our_store, ours.run, first),
+                        read_recorded_table(their_store, theirs.run, second),
+                    )
+                except Retired as error:
+                    retired.append(f"{name} has another digest, and its rows cannot be compared: {error}")
+                    continue
+                found += [f"{name}: {sentence}" for sentence in table_differences(*tables, SCHEMAS.get(ours.step))]
+    return Comparison(found, retired)
 
 
 def table_differences(ours: pa.Table, theirs: pa.Table, schema: pa.Schema | None = None) -> list[str]:

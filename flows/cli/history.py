@@ -118,7 +118,8 @@ def diff(
 ) -> None:
     """Name the first step at which two runs part, and what differs there; exits with 1 if they do.
 
-    Only what steps made is compared: samples, rewards, weights. When, where and how fast they were made is not.
+    Only what steps made is compared: samples, rewards, weights. When, where and how fast they were made is not. Tables
+    that a run does not keep any more are named where they would have to be read, and what follows is compared.
 
     Examples:
 
@@ -140,6 +141,8 @@ def _print_parting(ours: str, theirs: str, found: "Parting") -> None:
     for name, one, other in found.options:
         say(f"  {name}: {one} in {ours}, {other} in {theirs}")
     equal = f"{found.compared} commits are equal" + (f", {found.shared} of them shared" if found.shared else "")
+    for sentence in found.retired:
+        say(f"  {sentence}")
     if found.parts_at is not None:
         say(f"{ours} and {theirs} part at {found.parts_at}; before it {equal}")
         for sentence in found.how:
@@ -147,4 +150,4 @@ def _print_parting(ours: str, theirs: str, found: "Parting") -> None:
     elif found.ended is not None:
         say(f"{ours} and {theirs} are equal as far as {found.ended} goes: {equal}")
     else:
-        say(f"{ours} and {theirs} are equal: {equal}")
+        say(f"{ours} and {theirs} are equal{' in all that is kept' if found.retired else ''}: {equal}")

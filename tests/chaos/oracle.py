@@ -34,7 +34,6 @@ from flows.replay import Replaying
 from flows.session import Sources, open_graders
 from storage import canonical, layout
 from storage.commits import Step
-from storage.errors import Retired
 from storage.ledger import Ledger
 from storage.retention import is_retired
 from storage.store import open_store
@@ -79,10 +78,8 @@ def unequal(run: Disturbed, undisturbed: Disturbed) -> list[str]:
     other = {commit.name for commit in run.commits()} ^ {commit.name for commit in undisturbed.commits()}
     if other:
         found.append(f"committed in one of the two alone: {sorted(other)}")
-    try:
-        parting = diff(run.ledger(), undisturbed.ledger())
-    except Retired as error:  # tables are read only where their digests differ
-        return [*found, f"differs from the undisturbed run in a file that is retired since: {error}"]
+    parting = diff(run.ledger(), undisturbed.ledger())
+    found += [f"differs from the undisturbed run in {sentence}" for sentence in parting.retired]
     if parting.options:
         found.append(f"configured otherwise: {parting.options}")
     if parting.parts_at or parting.ended:

@@ -1,7 +1,10 @@
 """`cairn gc | delete`: dry runs change nothing, and nothing goes by mistake."""
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -10,20 +13,27 @@ from storage import layout
 from storage.commits import Step
 from storage.leases import Outcome
 from storage.ledger import Ledger, Parent
-from tests.flows.written_runs import new_run, write_run
+from tests.flows import written_runs
+from tests.flows.written_runs import SHARDS, new_run, write_run
 
 
 def cairn(*arguments: str, store: Ledger, answer: str | None = None) -> Result:
     return CliRunner().invoke(app, [*arguments, "--store", store.store.url], input=answer)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rollout": {"num_rollout": 13},
+    "checkpoint": {"save_interval": 2, "save_retain_interval": 4, "retain_snapshots": 3},
+    "eval": {"eval_interval": None},
+}
+
+
 @pytest.fixture
 def ledger(tmp_path) -> Ledger:
     """Twelve iterations, a checkpoint each second, and a lost attempt; its driver has ended."""
-    options = {"save_interval": 2, "save_retain_interval": 4, "retain_snapshots": 3}
-    ledger = new_run(str(tmp_path), rollout={"num_rollout": 13}, checkpoint=options, eval={"eval_interval": None})
+    ledger = new_run(str(tmp_path), **OPTIONS)
     write_run(ledger, 12)
-    ledger.store.write(ledger.attempt(4, Step.TRAIN).path("lost"), b"12345")
+    ledger.store.write(ledger.attempt(4, Step.TRAIN).path("lost[bold]\x9b31m"), b"12345")
     assert ledger.lease is not None
     ledger.lease.release(Outcome.STOPPED)
     return ledger
@@ -37,6 +47,7 @@ def test_gc_shows_first_and_removes_what_it_showed(ledger: Ledger) -> None:
     assert "lost" in shown.stdout
     assert "`cairn gc toy --apply` removes them" in shown.stdout
     assert ledger.store.find("runs") == before
+    assert "/lost[bold]\\x9b31m" in shown.stdout
     dry = json.loads(cairn("gc", "toy", "--json", store=ledger).stdout)
     assert (dry["removed"], [row["bytes"] for row in dry["garbage"]]) == (False, [5])
     assert {row["iteration"] for row in dry["retention"] if row["kind"] == "snapshots"} == set(range(9))
@@ -57,6 +68,34 @@ def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
     shown = cairn("show", "toy", "3", store=ledger)
     assert shown.exit_code == 1
     assert "is retired: run 'toy' does not keep its older files for ever" in shown.stderr
+
+
+@pytest.mark.parametrize("iterations", [{0}, {0, 11}])
+def test_diff_names_what_is_retired_and_goes_on(
+    ledger: Ledger, iterations: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table_of = written_runs.rollout_table
+
+    def otherwise(iteration: int, groups: Sequence[int], version: int) -> pa.Table:
+        table = table_of(iteration, groups, version)
+        place, field = table.schema.get_field_index("response_text"), table.schema.field("response_text")
+        texts = pa.array(["other"] * table.num_rows)
+        return table.set_column(place, field, texts) if iteration in iterations else table
+
+    monkeypatch.setattr(written_runs, "rollout_table", otherwise)
+    write_run(new_run(ledger.store, "other", **OPTIONS), 12)
+    cairn("gc", "toy", "--apply", store=ledger)
+    shown, parts = cairn("diff", "toy", "other", store=ledger), 11 in iterations
+    assert shown.exit_code == int(parts), shown.output
+    assert "000000/rollout.00-000: rows.parquet has another digest, and its rows cannot be compared: runs/toy/" in (
+        shown.stdout
+    )
+    assert ("toy and other part at 000011/rollout.00-000" in shown.stdout) == parts
+    assert ("toy and other are equal in all that is kept" in shown.stdout) != parts
+    found = json.loads(cairn("diff", "toy", "other", "--json", store=ledger).stdout)
+    assert found["parts_at"] == ("000011/rollout.00-000" if parts else None)
+    assert [sentence.partition(":")[0] for sentence in found["retired"]] == [f"000000/rollout.{s}" for s in SHARDS]
+    assert all("is retired: run 'toy' does not keep" in sentence for sentence in found["retired"])
 
 
 @pytest.mark.parametrize("arguments", [["--yes-delete", "to"], []])
