@@ -239,7 +239,12 @@ class BareLoop:
     def _grade(self, grader: GraderPool, samples: Sequence[tuple[Completion, str | None]]) -> np.ndarray:
         ids = [completion.response_ids.tolist() for completion, _ in samples]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        graded = grader.grade([Sample(text, label) for text, (_, label) in zip(texts, samples, strict=True)])
+        graded = grader.grade(
+            [
+                Sample(text, label, finish_reason=str(completion.finish_reason))
+                for text, (completion, label) in zip(texts, samples, strict=True)
+            ]
+        )
         failed = [g.error for g in graded if g.reward is None]
         if failed:
             raise SystemExit(f"{len(failed)} samples could not be graded: {failed[0]}")

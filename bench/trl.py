@@ -48,6 +48,7 @@ from tasks.data import Draw, PromptData, draw
 from tasks.groups import sample_seed
 from tasks.plugins import load_callable
 from tasks.rewards import get_grader
+from tasks.rewards.sample import Sample
 
 WARM_UP = 3
 """Rounds that are not counted, and iterations of the durable run that follow each other."""
@@ -107,7 +108,8 @@ class OneProcess:
         responses = [sample.response_ids.tolist() for sample in samples]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         rewards = np.array(
-            [self.grade(text, rows[s.request_id].label, {}) for text, s in zip(texts, samples, strict=True)], np.float32
+            [self.grade(Sample(text, rows[s.request_id].label)) for text, s in zip(texts, samples, strict=True)],
+            np.float32,
         )
         lengths = [len(response) for response in responses]
         estimate = get_estimator(config.algorithm.advantage_estimator)

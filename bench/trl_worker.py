@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from bench.meter import Meter
 from tasks.plugins import load_callable
+from tasks.rewards.sample import Sample
 
 
 class MeteredTrainer(GRPOTrainer):
@@ -29,7 +30,7 @@ class MeteredTrainer(GRPOTrainer):
         grade = load_callable(task["grader"])
 
         def reward(completions: list[str], label: list[str | None], **_: Any) -> list[float]:
-            self.rewards = [float(grade(text, right, {})) for text, right in zip(completions, label, strict=True)]
+            self.rewards = [float(grade(Sample(text, right))) for text, right in zip(completions, label, strict=True)]
             return self.rewards
 
         super().__init__(

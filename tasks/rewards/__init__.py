@@ -26,7 +26,7 @@ Grader = Callable[..., float | Mapping[str, Any]]
 
 BUILT_IN: dict[str, str | None] = {"math": "math-verify", "exact_match": None, "random": None}
 """Name of a grader and the distribution that it rests on."""
-_SHARED = ("boxed", "notation")
+_SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
 
 
@@ -63,7 +63,7 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
             f"there is no grader {name!r}: set rm_type to one of {', '.join(BUILT_IN)}, or custom_rm_path to "
             "package.module.function or file.py:function"
         )
-    return NamedGrader(name, f"tasks.rewards.{name}.grade", _version_of_built_in(name))
+    return NamedGrader(name, f"tasks.rewards.{name}.grade", _version_of_built_in(name), whole_sample=True)
 
 
 def grader_version(grader: NamedGrader) -> str:

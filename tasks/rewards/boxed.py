@@ -1,4 +1,4 @@
-r"""Finding the answer in a response.
+r"""Finding the answer in a sample.
 
 What a model writes while it thinks is no answer, and neither is a box that the end of the response cuts off:
 `\boxed{18` may have been going to be 185.
@@ -6,6 +6,9 @@ What a model writes while it thinks is no answer, and neither is a box that the 
 
 import re
 
+from tasks.rewards.sample import Sample
+
+_OPEN, _CLOSE = "<think>", "</think>"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace groups nothing
 
@@ -14,10 +17,26 @@ class UnclosedBox(ValueError):
     """The text ends within its last box."""
 
 
-def after_thinking(text: str) -> str:
-    """What follows the last `</think>`; all of a text that has none, nothing of one that ends within its thoughts."""
-    answer = text.rpartition("</think>")[2]
-    return "" if "<think>" in answer else answer
+def answer_of(sample: Sample) -> str:
+    """What a sample says behind its thoughts; nothing if it ended, or was cut off, within them.
+
+    A chat template may have opened them, at the end of the prompt.
+    """
+    opened = sample.prompt.rstrip().endswith(_OPEN)
+    marked = sample.response_with_special_tokens
+    if not any(tag in marked and tag not in sample.response for tag in (_OPEN, _CLOSE)):
+        return after_thinking(sample.response, opened)
+    # To this tokenizer the tags are special tokens, which the response is without, as it is without the end token.
+    answer = after_thinking(marked, opened)
+    parts = (answer[:end] for end in range(len(answer), 0, -1))
+    return next((part for part in parts if sample.response.endswith(part)), answer)
+
+
+def after_thinking(text: str, opened: bool = False) -> str:
+    """What follows the last `</think>`; nothing of a text that ends within its thoughts. All of one that has none,
+    unless they were `opened` before it."""
+    _, closed, answer = text.rpartition(_CLOSE)
+    return "" if _OPEN in answer or (opened and not closed) else answer
 
 
 def last_boxed(text: str) -> str | None:

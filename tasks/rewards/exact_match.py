@@ -1,32 +1,32 @@
 r"""The answer is right if it is the label, letter by letter.
 
-The answer is what stands in the response's last `\boxed{…}`, else the last number of the response; what was written
-before a `</think>` does not count, and a response that ends within a box has no answer. Blanks at the ends do not
-count, those within count as one, and neither do the commas of a number such as 1,234.
+The answer is what stands in the response's last `\boxed{…}`, else the last number of a response that was not cut off.
+What was thought does not count, and a response that ends within its thoughts or a box has no answer. Blanks at the ends
+do not count, those within count as one, and neither do the commas of a number such as 1,234.
 """
 
 import re
-from typing import Any
 
-from tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
+from tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
+from tasks.rewards.sample import Sample
 
 # A minus after a digit subtracts.
 _NUMBER = re.compile(r"(?<![\d.])(?:(?<!\d)-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
-def grade(response: str, label: str | None, metadata: dict[str, Any]) -> float:
-    """1 if the answer equals `label`, else 0. ValueError without a label."""
-    if label is None:
+def grade(sample: Sample) -> float:
+    """1 if the answer equals the label, else 0. ValueError without a label."""
+    if sample.label is None:
         raise ValueError("exact_match needs a label, and the row has none")
-    final = after_thinking(response)
+    final = answer_of(sample)
     try:
         answer = last_boxed(final)
     except UnclosedBox:
         return 0.0
-    if answer is None:
+    if answer is None and not sample.truncated:
         numbers = _NUMBER.findall(final)
         answer = numbers[-1] if numbers else None
-    return float(answer is not None and _normalise(answer) == _normalise(label))
+    return float(answer is not None and _normalise(answer) == _normalise(sample.label))
 
 
 def _normalise(text: str) -> str:

@@ -1,8 +1,9 @@
 r"""The answer is right if it is mathematically equal to the label, as math-verify judges it.
 
-The answer is what stands in the response's last `\boxed{…}`, else the last expression that math-verify finds; what was
-written before a `</think>` does not count, and a response that ends within a box has no answer. The label is the bare
-answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the answer in `\boxed{…}`.
+The answer is what stands in the response's last `\boxed{…}`, else the last expression that math-verify finds in a
+response that was not cut off. What was thought does not count, and a response that ends within its thoughts or a box
+has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the answer
+in `\boxed{…}`.
 
 Before math-verify sees it, `tasks.rewards.notation` undoes how an answer is written. Where others decide otherwise:
 
@@ -24,24 +25,27 @@ from typing import Any
 from math_verify import parse, verify
 
 from tasks.rewards import notation
-from tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
+from tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
+from tasks.rewards.sample import Sample
 
 # math-verify warns that its own time limit is off; the pool's deadline stands in for it, and signals would meet it.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def grade(response: str, label: str | None, metadata: dict[str, Any]) -> float:
-    """1 if the answer equals `label`, else 0, also without an answer. ValueError without a usable label."""
-    if label is None:
+def grade(sample: Sample) -> float:
+    """1 if the answer equals the label, else 0, also without an answer. ValueError without a usable label."""
+    if sample.label is None:
         raise ValueError("math needs a label, and the row has none")
-    expected = _label(label)
+    expected = _label(sample.label)
     gold = _gold(expected)
-    final = after_thinking(response)
+    final = answer_of(sample)
     try:
         boxed = last_boxed(final)
     except UnclosedBox:
         return 0.0
     if boxed is None:
+        if sample.truncated:
+            return 0.0
         return float(verify(gold, parse(final, parsing_timeout=None), timeout_seconds=None))
     answer = notation.plain(boxed)
     if (name := notation.words(expected)) is not None:

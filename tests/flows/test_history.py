@@ -18,6 +18,7 @@ from storage.commits import Step
 from storage.ledger import Ledger, Parent
 from storage.store import open_store
 from storage.verification import verify
+from storage.version import CodeVersion
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 4
@@ -205,3 +206,25 @@ def test_a_step_that_makes_something_else_is_told_with_its_columns(
     (again,) = runner.replayed
     assert any("response_ids" in sentence and "rows" in sentence for sentence in again.differences)
     assert not any("seconds" in sentence for sentence in again.differences)
+
+
+def test_rewards_of_an_earlier_grader_stay_and_replay_says_what_has_changed(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, reward = str(tmp_path / "store"), {"rm_type": "exact_match", "custom_rm_path": None}
+    config = tiny_config(tiny_assets, rollout={"num_rollout": 2, "rollout_batch_size": 2}, reward=reward)
+    with tiny_context(store, config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+    for version_of in ("storage.ledger.code_version", "engines.fingerprint.code_version"):
+        monkeypatch.setattr(version_of, lambda: CodeVersion(package="9", commit=None))
+    monkeypatch.setattr("tasks.rewards._version_of_built_in", lambda name: "another")
+    with tiny_context(store, config) as (run, events):
+        for index in range(2):
+            iteration(run, DirectSteps(run), index)
+        assert {name.partition("/")[0] for name in events.executed()} == {"000001"}
+        runner = Replaying(run, Step.REWARD, None, open_store(str(tmp_path / "scratch")))
+        iteration(run, runner, 0)
+    assert [version.package for version in run_status(run.ledger.store, "tiny").written_by][-1] == "9"
+    (again,) = runner.replayed
+    assert any("grader_version differ" in sentence for sentence in again.differences)
+    assert any(sentence.startswith("cairn-rl was") and sentence.endswith("is 9") for sentence in again.environment)

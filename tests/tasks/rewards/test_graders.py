@@ -1,5 +1,6 @@
 """What counts as a right answer."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,14 @@ from configs.schema.reward import RewardConfig
 from tasks.plugins import BadPlugin, load_callable
 from tasks.rewards import exact_match, get_grader, math, random
 from tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
+from tasks.rewards.sample import Sample
 
 MATH_ANSWERS = [
-    (entry["kind"], response, entry["label"], verdict)
+    (
+        entry["kind"],
+        Sample(response, **{field: entry[field] for field in ("label", "prompt", "finish_reason") if field in entry}),
+        verdict,
+    )
     for entry in yaml.safe_load(Path(__file__).with_name("math_answers.yaml").read_text())
     for verdict in ("right", "wrong")
     for response in entry[verdict]
@@ -46,7 +52,7 @@ def test_a_text_that_ends_within_its_last_box_holds_no_answer(text):
     with pytest.raises(UnclosedBox):
         last_boxed(text)
     for grader in (math, exact_match):
-        assert grader.grade(f"it is 18: {text}", "18", {}) == 0.0
+        assert grader.grade(Sample(f"it is 18: {text}", "18")) == 0.0
 
 
 def test_what_was_thought_is_no_answer():
@@ -54,8 +60,10 @@ def test_what_was_thought_is_no_answer():
     assert after_thinking("1</think>2") == "2"
     assert after_thinking("2") == "2"
     assert after_thinking("<think>1</think><think>2") == ""
-    assert exact_match.grade(r"<think>\boxed{18}</think> 20", "20", {}) == 1.0
-    assert exact_match.grade("<think>it is 18", "18", {}) == 0.0
+    assert after_thinking("1", opened=True) == ""
+    assert after_thinking("1</think>2", opened=True) == "2"
+    assert exact_match.grade(Sample(r"<think>\boxed{18}</think> 20", "20")) == 1.0
+    assert exact_match.grade(Sample("<think>it is 18", "18")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,7 @@ def test_what_was_thought_is_no_answer():
     ],
 )
 def test_exact_match_takes_the_label_letter_by_letter(response, label):
-    assert exact_match.grade(response, label, {}) == 1.0
+    assert exact_match.grade(Sample(response, label)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -89,25 +97,51 @@ def test_exact_match_takes_the_label_letter_by_letter(response, label):
     ],
 )
 def test_exact_match_takes_nothing_else(response, label):
-    assert exact_match.grade(response, label, {}) == 0.0
+    assert exact_match.grade(Sample(response, label)) == 0.0
 
 
-@pytest.mark.parametrize(("kind", "response", "label", "verdict"), MATH_ANSWERS)
-def test_math_judges_an_answer_as_a_reader_would(kind, response, label, verdict):
-    assert math.grade(response, label, {}) == (verdict == "right"), kind
+@pytest.mark.parametrize(("kind", "sample", "verdict"), MATH_ANSWERS)
+def test_math_judges_an_answer_as_a_reader_would(kind, sample, verdict):
+    assert math.grade(sample) == (verdict == "right"), kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "sample", "verdict"), [row for row in MATH_ANSWERS if re.search("think|cut off|which box", row[0])]
+)
+def test_exact_match_finds_the_same_answers(kind, sample, verdict):
+    assert exact_match.grade(sample) == (verdict == "right"), kind
+
+
+@pytest.mark.parametrize(
+    ("written", "finish_reason", "reward"),
+    [
+        (r"17</think>\boxed{18}<|end|>", "stop", 1.0),
+        (r"\boxed{17}</think>It is 18.<|end|>", "stop", 1.0),
+        (r"\boxed{18}</think>It is 17.<|end|>", "stop", 0.0),
+        (r"\boxed{18}", "length", 0.0),
+        (r"\boxed{18}<|end|>", "stop", 0.0),
+    ],
+)
+def test_thinking_ends_where_a_tokenizer_that_counts_its_tags_as_special_says(written, finish_reason, reward):
+    response = written.replace("</think>", "").replace("<|end|>", "")
+    sample = Sample(
+        response, "18", response_with_special_tokens=written, prompt="<think>\n", finish_reason=finish_reason
+    )
+    for grader in (math, exact_match):
+        assert grader.grade(sample) == reward
 
 
 def test_a_label_that_cannot_be_met_is_an_error_and_not_a_wrong_answer():
     for grader in (math, exact_match):
         with pytest.raises(ValueError, match="needs a label"):
-            grader.grade("1", None, {})
+            grader.grade(Sample("1", None))
     with pytest.raises(ValueError, match="no expression in the label ''"):
-        math.grade("1", "", {})
+        math.grade(Sample("1", ""))
 
 
 def test_random_is_a_fair_coin_that_falls_the_same_way_again():
-    rewards = [random.grade(f"response {i}", "label", {}) for i in range(4000)]
-    assert rewards == [random.grade(f"response {i}", "label", {}) for i in range(4000)]
+    rewards = [random.grade(Sample(f"response {i}", "label")) for i in range(4000)]
+    assert rewards == [random.grade(Sample(f"response {i}", "label")) for i in range(4000)]
     assert set(rewards) == {0.0, 1.0}
     # Four standard deviations of a binomial mean: 4 × sqrt(0.25 / 4000) = 0.032.
     assert abs(sum(rewards) / 4000 - 0.5) < 0.032
@@ -118,7 +152,7 @@ def test_every_built_in_grader_has_a_version_and_can_be_loaded():
     assert len({grader.version for grader in graders}) == 3
     assert "math-verify" in graders[0].version
     for grader in graders:
-        assert load_callable(grader.path)("1", "1", {}) in (0.0, 1.0)
+        assert load_callable(grader.path)(Sample("1", "1")) in (0.0, 1.0)
 
 
 def test_a_grader_of_ones_own_has_the_version_of_its_source(tmp_path):
