@@ -4,7 +4,9 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +16,12 @@ from pydantic_core import ErrorDetails
 
 from configs.errors import ConfigError
 from configs.options import LIST_ITEM, item_of, options, section_of
+from configs.recorded import in_todays_words
 from configs.schema.base import RECORDED
 from configs.schema.run import RunConfig
 from configs.yaml_file import parse_yaml
 
-__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "load", "override", "parse"]
+__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse"]
 
 
 _LEFT_OUT = {
@@ -27,6 +30,7 @@ _LEFT_OUT = {
     )
 }
 """Options of slime's that are no options here, and what to do instead."""
+_NO_EFFECT = re.compile("has no effect|nothing would read it")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -48,31 +52,43 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError([f"{path} is not YAML: {_place_and_problem(error)}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path} does not hold options; it should begin with a section such as `model:`"])
-    return override(values, overrides)
+    return parse(_overridden(values, overrides))
 
 
-def override(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """The configuration in nested options, as from YAML or a run's manifest, with `a.b=value` overrides applied."""
-    values = copy.deepcopy(values)
-    for setting in overrides:
-        _apply(values, setting)
-    return parse(values)
-
-
-def parse(values: dict[str, Any]) -> RunConfig:
-    """Check a nested mapping of options, as from YAML or a run's manifest. ConfigError lists every problem at once."""
+def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> RunConfig:
+    """Check a nested mapping of options, as from YAML. `context`: of the validation, see `configs.schema.base`.
+    ConfigError lists every problem at once."""
     values = _without_empty_sections(values, RunConfig)
     try:
         # Strict JSON mode takes no text for a number and no truth value for a count, but any list for a tuple.
-        return RunConfig.model_validate_json(json.dumps(values, default=str), strict=True)
+        return RunConfig.model_validate_json(json.dumps(values, default=str), strict=True, context=context)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
+
+
+def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a fork: what its parent's manifest says, with `a.b=value` overrides applied.
+
+    What a rule has against the parent itself, which was sound when it was recorded, does not keep it from being forked.
+    What it has against the fork alone does, and the sentence names the overrides that take back what was inherited.
+    """
+    parent = from_manifest(recorded).model_dump(mode="json")
+    values = _overridden(parent, overrides)
+    try:
+        return parse(values)
+    except ConfigError as error:
+        known = _problems(parent)
+        new = [problem for problem in error.problems if problem not in known]
+    if new:
+        given = {override.partition("=")[0].strip() for override in overrides}
+        raise ConfigError([problem + _way_back(problem, parent, given) for problem in new])
+    return parse(values, RECORDED)
 
 
 def from_manifest(values: Mapping[str, Any]) -> RunConfig:
     """The configuration in a run's manifest, as it was recorded: rules that were added since are not held against it,
     and options keep what they said."""
-    return RunConfig.model_validate(values, context=RECORDED)
+    return RunConfig.model_validate(in_todays_words(values), context=RECORDED)
 
 
 def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConfig:
@@ -86,6 +102,43 @@ def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConf
         return config
     algorithm = algorithm.model_copy(update={"kl_loss_type": before["kl_loss_type"]})
     return config.model_copy(update={"algorithm": algorithm})
+
+
+def _problems(values: dict[str, Any]) -> Sequence[str]:
+    """What today's rules have against a configuration."""
+    try:
+        parse(values)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _way_back(problem: str, parent: dict[str, Any], given: Collection[str]) -> str:
+    """Where options are said to have no effect: the overrides that take those of them that a fork has from its parent
+    back to their defaults."""
+    ways = []
+    for option in options(RunConfig) if _NO_EFFECT.search(problem) else ():
+        if option.required or option.name in given or LIST_ITEM in option.name or not _names(problem, option.name):
+            continue
+        default = _spell(option.default)
+        if _spell(reduce(getitem, option.name.split("."), parent)) != default:
+            ways.append(f"--set {option.name}={default}")
+    return f" (inherited from the parent; back to the default by {' '.join(ways)})" if ways else ""
+
+
+def _names(problem: str, option: str) -> bool:
+    """Whether a sentence names an option: by its whole name, or within a sentence on its section by the last word."""
+    section, _, last = option.rpartition(".")
+    name = last if problem.startswith(f"{section}: ") else option
+    return re.search(rf"(?<![\w.]){re.escape(name)}(?!\w|\.\w)", problem) is not None
+
+
+def _overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Nested options with `a.b=value` overrides applied."""
+    changed = copy.deepcopy(dict(values))
+    for setting in overrides:
+        _apply(changed, setting)
+    return changed
 
 
 def _place_and_problem(error: yaml.YAMLError) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from configs.errors import ConfigError
-from configs.loader import from_manifest, override
+from configs.loader import from_manifest, inherit
 from configs.schema.run import RunConfig
 from flows.session import Sources
 from flows.trust import require_trusted
@@ -35,7 +35,7 @@ def fork(
     `reason` stands in the fork's manifest; `given` is the parent's recipe, where the user gave one. The parent may be
     running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
-    config = override(parent.manifest.config, overrides)
+    config = inherit(parent.manifest.config, overrides)
     layout.check_name(name, "run")
     _check_there_is_something_to_share(parent, iteration)
     _check_there_is_something_to_do(parent, iteration, config)

@@ -116,7 +116,7 @@ def replay(
 def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator[RunContext]:
     """A context that reads a run as its driver does and owns nothing of it."""
     config = recorded_config(ledger)
-    sources = Sources.open(config)
+    sources = Sources.open(config, ledger.manifest.schema_version)
     differing = input_differences(ledger.terms.inputs, sources.digests)
     if differing:
         with telling_what_is_stale(ledger.store, ledger.run, config, sources.digests):

@@ -29,8 +29,8 @@ from flows.iteration import last_selection
 from flows.preemption import OnLease, Preempted
 from flows.trust import recorded_config, user_code
 from flows.validation import load_tokenizer, setup_problems
-from storage import canonical
-from storage.commits import Environment, Step
+from storage import canonical, layout
+from storage.commits import FORMAT, Environment, Step
 from storage.errors import RunDiffers
 from storage.leases import Lease, Outcome
 from storage.ledger import Ledger
@@ -42,6 +42,7 @@ from tasks.events import Message
 from tasks.plugin_sources import defining_file_digest, source_digest
 from tasks.plugins import load_callable
 from tasks.rewards.pool import GraderPool
+from tasks.rules import untold
 from tasks.staleness import stale_steps
 from tasks.steps import RULES
 from tasks.train import train
@@ -52,6 +53,10 @@ if TYPE_CHECKING:
 
 DRIVER = ("numpy", "pyarrow", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "prefect")
 """Packages that the steps of the driver and its graders rest on."""
+UNTOLD = (
+    "Run {run} goes on as it began: tokens are drawn from a part of the vocabulary and scored over all of it, which "
+    "biases the gradient; a fork mends that, `cairn fork {run}@ITER NEW --set rollout.rollout_top_p=1` ({why})"
+)
 
 
 @contextmanager
@@ -72,17 +77,20 @@ def open_run(
     store = open_store(store_url)
     probe(store)
     given = config
-    if config is None:
-        config = recorded_config(Ledger.open(store, name))
-    else:
-        config = as_recorded(store, name, config)
-    sources = Sources.open(config)
+    began = FORMAT
+    if config is None or store.exists(layout.run_manifest(name)):
+        recorded = Ledger.open(store, name)
+        began = recorded.manifest.schema_version
+        config = recorded_config(recorded) if config is None else in_recorded_words(config, recorded.manifest.config)
+    sources = Sources.open(config, began)
     with telling_what_is_stale(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config, sources.digests, rules=RULES)
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
         stack.push(_releasing(lease))
         on_lease(lease, config.operations.grace_period)
+        if why := untold(config.rollout, began):
+            emit(Message(UNTOLD.format(run=name, why=why), "warning"))
         graders = open_graders(config, stack)
         if needs_restore_point(ledger, config):
             make_restore_point(ledger, config, sources, emit, given)
@@ -104,9 +112,9 @@ class Sources:
     """Of all of it, and of models and user code; the run's manifest fixes them."""
 
     @classmethod
-    def open(cls, config: RunConfig) -> "Sources":
-        """Raises ConfigError, BadModel, BadData and BadPlugin."""
-        problems = setup_problems(config)
+    def open(cls, config: RunConfig, began: int = FORMAT) -> "Sources":
+        """`began`: format of the run's manifest. Raises ConfigError, BadModel, BadData and BadPlugin."""
+        problems = setup_problems(config, began)
         if problems:
             raise ConfigError(problems)
         tokenizer = load_tokenizer(config.model.path)

@@ -21,15 +21,18 @@ from engines.rollout.sglang.launch_plan import plan_problems
 from engines.rollout.sglang.model_code import code_problem
 from engines.training.megatron.options import problems as megatron_problems
 from engines.weights.options import weight_problems
+from storage.commits import FORMAT
 from tasks.data import BadData, PromptData
 from tasks.filters import get_filter
 from tasks.plugins import BadPlugin
 from tasks.rewards import get_grader
+from tasks.rules import untold
 
 
-def setup_problems(config: RunConfig) -> list[str]:
-    """Sentences on the model folders, the lengths against the context, and user code. Reads no data."""
-    problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config)]
+def setup_problems(config: RunConfig, began: int = FORMAT) -> list[str]:
+    """Sentences on the model folders, the lengths against the context, and user code. Reads no data. `began`: format of
+    the run's manifest, for what it may go on with though a new run may not begin with it."""
+    problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
     problems += [*placement_problems(config), *weight_problems(config)]
     if config.training.engine == "megatron":
         model = config.model
@@ -127,7 +130,7 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
             )
 
 
-def _server_problems(config: RunConfig) -> Iterator[str]:
+def _server_problems(config: RunConfig, began: int) -> Iterator[str]:
     rollout = config.rollout
     if rollout.engine != "sglang":
         for option in ("sglang", "router", "server_groups", "external_urls"):
@@ -135,13 +138,16 @@ def _server_problems(config: RunConfig) -> Iterator[str]:
                 yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
         return
     yield from plan_problems(rollout)
-    yield from kept_problems(rollout)
+    asks = untold(rollout, began) is None
+    if asks:
+        yield from kept_problems(rollout)
     yield from _served_otherwise(config.model.path)
     if rollout.external_urls and rollout.router is None:  # nothing is launched here
         return
     try:
         installation = Installation.find()
-        yield from version_problems(rollout, installation)
+        if asks:
+            yield from version_problems(rollout, installation)
         yield from _code_of_the_model(rollout, config.model.path)
         yield from option_problems(installation, "rollout.sglang", rollout.sglang)
         for index, group in enumerate(rollout.server_groups):

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, JsonValue
 
+from configs.recorded import in_todays_words
 from configs.schema.base import RECORDED
 from storage import canonical
 from storage.commits import FORMAT, Record, require_readable
@@ -82,7 +83,7 @@ def as_read_now(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, An
     """A recorded configuration in the options of the version that `config` is of."""
     if not isinstance(config, BaseModel):
         return dict(recorded)
-    return type(config).model_validate(recorded, context=RECORDED).model_dump(mode="json")
+    return type(config).model_validate(in_todays_words(recorded), context=RECORDED).model_dump(mode="json")
 
 
 def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[tuple[str, Any, Any]]:

@@ -17,6 +17,7 @@ from tasks.data import Draw, PromptData, draw
 from tasks.events import Message, StepCommitted, StepStarted
 from tasks.retries import RetryTally
 from tasks.rewards.pool import GraderPool
+from tasks.rules import untold
 
 if TYPE_CHECKING:
     from engines.fleet import Fleet
@@ -95,6 +96,13 @@ class RunContext:
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
         self._draws: dict[tuple[int, int], Draw] = {}
         self._noticed: set[str] = set()
+
+    @property
+    def records_kept(self) -> bool:
+        """Whether rollouts record what was left of the vocabulary to draw each token from, for it to be scored within
+        that."""
+        rollout = self.config.rollout
+        return rollout.cuts_vocabulary and untold(rollout, self.ledger.manifest.schema_version) is None
 
     @property
     def fleet(self) -> "Fleet":

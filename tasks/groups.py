@@ -133,7 +133,7 @@ def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Co
     """The rows of a group that an engine generated, or continued. Every token may be trained on as far as the rollout
     knows; whether it is too old is seen when a batch is made of it (`tasks.batch`)."""
     row, n = group.drawn.row, len(samples)
-    schema = rollout_schema(cut=run.config.rollout.cuts_vocabulary)
+    schema = rollout_schema(cut=run.records_kept)
     texts = run.tokenizer.batch_decode([s.response_ids.tolist() for s in samples], skip_special_tokens=True)
     columns = {
         "group_id": [group.drawn.group_id] * n,

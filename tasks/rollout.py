@@ -78,7 +78,7 @@ def rollout(
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
     bring_up_to_date(run, weights)
 
-    schema = rollout_schema(cut=run.config.rollout.cuts_vocabulary)
+    schema = rollout_schema(cut=run.records_kept)
     write_ahead = WriteAhead(step.attempt, step.input_digest, schema=schema, earlier_digests=step.earlier_digests)
     with write_ahead as log:
         recovered = log.recover()
@@ -182,5 +182,5 @@ def _sampling_params(run: RunContext) -> SamplingParams:
         top_p=config.rollout_top_p,
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
-        return_kept=config.cuts_vocabulary,
+        return_kept=run.records_kept,
     )

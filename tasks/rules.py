@@ -1,4 +1,4 @@
-"""What steps read, by the version of the code that committed them.
+"""What steps read and do, by the version of the code that committed them or began the run.
 
 `storage.terms` keeps with every run what its steps read. Runs of format 2 carry none: theirs are here, for ever.
 """
@@ -6,6 +6,8 @@
 from collections.abc import Mapping
 
 from configs.digest import recorded_digest
+from configs.schema.rollout import RolloutConfig
+from engines.rollout.sglang.kept import kept_problems
 from storage import canonical
 from storage.commits import Step
 from storage.terms import Rules, Terms
@@ -129,6 +131,17 @@ _FORMAT_2: dict[Step, Rules] = {
         plugins=("reward.custom_rm_path",),
     ),
 }
+
+
+def untold(rollout: RolloutConfig, began: int) -> str | None:
+    """Why the engine does not say what top-p and top-k left to draw tokens from, in a run that goes on without; None
+    in any other.
+
+    Runs of format 2 (`began`: that of the manifest) did not ask for it, and scored over the whole vocabulary. They do
+    now, with an engine that says; with another one they go on as they began. A run that begins today is refused there
+    (`flows.validation`), a fork of such a run too.
+    """
+    return next(kept_problems(rollout), None) if began == 2 and rollout.engine == "sglang" else None
 
 
 def rules_of(terms: Terms, step: Step) -> Rules:

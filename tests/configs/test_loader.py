@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.errors import ConfigError
-from configs.loader import from_manifest, in_recorded_words, load, override, parse
+from configs.loader import from_manifest, in_recorded_words, inherit, load, parse
 
 RECIPE = """\
 model: {path: some/model}
@@ -333,6 +333,42 @@ def test_what_a_manifest_says_is_read_whatever_rules_were_added_since(recipe: Pa
     assert config.algorithm.kl_estimator == "k1"
 
 
+def test_a_fork_inherits_what_a_rule_that_was_added_since_is_against(recipe: Path) -> None:
+    values = without_rules(recipe, eps_clip_high=0.28, tis_clip=5.0)
+    forked = inherit(values, ["training.lr=1e-5"])
+    assert (forked.algorithm.eps_clip_high, forked.algorithm.tis_clip, forked.training.lr) == (0.28, 5.0, 1e-5)
+    with pytest.raises(ConfigError, match=r"tis_clip \(4.0\) has no effect while use_tis is false"):
+        inherit(values, ["algorithm.tis_clip=4.0"])
+    with pytest.raises(ConfigError, match=r"training.lr is -1"):
+        inherit(values, ["training.lr=-1"])
+    with pytest.raises(ConfigError, match=r"did you mean training.lr\?"):
+        inherit(values, ["training.lrr=1"])
+
+
+def test_a_fork_that_takes_the_effect_of_what_it_inherits_is_told_what_to_set_besides(recipe: Path) -> None:
+    values = load(recipe, ["training.num_steps_per_rollout=2", "algorithm.eps_clip_high=0.28"]).model_dump(mode="json")
+    one_step = ["training.num_steps_per_rollout=1"]
+    with pytest.raises(
+        ConfigError,
+        match=r"eps_clip_high \(0.28\) has no effect .* by --set algorithm.eps_clip_high=null\)$",
+    ):
+        inherit(values, one_step)
+    assert inherit(values, [*one_step, "algorithm.eps_clip_high=null"]).algorithm.eps_clip_high is None
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_deterministic_mode_of_megatron_in_a_manifest_is_that_of_training(recipe: Path, mode: bool) -> None:
+    values = load(recipe, ["training.engine=megatron", "training.megatron.sequence_parallel=false"]).model_dump(
+        mode="json"
+    )
+    del values["training"]["deterministic_mode"]
+    values["training"]["megatron"]["deterministic_mode"] = mode
+    for config in (from_manifest(values), inherit(values, ["training.lr=1e-5"])):
+        assert config.training.deterministic_mode is mode
+        assert config.training.megatron == {"sequence_parallel": False}
+    assert values["training"]["megatron"]["deterministic_mode"] is mode, "the manifest stays as it is"
+
+
 def test_a_rule_that_a_manifest_never_could_have_passed_still_holds(recipe: Path) -> None:
     with pytest.raises(ValidationError, match="exclude each other"):
         from_manifest(without_rules(recipe, use_rollout_logprobs=True, use_tis=True))
@@ -342,7 +378,7 @@ def test_a_manifest_that_names_the_former_default_of_the_kl_estimator_can_be_for
     recipe: Path,
 ) -> None:
     values = without_rules(recipe, kl_loss_type="k1")
-    assert override(values, ["training.lr=1e-5"]).algorithm.kl_loss_type == "k1"
+    assert inherit(values, ["training.lr=1e-5"]).algorithm.kl_loss_type == "k1"
     assert in_recorded_words(load(recipe), values).model_dump(mode="json") == values
 
 

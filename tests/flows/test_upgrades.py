@@ -14,22 +14,28 @@ from pydantic import create_model
 from typer.testing import CliRunner
 
 import tasks.steps
+from configs.errors import ConfigError
+from configs.loader import from_manifest
 from configs.schema.data import DataConfig
 from configs.schema.run import RunConfig
 from flows.cli import app
 from flows.diff import diff
 from flows.fork import fork
 from flows.iteration import iteration
-from storage import layout
+from flows.session import Sources
+from flows.trust import recorded_config
+from flows.validation import setup_problems
+from storage import canonical, layout
 from storage.commits import FORMAT, OLDEST_FORMAT, Commit, Step
 from storage.errors import Damaged, RunDiffers, StaleCommits
 from storage.ledger import Ledger
-from storage.schemas import ROLLOUT, SCHEMAS
+from storage.schemas import KEPT, ROLLOUT, SCHEMAS
 from storage.snapshots import read_table
 from storage.store import open_store
 from storage.verification import verify
 from storage.version import CodeVersion
-from tasks.steps import STEPS
+from tasks.staleness import stale_steps
+from tasks.steps import RULES, STEPS
 from tests.tiny_run import DirectSteps, Events, tiny_context
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "ledgers"
@@ -45,7 +51,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def recorded(store: str, run: str) -> RunConfig:
-    return RunConfig.model_validate(Ledger.open(open_store(store), run).manifest.config)
+    return from_manifest(Ledger.open(open_store(store), run).manifest.config)
 
 
 def go_on(store: str, run: str, config: RunConfig | None = None) -> Events:
@@ -219,6 +225,60 @@ def test_the_default_of_an_added_option_is_what_an_earlier_run_has(earlier: str)
     other = config.model_copy(update={"data": config.data.model_copy(update={"max_age": 4})})
     with pytest.raises(RunDiffers, match="max_age is 3 in the ledger, 4 now"), tiny_context(earlier, other, "parent"):
         pass
+
+
+def rewritten(store: str, run: str, origin: str = "parent", **sections: dict[str, Any]) -> Ledger:
+    """A run whose manifest says what that of an earlier version does, but for some options."""
+    fields = json.loads(Path(store, f"runs/{origin}/run.json").read_text())
+    del fields["digest"]
+    for section, options in sections.items():
+        fields["config"][section] |= options
+    Path(store, f"runs/{run}").mkdir(exist_ok=True)
+    Path(store, f"runs/{run}/run.json").write_bytes(canonical.seal(fields | {"run": run}))
+    return Ledger.open(open_store(store), run)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_an_option_that_has_moved_since_is_carried_over(earlier: str, mode: bool) -> None:
+    megatron = {"engine": "megatron", "megatron": {"deterministic_mode": mode}}
+    ledger = rewritten(earlier, "parent", training=megatron)
+    config = recorded_config(ledger)
+    assert (config.training.deterministic_mode, config.training.megatron) == (mode, {})
+    digests = Sources.open(config, ledger.manifest.schema_version).digests
+    opened = Ledger.open(ledger.store, "parent", config, digests, RULES)
+    assert not stale_steps(opened, config, digests)
+    fork(Ledger.open(ledger.store, "parent"), 1, "younger")
+    assert recorded_config(Ledger.open(ledger.store, "younger")) == config
+    assert not diff(opened, Ledger.open(ledger.store, "younger")).options
+
+
+def test_a_run_whose_engine_does_not_say_what_tokens_were_drawn_from_goes_on_as_it_began(earlier: str) -> None:
+    sampling = {"engine": "sglang", "rollout_top_p": 0.9, "num_rollout": 2, "over_sampling_batch_size": None}
+    cut = rewritten(earlier, "cut", rollout=sampling, eval={"eval_interval": None})
+    config = recorded_config(cut)
+    refused = [problem for problem in setup_problems(config) if "rollout_top_p is 0.9" in problem]
+    assert refused
+    assert not {*refused} & {*setup_problems(config, cut.manifest.schema_version)}
+    with tiny_context(earlier, config, "cut") as (run, _):  # with the engine transformers in place of SGLang
+        commits = iteration(run, DirectSteps(run), 0)
+        tables = [run.read(commit) for commit in commits if commit.step is Step.ROLLOUT]
+    assert all(KEPT.name not in table.column_names for table in tables)
+    with pytest.raises(ConfigError, match=r"rollout_top_p is 0.9 .* draw from the whole vocabulary"):
+        fork(cut, 0, "younger")
+    fork(cut, 0, "younger", ["rollout.engine=transformers"])
+    with tiny_context(earlier, recorded(earlier, "younger"), "younger") as (run, _):
+        assert run.records_kept
+
+
+def test_a_fork_inherits_what_a_later_rule_would_refuse(earlier: str) -> None:
+    steps = {"use_rollout_logprobs": False, "eps_clip_high": 0.28}
+    before = rewritten(earlier, "before", rollout={"over_sampling_batch_size": None}, algorithm=steps)
+    with tiny_context(earlier, recorded_config(before), "before") as (run, _):
+        iteration(run, DirectSteps(run), 0)
+    fork(before, 0, "younger", ["training.lr=1e-5"])
+    assert recorded_config(Ledger.open(before.store, "younger")).algorithm.eps_clip_high == 0.28
+    with pytest.raises(ConfigError, match=r"eps_clip_high \(0.3\) has no effect"):
+        fork(before, 0, "other", ["algorithm.eps_clip_high=0.3"])
 
 
 def test_a_commit_that_its_own_version_would_not_have_made_is_stale(earlier: str) -> None:
