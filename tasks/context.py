@@ -13,6 +13,7 @@ from storage.commits import Commit, Environment, OutputFile, Step
 from storage.errors import Damaged
 from storage.ledger import Ledger
 from storage.snapshots import read_table
+from tasks.casualties import Casualties
 from tasks.data import Draw, PromptData, draw
 from tasks.events import Message, StepCommitted, StepStarted
 from tasks.retries import RetryTally
@@ -86,6 +87,8 @@ class RunContext:
         """Set when the driver ends before its time: no step is to begin, or to be tried again."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()
         """How often an engine itself failed on a group, by step and request: see tasks.generation."""
+        self.casualties = Casualties()
+        """What engines had before them when they were lost."""
         self.retries = RetryTally(config.retry)
         """New tries of steps."""
         self._fleet = fleet

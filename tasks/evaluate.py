@@ -194,7 +194,9 @@ def _generate(step: StepCall, weights: Commit | None, requests: Sequence[Generat
 
         def on_engine(index: int) -> list[pa.Table]:
             found = []
-            for completions in generate_groups(step, engines[index], weights, missing[index :: len(engines)]):
+            share = missing[index :: len(engines)]
+            rows = {request.request_id: request.request_id for request in share}
+            for completions in generate_groups(step, engines[index], weights, share, rows=rows):
                 found.append(pa.Table.from_pylist([_row(completion) for completion in completions], GENERATED_EVAL))
                 log.append(found[-1])
             return found

@@ -8,7 +8,8 @@
 | the engine dies, is silent or out of reach, is aborted, loses samples, holds other weights | the step is tried again |
 
 Only what the engine says of a prompt counts against it. Anything else leaves the group as it was: the step is tried
-again as often as `retry` says, and then the run ends with the error, to be resumed.
+again as often as `retry` says, and then the run ends with the error, to be resumed. Where an engine was lost time after
+time, the error names the prompts that were there each time (`tasks.casualties`).
 
 All samples of a failed group carry the error and no token: they are graded by nobody, and the filter drops the group
 and asks for another. A suspect whose engine did not fail is a group like any other. So processes, machines and networks
@@ -18,10 +19,10 @@ Where only some of the groups are needed, the others are aborted as soon as thes
 as they are. Every token must be of the weights that the step wants: an engine that serves others is an error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from engines.errors import EngineError, GenerationFailed, RequestRefused
+from engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
 from engines.types import Completion, FinishReason, GenerateRequest
 from storage.commits import Commit
 from storage.layout import commit_name
@@ -72,19 +73,25 @@ def generate_groups(
     weights: Commit | None,
     requests: Sequence[GenerateRequest],
     *,
+    rows: Mapping[int, int],
     enough: int | None = None,
 ) -> Iterator[list[Completion]]:
     """Generate every sample of every request with the weights that `weights` left; yield each request's completions, by
-    sample, when the last of them has ended. Raises EngineError where a new try of the step may help.
+    sample, when the last of them has ended. Raises EngineError where a new try of the step may help. `rows`: of the
+    data, by the request's id, from 0.
 
     After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came.
     """
     quota = _Quota(enough)
-    failures = step.run.failed_generations
+    failures, casualties = step.run.failed_generations, step.run.casualties
     suspects = [request for request in requests if failures[_key(step, request)] >= TOGETHER]
-    yield from _together(step, engine, weights, [request for request in requests if request not in suspects], quota)
-    for request in suspects:
-        yield from _alone(step, engine, weights, request, quota)
+    others = [request for request in requests if request not in suspects]
+    try:
+        yield from _together(step, engine, weights, others[:: -1 if casualties.times(step) % 2 else 1], quota)
+        for request in suspects:
+            yield from _alone(step, engine, weights, request, quota)
+    except (EngineDied, EngineTimeout) as error:
+        raise type(error)(casualties.told(step, error, rows)) from error
 
 
 def _together(
@@ -118,6 +125,9 @@ def _together(
         yield from _together(step, engine, weights, list(unfinished.values()), quota)
     except GenerationFailed:
         step.run.failed_generations.update(_key(step, request) for request in unfinished.values())
+        raise
+    except (EngineDied, EngineTimeout):
+        step.run.casualties.add(step, unfinished)
         raise
 
 

@@ -90,7 +90,8 @@ def rollout(
         requests = [group.request(_sampling_params(run)) for group in missing.values()]
         given = sum(group.input_tokens for group in groups if group.drawn.group_id in finished)
         aborted = 0
-        for completions in generate_groups(step, engine, weights, requests, enough=enough):
+        rows = {id: group.drawn.row.index for id, group in missing.items()}
+        for completions in generate_groups(step, engine, weights, requests, rows=rows, enough=enough):
             group = missing[completions[0].request_id]
             table = group_table(run, engine.name, group, group.whole(completions))
             tables.append(table)

@@ -87,6 +87,44 @@ def test_a_healthy_prompt_survives_whatever_befalls_its_engine(
     assert trained(tmp_path, config, struck(config, strike), STRIKES + 1) == undisturbed
 
 
+@pytest.mark.parametrize("error", [EngineDied("the actor's process is gone"), EngineTimeout("generate() did not end")])
+def test_a_prompt_that_ends_its_engine_every_time_is_named_with_the_way_out(
+    config: RunConfig, tmp_path: Path, error: EngineError
+) -> None:
+    fleet = struck(config, raising(error))
+    told = []
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        row = run.draw(0, 4).rows[1].row.index + 1
+        for _ in range(3):
+            with pytest.raises(type(error)) as caught:
+                iteration(run, DirectSteps(run), 0)
+            told.append(str(caught.value))
+    assert told[0] == str(error)
+    for times, sentence in enumerate(told[1:], 2):
+        assert f"an engine was lost {times} times, each time with row {row} of data.path unfinished" in sentence
+        assert "leave its row out of the data, or have fewer samples generated at a time (rollout.max_r" in sentence
+
+
+def test_where_no_prompt_was_there_every_time_none_is_named(config: RunConfig, tmp_path: Path) -> None:
+    fleet = LocalFleet(config)
+    generate = fleet.rollout[0].generate
+
+    def dying(requests: Sequence[GenerateRequest]) -> Generated:
+        """Once it has finished a group."""
+        yield from generate(requests[:1])
+        raise EngineDied("gone")
+
+    engine: Any = fleet.rollout[0]
+    engine.generate = dying
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        for left in (3, 2, 1):
+            with pytest.raises(EngineDied) as caught:
+                iteration(run, DirectSteps(run), 0)
+            assert ("row" in str(caught.value)) == (left < 3)
+        with pytest.raises(EngineDied, match="with no prompt that was unfinished each time"):
+            iteration(run, DirectSteps(run), 0)
+
+
 def test_a_prompt_that_the_engine_fails_on_in_company_is_a_group_like_any_other_if_alone_it_does_not(
     config: RunConfig, undisturbed: list[str | None], tmp_path: Path
 ) -> None:
