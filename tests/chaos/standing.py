@@ -40,7 +40,7 @@ class Standing:
     """Made as they are first needed; ended by `close`."""
 
     folder: Path
-    """Of everything, the runs included."""
+    """Of everything: of each run by its name, and of what they share under `standing`."""
     warm: bool = False
     """Whether the drivers of runs made here are forked from a process that has made their imports."""
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -98,14 +98,14 @@ class Standing:
     @cached_property
     def assets(self) -> Path:
         """Model and data of all runs."""
-        folder = self.folder / "assets"
+        folder = self.folder / "standing" / "assets"
         folder.mkdir(parents=True, exist_ok=True)
         return write_assets(folder)
 
     @cached_property
     def api_url(self) -> str:
         """Of the Prefect server."""
-        server = Server(self.folder / "prefect")
+        server = Server(self.folder / "standing" / "prefect")
         self._stack.callback(server.stop)
         server.wait_ready()
         return server.api_url
@@ -118,7 +118,7 @@ class Standing:
     @cached_property
     def _graders(self) -> Path:
         """A folder of PYTHONPATH: only code that lies there may be named by a store."""
-        folder = self.folder / "graders"
+        folder = self.folder / "standing" / "graders"
         folder.mkdir(parents=True, exist_ok=True)
         before = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         self._set_environment("PYTHONPATH", os.pathsep.join([str(ROOT), str(folder), *before]))
