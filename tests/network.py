@@ -5,7 +5,7 @@
         other.cut()                     # nothing gets through, and nobody is told
         other.mend()
 
-Needs root, and `ip` of iproute2.
+Needs root, and `ip` and `tc` of iproute2.
 """
 
 import itertools
@@ -23,8 +23,8 @@ def why_not() -> str | None:
     """Why there can be no such hosts; None where there can."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    if shutil.which("ip") is None:
-        return "there is no `ip`: install iproute2"
+    if missing := [program for program in ("ip", "tc") if shutil.which(program) is None]:
+        return f"there is no {' and no '.join(missing)}: install iproute2"
     return None
 
 
@@ -45,17 +45,23 @@ class Host:
         self._inside("link", "set", self._theirs, "up")
         self._inside("link", "set", "lo", "up")
 
+    def words(self, *command: str) -> list[str]:
+        """Words that execute a command there."""
+        return ["ip", "netns", "exec", self._name, *command]
+
     def popen(self, command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         """Start a process there."""
-        return subprocess.Popen(["ip", "netns", "exec", self._name, *command], **options)
+        return subprocess.Popen(self.words(*command), **options)
 
     def cut(self) -> None:
-        """Pull the cable out, at its other end: packets to that host get no answer."""
-        self._inside("link", "set", self._theirs, "down")
+        """Lose every packet, at both ends: nobody gets an answer, or an error."""
+        for place, end in self._ends():
+            _run("tc", *place, "qdisc", "replace", "dev", end, "root", "pfifo", "limit", "0")
 
     def mend(self) -> None:
-        """Put it in again."""
-        self._inside("link", "set", self._theirs, "up")
+        """Lose no more."""
+        for place, end in self._ends():
+            _run("tc", *place, "qdisc", "delete", "dev", end, "root")
 
     def end(self) -> None:
         """Remove it, and with it what still runs there."""
@@ -63,6 +69,9 @@ class Host:
             os.kill(int(pid), 9)
         _ip("link", "delete", self._ours)
         _ip("netns", "delete", self._name)
+
+    def _ends(self) -> list[tuple[list[str], str]]:
+        return [([], self._ours), (["-n", self._name], self._theirs)]
 
     def _inside(self, *words: str) -> None:
         _ip("-n", self._name, *words)
@@ -79,4 +88,8 @@ def host() -> Iterator[Host]:
 
 
 def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60).stdout
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout

@@ -35,8 +35,8 @@ def ray_cluster() -> "Iterator[Cluster]":
 
 
 @contextmanager
-def ray_head() -> Iterator[str]:
-    """A cluster that someone started on purpose. Yields its address."""
+def ray_head(*options: str) -> Iterator[str]:
+    """A cluster that someone started on purpose, with further options. Yields its address."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
         command = "start --head --block --port=0 --num-cpus=8 --object-store-memory=200000000 --disable-usage-stats"
         head = subprocess.Popen(
@@ -45,6 +45,7 @@ def ray_head() -> Iterator[str]:
                 *command.split(),
                 "--include-dashboard=false",
                 f"--temp-dir={folder}",
+                *options,
             ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

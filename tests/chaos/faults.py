@@ -24,10 +24,11 @@ scheduler     SIGKILL of the scheduler below it, which holds the model      the 
 stopped       SIGSTOP of an engine's SGLang server and its processes        starts another and goes on
 router        SIGKILL of the router before the servers                      starts another and goes on
 gc, fork, delete    none: somebody gives the command (tests/chaos/beside.py)    goes on
+event         none: the test does something to its machine meanwhile        (tests/chaos/events)
 
 Every fault writes a witness before it strikes, so that a run without a fault cannot pass for one that survived it.
-Faults that come to a driver's machine and not to a process of its own (a network that parts, a full disk, a clock that
-steps, power that goes) are not among these.
+What comes to a driver's machine and not to a process of its own (a network that parts, power that goes) is not done
+here: at an `event` the driver waits until the test has done it.
 """
 
 import contextlib
@@ -55,6 +56,7 @@ from tasks.events import StepCommitted, StepStarted
 from tasks.step import DurableStep, Outcome, StepCall
 from tests.chaos.beside import COMMANDS, Command, give
 from tests.faulty_s3 import control
+from tests.waiting import wait_for
 
 Moment = Literal["before", "during", "uncommitted", "after"]
 """Of every step."""
@@ -63,7 +65,7 @@ RareMoment = Literal["halfway", "loading", "replaying"]
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
 FurtherVictim = Literal["rank", "grader", "server", "scheduler", "stopped", "router"] | Command
 """What has its moments in some steps only, or in some configurations."""
-AnyVictim = Victim | FurtherVictim
+AnyVictim = Victim | FurtherVictim | Literal["event"]
 
 CLUSTER = "CAIRN_TEST_CLUSTER"
 """Environment variable with the process id of the raylet whose cluster a driver joins: its engines are there."""
@@ -189,6 +191,10 @@ class Striker:
 
     def _bring_about(self, fault: Fault) -> None:
         account = asdict(fault)
+        if fault.victim == "event":
+            bear_witness(self._witness, [], **account)
+            wait_for(mark_of(self._witness, fault).exists)
+            return
         if fault.victim in COMMANDS:
             came = self._beside(fault.victim)
             bear_witness(self._witness, [], **account, came=came)
@@ -211,6 +217,11 @@ class Striker:
             return give(command, self._store_url, self._run)
         except Exception as error:
             return f"{FAILED} {type(error).__name__}: {error}"
+
+
+def mark_of(witness: Path, fault: Fault) -> Path:
+    """The file by which a test says that its event has happened."""
+    return witness.with_name(f"{fault}.happened")
 
 
 def outages_met(endpoint: str) -> int:

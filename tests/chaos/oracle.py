@@ -80,8 +80,9 @@ def unequal(run: Disturbed, undisturbed: Disturbed) -> list[str]:
         found.append(f"committed in one of the two alone: {sorted(other)}")
     parting = diff(run.ledger(), undisturbed.ledger())
     found += [f"differs from the undisturbed run in {sentence}" for sentence in parting.retired]
-    if parting.options:
-        found.append(f"configured otherwise: {parting.options}")
+    # How workers are held changes nothing of what they make.
+    if options := [option for option in parting.options if not option[0].startswith("fleet.")]:
+        found.append(f"configured otherwise: {options}")
     if parting.parts_at or parting.ended:
         found.append(f"parts from the undisturbed run at {parting.parts_at or parting.ended}: {parting.how}")
     if not parting.compared:

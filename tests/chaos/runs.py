@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,9 +22,11 @@ from storage.ledger import Ledger
 from storage.retention import is_retired
 from storage.snapshots import read_table
 from storage.store import open_store
-from tests.chaos.faults import CLUSTER, Fault, engines_of
+from tests.chaos.faults import CLUSTER, Fault, engines_of, mark_of
 from tests.chaos.forked import ForkedDriver
+from tests.machines import Machine
 from tests.tiny_run import tiny_config
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,16 +108,24 @@ class Disturbed:
         """Of the servers that its drivers start."""
         return self.folder / PREFECT_HOME
 
-    def start(self, faults: Sequence[Fault] = (), *, own_prefect: bool = False, takeover: bool = False) -> Driver:
-        """Start a driver, in a session of its own."""
+    def start(
+        self,
+        faults: Sequence[Fault] = (),
+        *,
+        own_prefect: bool = False,
+        takeover: bool = False,
+        on: Machine | None = None,
+    ) -> Driver:
+        """Start a driver, in a session of its own; on another machine than this if one is given."""
         arguments = [self.store_url, self.name, str(self.config_file), str(self.folder)]
         arguments += [json.dumps([asdict(fault) for fault in faults]), *["takeover"] * takeover]
         log, environment = self.folder / "driver.log", self.whole_environment(own_prefect)
         if self.warm:
             return ForkedDriver(arguments, environment, self.folder, log)
         with log.open("ab") as output:
+            command = [sys.executable, "-m", "tests.chaos.driver", *arguments]
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.driver", *arguments],
+                command if on is None else on.words(*command),
                 env=environment,
                 cwd=self.folder,
                 stdout=output,
@@ -142,6 +152,16 @@ class Disturbed:
                 os.killpg(driver.pid, signal.SIGKILL)
                 driver.wait()
         return self.exits[-1]
+
+    def at_event(self, fault: Fault, driver: Driver, do: Callable[[], None]) -> None:
+        """Wait until the driver has come to a fault `event`, do what happens then, and let the driver go on."""
+        account = {**asdict(fault), "pids": []}
+        wait_for(
+            lambda: driver.poll() is not None or any(account.items() <= struck.items() for struck in self.struck())
+        )
+        assert driver.poll() is None, self.log()
+        do()
+        mark_of(self.witness, fault).touch()
 
     def struck(self) -> list[dict[str, Any]]:
         """The witnesses' accounts, in order."""

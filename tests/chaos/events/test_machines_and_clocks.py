@@ -1,6 +1,6 @@
 """Drivers on machines of their own, with boots, processes and clocks of their own: one of them owns a run.
 
-A machine is a process namespace with a boot id bound over the kernel's; a clock is libfaketime's, set while it runs.
+Machines are those of tests/machines.py; a clock is libfaketime's, set while it runs.
 """
 
 import os
@@ -15,6 +15,7 @@ import pytest
 
 from tests.debian import unpacked
 from tests.faulty_s3 import faulty_proxy
+from tests.machines import alone, why_not
 from tests.s3 import S3Server, use_server
 from tests.volatile_disk import ROOT
 
@@ -22,8 +23,8 @@ TIME_TO_LIVE = 6.0
 
 pytestmark = pytest.mark.slow
 
-if os.geteuid() != 0:
-    pytest.skip("process and mount namespaces need root", allow_module_level=True)
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
 
 
 class Driver:
@@ -60,10 +61,7 @@ class Machines:
         if clock is not None:
             environment |= fake_clock(clock)
         if machine is not None:
-            boot = self.folder / f"boot-of-{machine}"
-            boot.write_text(f"{machine}\n")
-            script = f'mount --bind {boot} /proc/sys/kernel/random/boot_id && exec "$@"'
-            command = ["unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "sh", "-c", script, "sh", *command]
+            command = [*alone(machine, self.folder), *command]
         process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
