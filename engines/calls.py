@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from engines.cluster import require_cluster
+from engines.cluster import ray_folder, require_cluster
 from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.object_store import FULL, no_room
 
 Engine = TypeVar("Engine")
 Found = TypeVar("Found")
@@ -29,9 +30,12 @@ class Deadline:
 
 
 def put(value: Any) -> "ray.ObjectRef[Any]":
-    """The value in the object store. Raises ClusterLost."""
+    """The value in the object store. Raises ClusterLost and NoSpace."""
     require_cluster()
-    return ray.put(value)
+    try:
+        return ray.put(value)
+    except FULL as error:
+        raise no_room("the driver", ray_folder()) from error
 
 
 def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
@@ -41,6 +45,7 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
         EngineTimeout: it did not come in time.
         EngineDied: the actor is gone or out of reach; whether it did the call is unknown.
         ClusterLost: all actors are.
+        NoSpace: there is no room for it.
         Exception: what the engine itself raised, with the actor's traceback as its cause.
     """
     try:
@@ -49,12 +54,16 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
         require_cluster()
         raise EngineTimeout(f"{call} did not return within {deadline.seconds:g} s") from None
     except RayTaskError as error:
+        if isinstance(error.cause, FULL):
+            raise no_room(call, ray_folder()) from error
         if isinstance(error.cause, RayError) or not isinstance(error.cause, Exception):
             raise EngineError(f"{call} failed: {error}") from error
         raise error.cause from error
     except RayActorError as error:
         require_cluster()
         raise EngineDied(f"{call}: the actor's process is gone or out of reach. {_reason(error)}") from error
+    except FULL as error:
+        raise no_room(call, ray_folder()) from error
     except RayError as error:
         require_cluster()
         raise EngineError(f"{call} failed: {error}") from error

@@ -30,6 +30,8 @@ from ray.exceptions import AuthenticationError
 
 from engines import reaper
 from engines.errors import ClusterLost, EngineError
+from engines.object_store import reserve
+from storage.errors import NoSpace
 
 NAMESPACE = "cairn"
 """Ray namespace of all actors and placement groups."""
@@ -83,11 +85,12 @@ class Cluster:
         Args:
             address: of the cluster to join: `host:port`, or `auto` for the one on this machine; None starts one.
             num_cpus: CPUs that a started cluster offers. They count reservations only; more than there are do no harm.
-            object_store_memory: bytes of a started cluster's object store, in shared memory.
+            object_store_memory: bytes of a started cluster's object store, in shared memory, all taken at once.
             timeout: seconds for each of the two tries to start one.
 
         Raises:
             ClusterError: it cannot be started, reached, or shared.
+            NoSpace: there is no room for its object store.
         """
         global _current
         with _lock:
@@ -154,6 +157,11 @@ def require_cluster() -> None:
     cluster = _current
     if cluster is not None and cluster.lost is not None:
         raise ClusterLost(cluster.lost)
+
+
+def ray_folder() -> Path | None:
+    """Where the cluster that this process started keeps its files; None for one that it has joined."""
+    return None if _current is None else _current.folder
 
 
 def _join(address: str) -> Cluster:
@@ -231,6 +239,13 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
             f"logs are under {folder} while this process lives. Try again, or start a cluster with `ray start --head` "
             "and set fleet.ray_address=auto"
         ) from error
+    try:
+        for process in _head():
+            reserve(process.pid)
+    except NoSpace:
+        ray.shutdown()
+        cluster._ended.set()
+        raise
     threading.Thread(target=cluster.watch, name="ray-head", daemon=True).start()
     return cluster
 

@@ -45,7 +45,7 @@ SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")
 """Options on which placement and servers depend."""
 
 LEAST_OBJECT_STORE = 512 * 1024**2
-"""Bytes of shared memory, taken only as they are used, for batches, results and the weights of small models."""
+"""Bytes of shared memory for batches, results and the weights of small models."""
 
 
 class Fleet:

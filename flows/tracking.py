@@ -12,7 +12,7 @@ comes back whole. All of it is done beside the run, in the order of the iteratio
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -27,13 +27,15 @@ from flows.events import Event, IterationDone, OnEvent, RunStarted
 from flows.metrics import eval_metrics, iteration_metrics
 from storage.commits import Commit
 from storage.ledger import Ledger
+from storage.space import naming_full
 
 
 @contextmanager
 def tracked(ledger: Ledger, config: RunConfig) -> Iterator[OnEvent]:
     """Write the run's metrics as `tracking` says while the block feeds the driver's events to what is yielded.
 
-    Raises ConfigError if the folder cannot be written.
+    Raises ConfigError if the folder cannot be written, and NoSpace at the end if something found no room there: the
+    next driver writes that.
     """
     if config.tracking.tensorboard_dir is None:
         yield lambda event: None
@@ -50,7 +52,8 @@ def tracked(ledger: Ledger, config: RunConfig) -> Iterator[OnEvent]:
     except BaseException:
         board.stop()
         raise
-    board.close()
+    with naming_full(folder):
+        board.close()
 
 
 class TensorBoard:
@@ -82,7 +85,8 @@ class TensorBoard:
         """End the file as it is: the next driver writes what is missing."""
         self._stopped.set()
         self._worker.shutdown(cancel_futures=True)
-        self._writer.close()
+        with suppress(OSError):  # what ended the run is what its caller must hear of
+            self._writer.close()
 
     def _catch_up(self, until: int) -> None:
         """Write the iterations before `until` that the folder lacks."""

@@ -12,8 +12,9 @@ class StoreRefused(StoreError):
     what to change."""
 
 
-class StoreFull(StoreRefused):
-    """No space is left there. A new try helps when somebody has freed some."""
+class NoSpace(StoreRefused):
+    """No space is left, in the store or in another place that the message names: a machine's disk or shared memory. A
+    new try helps when somebody has freed some."""
 
 
 class Damaged(Exception):

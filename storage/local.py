@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from storage.errors import StoreError, StoreFull, StoreRefused
+from storage.errors import NoSpace, StoreError, StoreRefused
 from storage.paths import check_path, is_path
+from storage.space import NO_SPACE, naming_full
 from storage.store import Unfinished
 
 _REFUSALS = {
@@ -31,7 +32,6 @@ _REFUSALS = {
     errno.ENAMETOOLONG: "the name is too long for the file system; choose shorter names",
     errno.ENOTSUP: "the file system has no hard links, which exclusive creation needs; choose another store",
 }
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _SYNCS_AT_A_TIME = 8
 _FOLDERS_REMEMBERED = 4096
@@ -43,7 +43,7 @@ def _named_errors(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _REFUSALS:
-            raise (StoreFull if error.errno in _FULL else StoreRefused)(
+            raise (NoSpace if error.errno in NO_SPACE else StoreRefused)(
                 f"cannot {action} {path}: {_REFUSALS[error.errno]}"
             ) from error
         raise StoreError(f"cannot {action} {path}: {error.strerror}") from error
@@ -228,7 +228,7 @@ class LocalStore:
     def get_file(self, path: str, local: Path) -> None:
         source = self._path(path)
         temporary = local.parent / f".{uuid.uuid4().hex}.tmp"
-        with _reading(source):
+        with _reading(source), naming_full(local.parent):
             try:
                 shutil.copyfile(source, temporary)
                 os.replace(temporary, local)

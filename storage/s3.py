@@ -37,8 +37,9 @@ from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from storage.errors import StoreError, StoreFull, StoreRefused
+from storage.errors import NoSpace, StoreError, StoreRefused
 from storage.paths import check_path, is_path
+from storage.space import naming_full
 from storage.store import Unfinished
 
 T = TypeVar("T")
@@ -218,9 +219,10 @@ class S3Store:
         self._retrying(lambda: self._call(path, self._s3.put_file, str(local), self._full(path), **parts))
 
     def get_file(self, path: str, local: Path) -> None:
-        descriptor, temporary = tempfile.mkstemp(dir=local.parent, prefix=".", suffix=".tmp")
+        with naming_full(local.parent):
+            descriptor, temporary = tempfile.mkstemp(dir=local.parent, prefix=".", suffix=".tmp")
         try:
-            with open(descriptor, "wb") as file:
+            with naming_full(local.parent), open(descriptor, "wb") as file:
                 for chunk in self._chunks(path):
                     file.write(chunk)
                 file.flush()
@@ -324,13 +326,13 @@ class S3Store:
             code = reply.response.get("Error", {}).get("Code", "")
             status = reply.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             if code in _REFUSALS:
-                return (StoreFull if code in _FULL else StoreRefused)(
+                return (NoSpace if code in _FULL else StoreRefused)(
                     f"store {self.url} cannot be used: {_REFUSALS[code]}"
                 )
             if status == 404:
                 return FileNotFoundError(f"{self.url} has no {path}")
             if status in _REFUSED_STATUS:
-                return (StoreFull if status == _FULL_STATUS else StoreRefused)(
+                return (NoSpace if status == _FULL_STATUS else StoreRefused)(
                     f"store {self.url} cannot be used: {_REFUSED_STATUS[status]}"
                 )
             if code in _MOMENTARY or status in _MOMENTARY_STATUS or status >= 500:

@@ -82,6 +82,19 @@ class Attempt:
         if paths:
             threading.Thread(target=_delete_all, args=(self.store, paths), name="discard-parts", daemon=True).start()
 
+    def discard(self) -> None:
+        """Remove what the attempt wrote, as far as that succeeds: nobody will commit it, and a disk may be full of it.
+        Finished groups stay, for the next attempt to take over."""
+        parts = f"{self.path(_PARTS)}/"
+        with suppress(StoreError):
+            for path in self.store.find(self.folder):
+                if not path.startswith(parts):
+                    self.store.delete(path)
+            for write in self.store.unfinished(self.folder):
+                if not write.path.startswith(parts):
+                    self.store.discard(write)
+            self.store.remove_empty_folders(self.folder)
+
     def _in_run(self, name: str) -> str:
         return self.path(name).removeprefix(f"{layout.run(self.run)}/")
 

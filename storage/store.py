@@ -41,9 +41,9 @@ class StoredFile:
 class Store(Protocol):
     """Paths are relative to the root, with "/" between names (see `storage.paths`).
 
-    Any method raises StoreRefused (credentials, missing bucket, permissions, no space: a new try will not help) or
-    StoreError (no right answer after bounded retries). A store may be pickled; the copy opens connections of its own.
-    Calls are safe from several threads.
+    Any method raises StoreRefused (credentials, missing bucket, permissions: a new try will not help), its kind NoSpace
+    (a new try helps when somebody has freed some) or StoreError (no right answer after bounded retries). A store may be
+    pickled; the copy opens connections of its own. Calls are safe from several threads.
 
     What costs what: on an object store `read`, `exists`, `create`, `delete` and a small `write` are one request each,
     `list` and `find` one request a thousand entries, and `put_file` one request a part. Nothing is cached: a call sees

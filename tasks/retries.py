@@ -12,7 +12,6 @@ How often and after which waits is said by `retry` of the configuration, by step
 itself: a step that lost its engine as often as it may still waits for the store.
 """
 
-import errno
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ from typing import get_args
 from configs.schema.operations import ErrorClass, RetryConfig
 from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 from storage.commits import Step
-from storage.errors import StoreError, StoreFull, StoreRefused
+from storage.errors import NoSpace, StoreError, StoreRefused
+from storage.space import NO_SPACE
 from tasks.rewards.pool import GraderUnavailable
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 Place = tuple[int, Step, str | None]
 """Iteration, step and shard."""
 
@@ -40,7 +39,7 @@ def error_class(error: object) -> ErrorClass | None:
             return "engine_timeout"
         case EngineError():
             return "engine"
-        case StoreFull():
+        case NoSpace():
             return "disk"
         case StoreRefused():
             return None
@@ -48,7 +47,7 @@ def error_class(error: object) -> ErrorClass | None:
             return "store"
         case GraderUnavailable():
             return "grader"
-        case OSError() if error.errno in _FULL:
+        case OSError() if error.errno in NO_SPACE:
             return "disk"
     return None
 

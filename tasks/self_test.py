@@ -21,7 +21,6 @@ from engines.errors import EngineError
 from storage import canonical
 from storage.commits import Commit, Environment, Step
 from storage.errors import Damaged, StoreError
-from storage.retention import remove
 from storage.self_tests import SelfTest, find_self_test, record_self_test
 from tasks.context import RunContext
 from tasks.events import Message
@@ -133,10 +132,9 @@ def _saved(run: RunContext, trained: Commit) -> Iterator[str]:
     if saved is not None:
         yield run.ledger.folder_of(saved)
         return
-    store = run.ledger.store
     attempt = run.ledger.attempt(trained.iteration, Step.CHECKPOINT, None)
     try:
-        run.fleet.training.save(store.url, attempt.folder)
+        run.fleet.training.save(run.ledger.store.url, attempt.folder)
         yield attempt.folder
     finally:  # what a save that failed has left too: the space may be what it lacked
-        remove(store, store.find(attempt.folder))
+        attempt.discard()

@@ -22,7 +22,7 @@ from configs.digest import digest as config_digest_of
 from configs.schema.run import RunConfig
 from storage import canonical
 from storage.commits import Commit, Environment, OutputFile, Step
-from storage.errors import StaleCommits
+from storage.errors import StaleCommits, StoreError, StoreRefused
 from storage.snapshots import Attempt
 from storage.terms import Rules
 from tasks.context import RunContext
@@ -98,7 +98,7 @@ class DurableStep(Generic[Args]):
         started_at, began = time.time(), time.perf_counter()
         attempt = run.ledger.attempt(iteration, self.name, shard)
         call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), self._earlier(run, given))
-        outcome = self.perform(call, *args, **kwargs)
+        outcome = self._perform_or_discard(call, *args, **kwargs)
         tried = run.retries.take((iteration, self.name, shard))
         commit = run.commit(
             iteration=iteration,
@@ -123,6 +123,16 @@ class DurableStep(Generic[Args]):
         self._require_fresh(run, commit, given, inputs, config_digest)
         run.emit(StepCommitted(commit, adopted=commit.attempt != attempt.name, seconds=time.perf_counter() - began))
         return commit
+
+    def _perform_or_discard(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
+        """Run the body; if it fails, nothing stays of the attempt but finished groups. A store that did not answer is
+        not asked once more."""
+        try:
+            return self.perform(call, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, StoreError) or isinstance(error, StoreRefused):
+                call.attempt.discard()
+            raise
 
     def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
         """Run the body and write its tables; the outcome then names every file and the seconds that both took."""

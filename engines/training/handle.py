@@ -14,6 +14,7 @@ from engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from engines.handles import Actor, ModelHandle
 from engines.types import Position, Role, TrainBatch, TrainResult
 from engines.weights.layout import Layout
+from storage.errors import NoSpace
 from storage.store import StoredFile
 
 FAILURE_GRACE = 10.0
@@ -192,7 +193,7 @@ class TrainingHandle(ModelHandle):
             raise failures[0]
         self._suspect = True
         for failure in failures.values():
-            if isinstance(failure, EngineDied):
+            if isinstance(failure, EngineDied | NoSpace):  # the others merely waited for that one
                 raise failure
         if failures:
             raised = "; ".join(f"rank {rank} raised {failure!r}" for rank, failure in sorted(failures.items()))

@@ -8,18 +8,21 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing.reductions import reduce_tensor
 
+from storage.space import naming_full
+
 DEVICE_ARGUMENT = 6
 """Position of the device's index among what a tensor in GPU memory is rebuilt from."""
 
 
 def share(named_tensors: dict[str, torch.Tensor]) -> bytes:
     """Handles on shared memory or, for tensors on a GPU, on theirs: good for one reader, as long as the tensors live.
-    Tensors of one storage share a handle."""
+    Tensors of one storage share a handle. Raises NoSpace where shared memory is full."""
     # Descriptors cannot travel over HTTP, names of files can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     buffer = io.BytesIO()
     handles = [(name, _OnDevice(tensor) if tensor.is_cuda else tensor) for name, tensor in named_tensors.items()]
-    ForkingPickler(buffer).dump(handles)
+    with naming_full("/dev/shm"):
+        ForkingPickler(buffer).dump(handles)
     return buffer.getvalue()
 
 

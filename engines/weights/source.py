@@ -9,6 +9,7 @@ import ray
 
 from engines.errors import EngineError, WrongVersion
 from engines.weights.layout import Layout
+from storage.space import naming_full
 
 if TYPE_CHECKING:
     import torch
@@ -107,9 +108,11 @@ class WeightSource:
 
         Raises:
             WrongVersion: the engine stands elsewhere.
+            NoSpace: the disk of the folder is full.
         """
         self._require_version(version)
-        self._started.export_hf(folder)
+        with naming_full(folder):
+            self._started.export_hf(folder)
 
     def begin_export_on_device(self, version: int, bucket_bytes: int) -> None:
         """On all ranks: begin to give out the weights of `version` from GPU memory. Raises WrongVersion."""

@@ -79,6 +79,7 @@ def exit_code(error: Exception) -> int | None:
         Damaged,
         LeaseHeld,
         LeaseLost,
+        NoSpace,
         Retired,
         RunDiffers,
         SharedWithForks,
@@ -86,6 +87,7 @@ def exit_code(error: Exception) -> int | None:
         StoreError,
         StoreRefused,
     )
+    from storage.space import lacks_space
     from tasks.data import BadData
     from tasks.filter import BatchNotFilled
     from tasks.plugins import BadPlugin
@@ -96,6 +98,8 @@ def exit_code(error: Exception) -> int | None:
     bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, *refused)
     run_failure = (NotFinite, BatchNotFilled, ReplayDiverged, GraderFailed)
     failure = (StoreError, Damaged, Retired, StaleCommits, LeaseLost, Superseded, EngineError, *run_failure)
+    if isinstance(error, NoSpace) or (isinstance(error, OSError) and lacks_space(error)):
+        return FAILED
     if isinstance(error, bad_input):
         return BAD_INPUT
     if isinstance(error, failure):
@@ -109,7 +113,10 @@ def describe(error: Exception) -> str:
     """What went wrong, as a person should read it."""
     from flows.cli.tables import stale_lines
     from storage.errors import RunDiffers
+    from storage.space import lacks_space
 
+    if isinstance(error, OSError) and lacks_space(error):
+        return f"no space is left: {error}; free some"
     if not isinstance(error, RunDiffers):
         return str(error)
     lines = [

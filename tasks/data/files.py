@@ -24,6 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from storage.errors import NoSpace
+from storage.space import naming_full
+
 Check = Callable[[dict[str, Any], str], object]
 """Looks at one row and raises BadData; the second argument says where the row stands."""
 
@@ -78,6 +81,7 @@ def open_rows(path: str, required: Mapping[str, str], optional: Collection[str],
     Raises:
         BadData: the file is missing, empty, of another kind or torn, lacks a field, the slice has no row, or `check`
             says so.
+        NoSpace: the temporary copy does not fit on this machine.
     """
     match = _SLICE.fullmatch(path)
     url = match["path"] if match else path
@@ -90,12 +94,15 @@ def open_rows(path: str, required: Mapping[str, str], optional: Collection[str],
         raise BadData(f"{url} does not exist: correct the path") from None
     except IsADirectoryError:
         raise BadData(f"{url} is a folder: give the path of a .jsonl or .parquet file") from None
+    except NoSpace:
+        raise
     # Every file system of fsspec raises exceptions of its own, and so do the libraries below it.
     except Exception as error:
         raise BadData(f"{url} cannot be read ({error}): check the path and the access to it") from error
     fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     if suffix == ".parquet":
-        file = _as_lines(file, url, required, optional)
+        with naming_full(tempfile.gettempdir()):
+            file = _as_lines(file, url, required, optional)
     offsets = _index(file, url, "line" if suffix == ".jsonl" else "row", required, check)
     if not offsets:
         raise BadData(f"{url} has no rows: give a file with at least one")
@@ -111,10 +118,11 @@ def _local_copy(url: str) -> Binary:
     filesystem, location = fsspec.url_to_fs(url)
     if isinstance(filesystem, LocalFileSystem):
         return open(location, "rb")
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the rows are read
-    with filesystem.open(location, "rb") as remote:
-        shutil.copyfileobj(remote, copy, 1024**2)
-    copy.seek(0)
+    with naming_full(tempfile.gettempdir()):
+        copy = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the rows are read
+        with filesystem.open(location, "rb") as remote:
+            shutil.copyfileobj(remote, copy, 1024**2)
+        copy.seek(0)
     return copy
 
 
@@ -128,6 +136,7 @@ def _as_lines(file: Binary, url: str, required: Mapping[str, str], optional: Col
         for batch in parquet.iter_batches(_PARQUET_ROWS, columns=read):
             for row in batch.to_pylist():
                 lines.write(json.dumps(row, default=str).encode() + b"\n")
+        lines.flush()
     except pa.ArrowException as error:
         raise BadData(f"{url} is not a whole Parquet file ({error}): copy it again") from error
     return lines

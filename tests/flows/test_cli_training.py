@@ -1,6 +1,9 @@
 """`cairn train | resume | validate`: what is refused before anything starts, and how."""
 
+import errno
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ from typer.testing import CliRunner, Result
 
 from configs.loader import load
 from flows.cli import app
+from flows.cli.app import describe, exit_code
 from storage.leases import Outcome
 from storage.ledger import Ledger
 from storage.store import open_store
 from tests.flows.written_runs import new_run, write_iteration, write_run
+from tests.small_disk import fill, small_disk, why_not
 from tests.tiny_run import tiny_config
 
 
@@ -136,3 +141,15 @@ def test_resume_names_what_is_gone_since_the_run_began(tmp_path: Path) -> None:
     result = cairn("resume", "toy", "--store", tmp_path)
     assert result.exit_code == 2
     assert "model.path: Model folder model does not exist" in result.stderr
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_full_disk_is_a_failure_and_no_bad_input(recipe: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 2**16) as disk:
+        fill(disk)
+        result = cairn("train", recipe, "--run", "new", "--store", disk)
+    assert result.exit_code == 1
+    assert re.fullmatch(rf"cannot create {disk}/\S+: no space is left on the device; free some\n", result.stderr)
+    unnamed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/file")
+    assert exit_code(unnamed) == 1
+    assert describe(unnamed) == "no space is left: [Errno 28] No space left on device: '/file'; free some"

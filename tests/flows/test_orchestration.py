@@ -31,7 +31,7 @@ from engines.errors import EngineDied
 from flows.orchestration import driving, run_tags, subflow
 from flows.steps import PrefectSteps
 from storage.commits import Step
-from storage.errors import StoreError, StoreFull, StoreRefused
+from storage.errors import NoSpace, StoreError, StoreRefused
 from tasks.retries import RetryTally
 from tasks.rewards.pool import GraderUnavailable
 from tests.waiting import wait_for
@@ -182,7 +182,7 @@ def test_the_graph_of_an_iteration_shows_which_step_read_what(url: str, client: 
         (StoreError("no answer"), 3),
         (GraderUnavailable("it was killed"), 3),
         (OSError(errno.ENOSPC, "No space left on device"), 2),
-        (StoreFull("no space is left"), 2),
+        (NoSpace("no space is left"), 2),
         (StoreRefused("no such bucket"), 1),
         (ValueError("a bug"), 1),
     ],

@@ -10,8 +10,10 @@ from configs.errors import ConfigError
 from flows.events import IterationDone, RunStarted
 from flows.metrics import find_metric
 from flows.tracking import tracked
+from storage.errors import NoSpace
 from storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
+from tests.small_disk import fill, small_disk, why_not
 
 
 def drive(ledger: Ledger, first: int, last: int) -> None:
@@ -144,3 +146,27 @@ def test_a_run_that_fails_leaves_the_rest_to_the_next_driver(ledger: Ledger, boa
     points = points_in_files(board)
     assert len(points) == len(set(points))
     assert shown(board)["train/loss"] == [0, 1, 2]
+
+
+def drive_until_full(ledger: Ledger, disk: Path, error: Exception | None = None) -> None:
+    """Tell of iterations of which none fits on the disk, and then fail if there is an error to fail with."""
+    with tracked(ledger, config_of(ledger)) as on_event:
+        fill(disk)
+        for iteration in range(3):
+            on_event(IterationDone(iteration, tuple(ledger.commits(iteration))))
+        if error is not None:
+            raise error
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_folder_without_space_is_named_at_the_end_and_hides_no_other_error(ledger: Ledger, board: Path) -> None:
+    with small_disk(board.parent, 2**20) as disk:
+        with pytest.raises(ValueError, match="of the run"):
+            drive_until_full(ledger, disk, ValueError("of the run"))
+        (disk / "ballast").unlink()
+        with pytest.raises(NoSpace, match=f"cannot write to {board}: no space is left there; free some"):
+            drive_until_full(ledger, disk)
+        (disk / "ballast").unlink()
+        drive(ledger, 0, 3)
+        assert shown(board)["train/loss"] == [0, 1, 2]

@@ -13,36 +13,34 @@ import pytest
 from storage.errors import StoreError, StoreRefused
 from storage.local import LocalStore
 from storage.store import open_store, probe
+from tests.small_disk import small_disk, why_not
 from tests.waiting import wait_for
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    if reason := why_not():
+        pytest.skip(reason)
+    with small_disk(tmp_path / "disk", 2**20) as disk:
+        yield disk
 
 
-def test_no_space_left_is_refused_and_nothing_committed_is_lost(small_disk: Path) -> None:
-    store = open_store(str(small_disk))
+def test_no_space_left_is_refused_and_nothing_committed_is_lost(disk: Path) -> None:
+    store = open_store(str(disk))
     store.write("file", b"kept")
     with pytest.raises(StoreRefused, match=r"cannot write .*: no space is left on the device"):
         store.write("file", bytes(2 * 2**20))
     with pytest.raises(StoreRefused, match=r"cannot create .*: no space is left on the device"):
         store.create("marker", bytes(2 * 2**20))
     assert store.read("file") == b"kept"
-    assert os.listdir(small_disk) == ["file"]
+    assert os.listdir(disk) == ["file"]
     assert store.create("marker", b"fits")
 
 
-def test_a_read_only_disk_is_refused(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    for url in (small_disk, small_disk / "below"):
+def test_a_read_only_disk_is_refused(disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for url in (disk, disk / "below"):
         with pytest.raises(StoreRefused, match="the file system is read-only; choose another store"):
             probe(open_store(str(url)))
 

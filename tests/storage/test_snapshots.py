@@ -251,3 +251,18 @@ def test_a_killed_generation_loses_at_most_the_group_in_flight(tmp_path: Path) -
     assert groups == list(range(len(groups)))
     assert len(groups) > last
     assert recovered.filter(pa.compute.field("group_id") == 7).equals(rollout_table([7], seed=7))
+
+
+def test_a_discarded_attempt_leaves_its_finished_groups_alone(ledger: Ledger, tmp_path: Path) -> None:
+    attempt, other = _attempt(ledger), _attempt(ledger)
+    kept = other.write_table("samples.parquet", rollout_table([3]))
+    with WriteAhead(attempt, "0" * 64) as log:
+        log.append(rollout_table([1, 2]))
+    attempt.write_table("samples.parquet", rollout_table([1, 2]))
+    (tmp_path / "file").write_bytes(b"x")
+    ledger.store.put_file(tmp_path / "file", attempt.path("folder/file"))
+    attempt.discard()
+    assert list(ledger.store.find(attempt.folder)) == _parts(ledger)
+    assert len(read_table(ledger.store, ledger.run, kept)) == 2
+    with WriteAhead(_attempt(ledger), "0" * 64) as log:
+        assert _groups(log.recover()) == [1, 2]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from storage.errors import NoSpace
 from storage.store import Store, open_store, probe
+from tests.small_disk import small_disk, why_not
 
 
 def test_reads_back_what_was_written_and_replaces_it(store: Store) -> None:
@@ -119,3 +121,13 @@ def test_only_folders_without_files_are_removed(store: Store) -> None:
     store.remove_empty_folders("runs")
     assert store.list("runs") == []
     assert store.unfinished("runs") == []
+
+
+def test_a_disk_that_is_full_is_named_by_whoever_fetches_a_file_to_it(store: Store, tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    store.write("file", bytes(2 * 2**20))
+    with small_disk(tmp_path / "disk", 2**20) as disk:
+        with pytest.raises(NoSpace, match=f"cannot write to {disk}: no space is left there; free some"):
+            store.get_file("file", disk / "copy")
+        assert not os.listdir(disk)

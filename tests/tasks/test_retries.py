@@ -13,7 +13,7 @@ from flows.iteration import iteration
 from flows.metrics import find_metric, iteration_metrics
 from flows.views import run_status
 from storage.commits import Step
-from storage.errors import StoreError, StoreFull, StoreRefused
+from storage.errors import NoSpace, StoreError, StoreRefused
 from storage.store import open_store
 from tasks.retries import RetryTally, error_class
 from tasks.rewards.pool import GraderFailed, GraderUnavailable
@@ -31,7 +31,7 @@ PLACE = (3, Step.ROLLOUT, "00-000")
         (EngineError(), "engine"),
         (ClusterLost(), None),
         (StoreError(), "store"),
-        (StoreFull(), "disk"),
+        (NoSpace(), "disk"),
         (StoreRefused(), None),
         (OSError(errno.ENOSPC, "full"), "disk"),
         (OSError(errno.EACCES, "denied"), None),

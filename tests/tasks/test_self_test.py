@@ -12,7 +12,7 @@ from flows.iteration import iteration
 from flows.views import run_status
 from storage.collector import garbage
 from storage.commits import Step
-from storage.errors import StoreFull
+from storage.errors import NoSpace
 from storage.ledger import Ledger
 from storage.self_tests import find_self_test
 from storage.store import open_store
@@ -119,7 +119,7 @@ def test_a_store_that_is_full_costs_the_test_alone_and_gets_its_space_back(
 
     def save_until_the_disk_is_full(store: str, folder: str) -> None:
         assert save(store, folder)
-        raise StoreFull("no space is left")
+        raise NoSpace("no space is left")
 
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, events):
         iteration(run, DirectSteps(run), 0)

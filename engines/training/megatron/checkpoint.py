@@ -34,6 +34,7 @@ from engines.training.megatron.learner import MegatronLearner
 from engines.training.megatron.transfer import CheckpointFile, Uploads, fetched
 from engines.training.sharding import raise_together
 from storage.errors import Damaged
+from storage.space import named, naming_full
 from storage.store import Store, StoredFile
 
 FORMAT = 1
@@ -70,8 +71,9 @@ def save(
     mine: list[CheckpointFile] = []
     for role, learner in learners.items():
         with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local, Uploads(store, folder, role) as uploads:
-            _write(_sharded_state(learner, loading=False), Path(local), uploads.begin)
             try:
+                with naming_full(local):
+                    _write(_sharded_state(learner, loading=False), Path(local), uploads.begin)
                 mine += uploads.end(Path(local))
             except Exception as failure:  # raised below, once every rank has come here
                 error = failure
@@ -160,13 +162,16 @@ def _tensors_of(
     with fetched(store, folder, files, device) as local:
         try:
             loaded: dict[str, Any] = dist_checkpointing.load(dict_list_map_inplace(_own_object, wanted), str(local))
-        # PyTorch's is not even an Exception, and holds those of all ranks.
         except CheckpointException as errors:
-            error = next(iter(errors.failures.values()))[0]
-            raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(error)}") from errors
+            raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(_first_failure(errors))}") from errors
         except CheckpointingException as error:
             raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(error)}") from error
     return loaded
+
+
+def _first_failure(errors: CheckpointException) -> BaseException:
+    """PyTorch's is not even an Exception, and holds those of all ranks."""
+    return next(iter(errors.failures.values()))[0]
 
 
 def _in_short(error: BaseException) -> str:
@@ -221,6 +226,7 @@ def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None])
     held = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
     strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1 + held // FILE_BYTES)
     request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+    failed: list[Exception] = []
     if request.async_fn is not None:
         _, buckets, results = request.async_fn_args
         transforms, _ = request.async_fn.args
@@ -234,10 +240,16 @@ def _write(state: dict[str, Any], folder: Path, written: Callable[[Path], None])
             done[index] = ended.get()[1]
             if not isinstance(done[index], Exception):
                 written(Path(on_host[0]))
-        failed = [result for result in done.values() if isinstance(result, Exception)]
+        failed = [named(result, folder) for result in done.values() if isinstance(result, Exception)]
         results.put(failed[0] if failed else done)
-    for finalize in request.finalize_fns:
-        finalize()
+    try:
+        for finalize in request.finalize_fns:
+            finalize()
+    except CheckpointException as errors:  # on the first rank alone, of all of them
+        if not failed:
+            raise EngineError(f"another rank could not write its files: {_first_failure(errors)}") from errors
+    if failed:
+        raise failed[0]
 
 
 def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import tempfile
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ import pytest
 import s3fs
 
 from configs.schema.data import RowFormat
+from storage.errors import NoSpace
 from tasks.data import BadData, PromptData
+from tests.small_disk import small_disk, why_not
 
 PLAIN = RowFormat(apply_chat_template=False)
 ROWS = [{"prompt": f"prompt {i}", "label": str(i * i), "metadata": {"n": i}} for i in range(10)]
@@ -256,3 +259,18 @@ def test_a_file_is_not_held_in_memory(tmp_path, tokenizer, suffix):
     # 30 MB of prompts: 8 bytes a row are held; while a Parquet file is opened, one batch of rows is alive.
     assert held < 1_000_000
     assert peak < 12_000_000
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_temporary_copy_that_does_not_fit_is_one_sentence(tmp_path, tokenizer, monkeypatch, suffix):
+    if reason := why_not():
+        pytest.skip(reason)
+    local = tmp_path / f"big.{suffix}"
+    (write_jsonl if suffix == "jsonl" else write_parquet)(local, ROWS * 500)
+    url = f"memory://{tmp_path.name}/big.{suffix}"
+    with fsspec.open(url, "wb") as file:
+        file.write(local.read_bytes())
+    with small_disk(tmp_path / "disk", 2**16) as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        with pytest.raises(NoSpace, match=f"cannot write to {disk}: no space is left there; free some"):
+            PromptData.open(PLAIN, url, tokenizer)

@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ HANDED_ON: dict[str, list[dict[str, Any]]] = {
     "whole": [EP, VPP, EP],
     "distributed": [{**EP, **ZERO}, {**CP, **ZERO}, {**EP, **ZERO}],
 }
+STAGING = "staging"
+"""Folder with a disk too small for a checkpoint, where there can be one."""
 WITHOUT_RESPONSES = TrainBatch([np.arange(n, dtype=np.int32) for n in (3, 1)], [0, 0], [np.zeros(0, np.uint8)] * 2)
 
 
@@ -80,6 +83,26 @@ class FullStore:
 
     def write(self, path: str, data: bytes) -> None:
         self._store.write(path, data)
+
+
+def without_staging(engine: Any, store: Store, small: Path, rank: int) -> list[str]:
+    """What an engine says whose files find no room on one rank's way to the store, and on the machine's way back."""
+
+    def said(call: Callable[[], object], ranks: Container[int]) -> str:
+        tempfile.tempdir = str(small) if rank in ranks else None
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            tempfile.tempdir = None
+        return "nothing"
+
+    told = [said(lambda: engine.save(store, "staged"), [1]), said(lambda: engine.load(store, "last"), [0, 1])]
+    dist.barrier()
+    told += map(str, small.iterdir())
+    engine.load(store, "last")
+    return told
 
 
 def offloaded(engine: Any, store: Store) -> dict[str, Any]:
@@ -172,6 +195,8 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     report["failed save"] = raised(lambda: engine.save(full, "full"))
     report["described"] = store.exists("full/megatron_state.json")
     engine.save(store, "last")
+    if (work / STAGING).is_mount():
+        report["staging"] = without_staging(engine, store, work / STAGING, rank)
     report["scored"] = [len(scores) for scores in engine.score(WITHOUT_RESPONSES, "actor")]
     report["wrong version"] = raised(lambda: train(engine, 7, 1))
     assert BATCH.advantages is not None

@@ -1,6 +1,8 @@
 """Checkpoints, and updates that are refused, of two ranks in one launch."""
 
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
-from tests.engines.training.megatron.checkpoint_cases import HANDED_ON, LAYOUTS, launched
+from tests.engines.training.megatron.checkpoint_cases import HANDED_ON, LAYOUTS, STAGING, launched
+from tests.small_disk import small_disk, why_not
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 
@@ -29,9 +32,10 @@ def reports(work: Path) -> list[dict[str, Any]]:
     folder = model_folder(work / "model")
     model_folder(work / "teacher", "llama", layers=3)
     model_folder(work / "experts", "qwen3_moe", layers=LAYERS)
-    context = torch.multiprocessing.spawn(launched, (folder, work), nprocs=2, join=False)
-    while not context.join(timeout=240):
-        pass
+    with nullcontext() if why_not() else small_disk(work / STAGING, 2**16):
+        context = torch.multiprocessing.spawn(launched, (folder, work), nprocs=2, join=False)
+        while not context.join(timeout=240):
+            pass
     return [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -110,6 +114,17 @@ def test_a_save_that_one_rank_cannot_finish_fails_on_all_and_leaves_no_checkpoin
 ) -> None:
     assert [report["failed save"] for report in reports] == ["EngineError", "StoreRefused"]
     assert not any(report["described"] for report in reports)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_machine_without_room_for_a_checkpoint_on_its_way_is_named(reports: list[dict[str, Any]], work: Path) -> None:
+    full = rf"NoSpace: cannot write to {work / STAGING}/cairn-megatron-\w+: no space is left there; free some"
+    others = "EngineError: another rank (could not write its files|of the training engine failed)"
+    for rank, report in enumerate(reports):
+        saved, loaded, *left = report["staging"]
+        assert re.match(full if rank == 1 else others, saved)
+        assert re.match(f"{full}|{others}", loaded)
+        assert not left
 
 
 def test_a_batch_without_responses_has_empty_scores(report: dict[str, Any]) -> None:
