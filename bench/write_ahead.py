@@ -35,7 +35,7 @@ from bench.command import parse, say
 from bench.gateway import STORE_HELP, bucket
 from storage.commits import Step
 from storage.schemas import ROLLOUT
-from storage.snapshots import WriteAhead
+from storage.write_ahead import WriteAhead
 from tasks.context import RunContext
 from tasks.rollout import rollout
 from tasks.step import StepCall

@@ -6,7 +6,7 @@ from configs.loader import from_manifest
 from storage.commits import Commit, Record, Step, causal_order
 from storage.comparison import Comparison, compare
 from storage.ledger import Ledger
-from storage.ledger import differences as differing_fields
+from storage.terms import differences as differing_fields
 
 _BESIDE = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)
 """Steps that nothing else is made from: whether a run has them is a matter of its options."""

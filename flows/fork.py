@@ -11,7 +11,8 @@ from storage import layout
 from storage.commits import Commit, Step
 from storage.deletion import delete_run
 from storage.errors import BeingDeleted, Retired
-from storage.ledger import Ledger, Parent
+from storage.ledger import Ledger
+from storage.manifest import Parent
 from storage.retention import require_restorable
 from tasks.filter import number
 from tasks.steps import RULES

@@ -17,10 +17,11 @@ from configs.schema.run import RunConfig
 from storage.commits import Commit, Record, Step
 from storage.errors import BeingDeleted, Damaged
 from storage.leases import LeaseState, Outcome, newest_lease
-from storage.ledger import Ledger, Parent, list_runs
+from storage.ledger import Ledger
+from storage.manifest import Parent, list_runs
 from storage.self_tests import find_self_test
-from storage.snapshots import waiting_groups
 from storage.store import Store
+from storage.write_ahead import waiting_groups
 from tasks.evaluate import eval_due, eval_shard
 from tasks.recovery import checkpoint_due
 from tasks.score import needs_scores

@@ -25,22 +25,18 @@ holder elsewhere does is watched and timed by the watcher's own monotonic clock.
 """
 
 import itertools
-import os
-import socket
 import threading
 import time
-import uuid
 from contextlib import suppress
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import psutil
 from pydantic import ValidationError
 
 from storage import canonical, layout
 from storage.commits import Record
 from storage.errors import Damaged, LeaseHeld, LeaseLost, StoreError
+from storage.holders import Holder
 from storage.store import Store
 
 TIME_TO_LIVE = 30.0
@@ -50,10 +46,6 @@ RENEWAL_INTERVAL = 5.0
 WATCH_INTERVAL = 0.5
 """Seconds between two looks at the lease of a holder elsewhere."""
 _MARKER = {"run", "epoch", "holder", "acquired_at", "time_to_live"}
-_SAME_START = 2.0
-"""Seconds by which two readings of one process's start time may differ: it is derived from an adjustable clock."""
-_START_FIELD = 22
-"""Of /proc/<pid>/stat: clock ticks between the boot and the start of the process."""
 
 
 class Outcome(StrEnum):
@@ -67,66 +59,6 @@ class Outcome(StrEnum):
     """Someone asked it to stop."""
     PREEMPTED = "preempted"
     """The machine was wanted for something else: it was told to end, and did so in order."""
-
-
-class Holder(Record):
-    """A driver's process."""
-
-    id: str
-    """Random: no two holders are equal."""
-    host: str
-    machine: str
-    """Boot of the kernel and process namespace: where equal, `pid` can be looked up."""
-    pid: int
-    process_started_at: float
-    """Unix seconds, by a clock that may be set meanwhile."""
-    start_ticks: int | None = None
-    """Clock ticks of the kernel from its boot to the start of the process: with boot and namespace they make `pid` one
-    process. None in a lease that an earlier version wrote."""
-
-    @classmethod
-    def this_process(cls) -> "Holder":
-        """The calling process, with a new id."""
-        return cls(
-            id=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            machine=_machine(),
-            pid=os.getpid(),
-            process_started_at=psutil.Process().create_time(),
-            start_ticks=_start_ticks(os.getpid()),
-        )
-
-    def is_gone(self) -> bool | None:
-        """Whether the process has ended; None where this machine cannot tell."""
-        if not self.machine or self.machine != _machine():
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return True
-            if self.start_ticks is not None:
-                return _start_ticks(self.pid) != self.start_ticks
-            # Another process may have the number now, or somebody has set the clock.
-            same = abs(process.create_time() - self.process_started_at) < _SAME_START
-        except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            return True
-        return False if same else None
-
-
-def _machine() -> str:
-    """Empty where the kernel does not say: then nobody is known to be on this machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        return ""
-    return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _start_ticks(pid: int) -> int | None:
-    """None where there is no /proc. Raises FileNotFoundError or ProcessLookupError without such a process."""
-    if not Path("/proc/self/stat").exists():
-        return None
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold anything
-    return int(after_name[_START_FIELD - 3])
 
 
 class LeaseState(Record):

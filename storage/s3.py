@@ -24,21 +24,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import s3fs
-from aiohttp import ClientError as BrokenConnection
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    HTTPClientError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    SSLError,
-)
-from botocore.exceptions import ConnectionError as NoConnection
-from botocore.parsers import ResponseParserError
+from botocore.exceptions import BotoCoreError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from storage.errors import NoSpace, StoreError, StoreRefused
+from storage.errors import StoreError, StoreRefused
 from storage.paths import check_path, is_path
+from storage.s3_errors import KEYS, REQUEST_ERRORS, in_our_words
 from storage.space import naming_full
 from storage.store import Unfinished
 
@@ -57,32 +48,6 @@ _MOST_PARTS = 5_000
 """Of an upload; S3 allows 10,000."""
 _LARGEST_MARKER = 5 * 2**20
 """A created file must fit into one PUT: stores ignore the condition on multipart uploads."""
-
-_KEYS = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE)"
-_REGION = "it lies in another region; set AWS_REGION to the bucket's"
-_REFUSALS = {
-    "InvalidAccessKeyId": f"the access key is unknown; {_KEYS}",
-    "SignatureDoesNotMatch": f"the secret key is wrong; {_KEYS}",
-    "ExpiredToken": "the session token has expired; log in again",
-    "InvalidToken": "the session token is not valid; log in again",
-    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
-    "NoSuchBucket": "there is no such bucket; create it or name another",
-    "InvalidBucketName": "the bucket's name is not valid; name another",
-    "PermanentRedirect": _REGION,
-    "AuthorizationHeaderMalformed": _REGION,
-    "IllegalLocationConstraintException": _REGION,
-    "QuotaExceeded": "its quota is used up; free some space or raise it",
-    "XMinioStorageFull": "no space is left there; free some",
-}
-_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull"})
-_FULL_STATUS = 507
-_REFUSED_STATUS = {
-    401: f"access is denied; {_KEYS}",
-    403: f"access is denied; {_KEYS} and the bucket's policy",
-    _FULL_STATUS: "no space is left there; free some",
-}
-_MOMENTARY = {"RequestTimeout", "IncompleteBody", "BadDigest", "PreconditionFailed", "ConditionalRequestConflict"}
-_MOMENTARY_STATUS = {400, 408, 409, 412, 429}
 
 
 def _names(page: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -108,7 +73,7 @@ class S3Store:
     def __init__(self, url: str):
         parts = urlsplit(url)
         if "@" in url or ":" in parts.netloc or parts.query:  # keys may hold slashes: then they look like a path
-            raise StoreRefused(f"keys do not belong into a store's address; {_KEYS}")
+            raise StoreRefused(f"keys do not belong into a store's address; {KEYS}")
         if parts.scheme != "s3" or not parts.netloc or parts.fragment:
             raise StoreRefused(f"store {parts.scheme}://{parts.netloc}… is not of the form s3://bucket/prefix")
         self._bucket = parts.netloc
@@ -316,35 +281,8 @@ class S3Store:
     def _call(self, path: str, request: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return request(*args, **kwargs)
-        except (OSError, BotoCoreError, ClientError, BrokenConnection, ResponseParserError) as error:
-            raise self._named(error, path) from None
-
-    def _named(self, error: Exception, path: str) -> Exception:
-        """The error in this module's terms. Its text is our own: a server's may quote what it was sent."""
-        reply = error if isinstance(error, ClientError) else error.__cause__
-        if isinstance(reply, ClientError):
-            code = reply.response.get("Error", {}).get("Code", "")
-            status = reply.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if code in _REFUSALS:
-                return (NoSpace if code in _FULL else StoreRefused)(
-                    f"store {self.url} cannot be used: {_REFUSALS[code]}"
-                )
-            if status == 404:
-                return FileNotFoundError(f"{self.url} has no {path}")
-            if status in _REFUSED_STATUS:
-                return (NoSpace if status == _FULL_STATUS else StoreRefused)(
-                    f"store {self.url} cannot be used: {_REFUSED_STATUS[status]}"
-                )
-            if code in _MOMENTARY or status in _MOMENTARY_STATUS or status >= 500:
-                return StoreError(f"store {self.url} failed at {path}: HTTP {status} {code}")
-            return StoreRefused(f"store {self.url} refuses {path}: HTTP {status} {code}")
-        if isinstance(error, SSLError):
-            return StoreRefused(f"store {self.url} cannot be used: its certificate is not valid")
-        if isinstance(error, NoCredentialsError | PartialCredentialsError):
-            return StoreRefused(f"store {self.url} cannot be used: there are no keys; {_KEYS}")
-        if isinstance(error, HTTPClientError | NoConnection | OSError | BrokenConnection | ResponseParserError):
-            return StoreError(f"store {self.url} does not answer at {path}: {type(error).__name__}")
-        return StoreRefused(f"store {self.url} cannot be used: {error}")
+        except REQUEST_ERRORS as error:
+            raise in_our_words(error, self.url, path) from None
 
     def _count_retry(self, state: RetryCallState) -> None:
         with self._counting:

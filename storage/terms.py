@@ -92,3 +92,14 @@ def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> 
     return [
         (f"digest of {name}", value, given.get(name)) for name, value in recorded.items() if given.get(name) != value
     ]
+
+
+def differences(recorded: Any, given: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted fields in which two JSON values differ, with both values; None where one has no such field."""
+    if isinstance(recorded, dict) and isinstance(given, dict):
+        names = sorted({*recorded, *given})
+        prefix = f"{field}." if field and not field.endswith(" ") else field
+        return [
+            found for name in names for found in differences(recorded.get(name), given.get(name), f"{prefix}{name}")
+        ]
+    return [] if recorded == given else [(field, recorded, given)]

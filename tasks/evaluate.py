@@ -19,7 +19,7 @@ from engines.fingerprint import combined
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from storage.commits import Commit, Step
 from storage.schemas import EVAL, GENERATED_EVAL, Status
-from storage.snapshots import WriteAhead
+from storage.write_ahead import WriteAhead
 from tasks.generation import generate_groups
 from tasks.groups import completion_status
 from tasks.recovery import version_of

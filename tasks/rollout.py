@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from engines.types import SamplingParams
 from storage.commits import Commit, Step
 from storage.schemas import Status, rollout_schema
-from storage.snapshots import WriteAhead
+from storage.write_ahead import WriteAhead
 from tasks.context import RunContext
 from tasks.data import Draw, DrawnRow
 from tasks.filter import GroupPlace, unfinished_groups

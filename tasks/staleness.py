@@ -9,7 +9,8 @@ from typing import Any
 from configs.loader import from_manifest
 from configs.schema.run import RunConfig
 from storage.commits import causal_order
-from storage.ledger import Ledger, differences
+from storage.ledger import Ledger
+from storage.terms import differences
 from tasks.step import DurableStep
 from tasks.steps import STEPS
 

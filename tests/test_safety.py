@@ -22,8 +22,9 @@ from flows.views import run_status
 from storage import canonical, layout
 from storage.commits import Commit, Step
 from storage.errors import Damaged, StoreRefused
-from storage.ledger import Ledger, list_runs
+from storage.ledger import Ledger
 from storage.local import LocalStore
+from storage.manifest import list_runs
 from storage.s3 import S3Store
 from storage.snapshots import read_bytes
 from storage.store import open_store

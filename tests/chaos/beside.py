@@ -17,7 +17,8 @@ from flows.fork import fork
 from storage.commits import Step
 from storage.deletion import delete_run
 from storage.errors import LeaseHeld, Retired, SharedWithForks
-from storage.ledger import Ledger, list_runs
+from storage.ledger import Ledger
+from storage.manifest import list_runs
 from storage.retention import require_restorable
 from storage.store import Store, open_store
 from storage.verification import verify

@@ -20,7 +20,7 @@ from flows.preemption import EXIT_CODE, Preempted
 from flows.train import start
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
-from storage.snapshots import WriteAhead
+from storage.write_ahead import WriteAhead
 from tasks.step import StepCall
 from tests.chaos.faults import Fault, Striker
 

@@ -49,7 +49,7 @@ from flows.events import Event
 from flows.train import PREFECT_HOME
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
-from storage.snapshots import WriteAhead
+from storage.write_ahead import WriteAhead
 from tasks import recovery
 from tasks.context import RunContext
 from tasks.events import StepCommitted, StepStarted

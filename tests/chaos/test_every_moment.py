@@ -17,7 +17,8 @@ from flows.iteration import iteration
 from storage.commits import Commit, Step
 from storage.ledger import Ledger
 from storage.retention import retire
-from storage.snapshots import Attempt, WriteAhead
+from storage.snapshots import Attempt
+from storage.write_ahead import WriteAhead
 from tasks import recovery
 from tasks.recovery import checkpoint_due
 from tests.chaos.configurations import write_config

@@ -12,7 +12,8 @@ from flows.cli import app
 from storage import layout
 from storage.commits import Step
 from storage.leases import Outcome
-from storage.ledger import Ledger, Parent
+from storage.ledger import Ledger
+from storage.manifest import Parent
 from tests.flows import written_runs
 from tests.flows.written_runs import SHARDS, new_run, write_run
 

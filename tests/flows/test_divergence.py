@@ -10,7 +10,8 @@ from flows.divergence import fork_after_divergence, newest_restore_point
 from flows.iteration import iteration
 from flows.views import run_status
 from storage.commits import Step
-from storage.ledger import Ledger, list_runs
+from storage.ledger import Ledger
+from storage.manifest import list_runs
 from storage.store import open_store
 from tasks.events import Message
 from tasks.recovery import ReplayDiverged, restore_trainer

@@ -11,8 +11,9 @@ from storage import canonical, layout
 from storage.deletion import delete_run
 from storage.errors import BeingDeleted, Retired, SharedWithForks
 from storage.layout import Kind
-from storage.ledger import Ledger, list_runs
+from storage.ledger import Ledger
 from storage.local import LocalStore
+from storage.manifest import list_runs
 from storage.retention import forks
 from tests.flows.test_upgrades import FIXTURES, FORMATS
 

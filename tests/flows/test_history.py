@@ -15,7 +15,8 @@ from flows.replay import Replaying
 from flows.session import needs_restore_point, total_steps
 from flows.views import benchmark_scores, run_status
 from storage.commits import Step
-from storage.ledger import Ledger, Parent
+from storage.ledger import Ledger
+from storage.manifest import Parent
 from storage.store import open_store
 from storage.verification import verify
 from storage.version import CodeVersion

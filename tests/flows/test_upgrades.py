@@ -148,7 +148,7 @@ def test_the_first_commit_of_another_version_records_it_and_reading_does_not(
     assert "1 upgrade to another version" in cairn("verify", "parent", "--store", earlier)
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr("storage.ledger.code_version", lambda: CodeVersion(package="9", commit=None))
+    monkeypatch.setattr("storage.upgrades.code_version", lambda: CodeVersion(package="9", commit=None))
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1  # it had nothing left to commit
 
@@ -208,7 +208,7 @@ def test_an_added_option_a_longer_reads_and_an_added_input_make_no_commit_stale(
 def test_columns_that_its_tables_lack_are_null(earlier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wider = ROLLOUT.insert(3, pa.field("admitted_at", pa.int64()))
     monkeypatch.setitem(SCHEMAS, Step.ROLLOUT, wider)
-    for module in ("storage.snapshots", "tasks.groups"):
+    for module in ("storage.write_ahead", "tasks.groups"):
         monkeypatch.setattr(f"{module}.ROLLOUT", wider)
     go_on(earlier, "parent")
     for commit in committed(earlier, "parent"):

@@ -15,9 +15,9 @@ from storage.leases import Outcome
 from storage.ledger import Ledger
 from storage.local import LocalStore
 from storage.s3 import S3Store
-from storage.snapshots import WriteAhead
 from storage.store import Store, Unfinished
 from storage.verification import verify
+from storage.write_ahead import WriteAhead
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.waiting import wait_for
 

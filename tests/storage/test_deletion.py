@@ -6,9 +6,11 @@ from storage import layout
 from storage.commits import Step
 from storage.deletion import delete_run
 from storage.errors import BeingDeleted, LeaseHeld, LeaseLost, SharedWithForks
-from storage.leases import Holder, Outcome, newest_lease
-from storage.ledger import Ledger, Parent, list_runs
+from storage.holders import Holder
+from storage.leases import Outcome, newest_lease
+from storage.ledger import Ledger
 from storage.local import LocalStore
+from storage.manifest import Parent, list_runs
 from storage.store import Store
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 

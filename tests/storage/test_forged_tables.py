@@ -12,8 +12,9 @@ import pytest
 from storage.commits import OutputFile, Step
 from storage.errors import Damaged
 from storage.ledger import Ledger
-from storage.snapshots import WriteAhead, read_table
+from storage.snapshots import read_table
 from storage.store import open_store
+from storage.write_ahead import WriteAhead
 from tests.storage.builders import CONFIG
 
 

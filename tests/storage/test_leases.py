@@ -16,7 +16,8 @@ import pytest
 from storage import canonical, layout, leases
 from storage.commits import Step
 from storage.errors import LeaseHeld, LeaseLost, StoreError
-from storage.leases import TIME_TO_LIVE, Holder, Lease, Outcome, newest_lease
+from storage.holders import Holder
+from storage.leases import TIME_TO_LIVE, Lease, Outcome, newest_lease
 from storage.ledger import Ledger
 from storage.local import LocalStore
 from storage.store import Store

@@ -11,8 +11,9 @@ from storage import layout
 from storage.commits import Commit, Step
 from storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers
 from storage.leases import Outcome
-from storage.ledger import Ledger, Parent, list_runs
+from storage.ledger import Ledger
 from storage.local import LocalStore
+from storage.manifest import Parent, list_runs
 from storage.snapshots import read_table
 from storage.store import Store
 from tests.storage.builders import CONFIG, ENVIRONMENT, commit_step, rollout_table
@@ -220,7 +221,7 @@ class _ShortPages(LocalStore):
 def test_the_newest_iteration_of_a_long_run_is_found_in_few_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
 ) -> None:
-    monkeypatch.setattr("storage.ledger._PAGE", 3)
+    monkeypatch.setattr("storage.iterations._PAGE", 3)
     store = _ShortPages(str(tmp_path))
     for iteration in range(iterations):
         path = tmp_path / layout.commit("run-1", iteration, Step.TRAIN)

@@ -12,13 +12,14 @@ from storage.commits import Step
 from storage.deletion import delete_run
 from storage.errors import LeaseHeld
 from storage.leases import Lease, Outcome, newest_lease
-from storage.ledger import Ledger, list_runs
+from storage.ledger import Ledger
 from storage.local import LocalStore
+from storage.manifest import list_runs
 from storage.retention import forks, retire, retired
 from storage.s3 import S3Store
-from storage.snapshots import WriteAhead, waiting_groups
 from storage.store import Store
 from storage.verification import verify
+from storage.write_ahead import WriteAhead, waiting_groups
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.storage.test_retention import _eleven_iterations, _iteration
 

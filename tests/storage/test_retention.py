@@ -13,8 +13,9 @@ from storage.collector import Reason, collect, garbage
 from storage.commits import Commit, Step
 from storage.errors import Damaged, Retired
 from storage.layout import Kind
-from storage.ledger import Ledger, Parent
+from storage.ledger import Ledger
 from storage.local import LocalStore
+from storage.manifest import Parent
 from storage.retention import candidates, is_retired, require_restorable, retire, retired
 from storage.snapshots import read_table
 from storage.store import Store

@@ -16,9 +16,10 @@ from storage.commits import Step
 from storage.errors import Damaged, StoreError
 from storage.ledger import Ledger
 from storage.schemas import ADVANTAGE, ROLLOUT
-from storage.snapshots import Attempt, WriteAhead, read_table
+from storage.snapshots import Attempt, read_table
 from storage.store import Store, StoredFile, open_store
 from storage.tables import to_parquet
+from storage.write_ahead import WriteAhead
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.waiting import wait_for
 
@@ -219,7 +220,7 @@ import sys, time
 sys.path.insert(0, {root!r})
 from storage.commits import Step
 from storage.ledger import Ledger
-from storage.snapshots import WriteAhead
+from storage.write_ahead import WriteAhead
 from storage.store import open_store
 from tests.storage.builders import rollout_table
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")

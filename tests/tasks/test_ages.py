@@ -10,7 +10,8 @@ import pytest
 from configs.schema.run import RunConfig
 from flows.iteration import iteration, last_selection
 from storage.commits import Step
-from storage.ledger import Ledger, Parent
+from storage.ledger import Ledger
+from storage.manifest import Parent
 from storage.schemas import Disposition
 from tasks.context import RunContext
 from tasks.filter import Group, fill_batch, number, trained_groups

@@ -12,8 +12,8 @@ from flows.iteration import iteration, last_selection
 from storage.commits import Step
 from storage.ledger import Ledger
 from storage.schemas import KEPT, ROLLOUT, rollout_schema
-from storage.snapshots import WriteAhead
 from storage.store import open_store
+from storage.write_ahead import WriteAhead
 from tasks.batch import kept_column, kept_tokens, train_batch
 from tests.storage.builders import rollout_table
 from tests.tasks.test_partial_rollout import PARTIAL

@@ -10,9 +10,9 @@ import pytest
 from flows.iteration import iteration
 from storage.errors import StoreError
 from storage.ledger import Ledger
-from storage.snapshots import WriteAhead
 from storage.store import open_store
 from storage.verification import Finding, verify
+from storage.write_ahead import WriteAhead
 from tasks.context import RunContext
 from tasks.events import StepCommitted
 from tests.local_fleet import LocalFleet

@@ -1,0 +1,71 @@
+"""What a run is: `runs/<run>/run.json`, created once. A run exists as long as its manifest does."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from pydantic import field_validator
+
+from storage import canonical, layout
+from storage.commits import Record, require_readable
+from storage.errors import BeingDeleted, Damaged
+from storage.store import Store
+from storage.terms import Terms
+
+_REQUESTS = 8
+"""Looks at manifests at a time."""
+
+
+class Parent(Record):
+    """Where a run was forked from."""
+
+    run: str
+    iteration: int
+    """The last iteration that the fork shares with its parent."""
+    reason: str | None = None
+    """Why there is a fork, where Cairn made it by itself."""
+
+    @field_validator("run")
+    @classmethod
+    def _stays_in_its_folder(cls, run: str) -> str:
+        return layout.check_name(run, "run")
+
+
+class Manifest(Terms):
+    """What a run is: frozen when it is created."""
+
+    parent: Parent | None = None
+    created_at: float
+    """Unix seconds."""
+
+
+def create_manifest(store: Store, manifest: Manifest) -> bool:
+    """Make the run exist; whether there was none of its name."""
+    return store.create(layout.run_manifest(manifest.run), canonical.seal(manifest.model_dump(mode="json")))
+
+
+def read_manifest(store: Store, run: str) -> Manifest:
+    """Raises FileNotFoundError if there is no such run, BeingDeleted and Damaged."""
+    path = layout.run_manifest(run)
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them") from None
+    try:
+        fields = canonical.unseal(data)
+        if "being_deleted_since" in fields:
+            raise BeingDeleted(f"run {run!r} is being deleted; if that was interrupted, `cairn delete {run}` goes on")
+        require_readable(fields)
+        del fields["digest"]
+        manifest = Manifest.model_validate(fields)
+        if manifest.run != run:
+            raise ValueError(f"it is that of run {manifest.run!r}")
+    except ValueError as error:
+        raise Damaged(f"manifest {path} cannot be trusted: {error}") from None
+    return manifest
+
+
+def list_runs(store: Store) -> list[str]:
+    """Names of all runs in a store, sorted. What else may lie there is no run."""
+    names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) is not None]
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        exist = pool.map(lambda name: store.exists(layout.run_manifest(name)), names)
+        return [name for name, there in zip(names, exist, strict=True) if there]

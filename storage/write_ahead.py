@@ -1,0 +1,201 @@
+"""The write-ahead log: what a step finished, durable before the step is done.
+
+A rollout shard, and an evaluation, keep one while they run:
+```
+runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/000000.<sha256>.arrow
+```
+A part is an Arrow IPC file of finished groups, written whole. Its name carries the SHA-256 of its bytes, its schema's
+metadata the digest of the inputs that the rows were made from.
+
+| a later attempt finds | meaning |
+|---|---|
+| digest right, same inputs | its groups are finished: taken over |
+| digest right, other inputs or schema | made under another configuration: ignored |
+| digest wrong | torn: ignored, its groups are generated again |
+| a group for the second time | the first counts |
+
+Parts are never committed: the shard's commit names one compacted file, and then the parts are removed.
+"""
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage import layout, tables
+from storage.commits import Step
+from storage.errors import Damaged, StoreError
+from storage.schemas import ROLLOUT, complete
+from storage.snapshots import Attempt
+from storage.store import Store
+
+_PARTS = "write_ahead"
+_INPUTS_KEY = b"inputs_digest"
+_READERS = 8
+"""Parts read at a time: an object store answers one after tens of milliseconds."""
+
+
+def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None]) -> int:
+    """How many groups of a rollout lie finished in write-ahead parts of shards other than those `committed`."""
+    folder = layout.attempts(run, iteration, Step.ROLLOUT)
+    found: set[tuple[str | None, int]] = set()
+    for attempt in map(layout.parse_attempt, store.list(folder)):
+        if attempt is None or (shard := layout.attempt_shard(attempt)) in committed:
+            continue
+        for path in _parts(store, f"{folder}/{attempt}"):
+            table = _read_part(store, path)
+            if table is not None:
+                found |= {(shard, group) for group in table["group_id"].to_pylist()}
+    return len(found)
+
+
+def _parts(store: Store, attempt: str) -> list[str]:
+    """Store paths of the write-ahead parts in an attempt's folder."""
+    folder = f"{attempt}/{_PARTS}"
+    return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".arrow")]
+
+
+def _read_part(store: Store, path: str) -> pa.Table | None:
+    """The rows of a part with its schema's metadata; None if it is torn, or has gone with its shard's commit."""
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        return None
+    if not path.endswith(f".{hashlib.sha256(data).hexdigest()}.arrow"):
+        return None
+    try:
+        return tables.from_ipc(data)
+    except ValueError as error:
+        raise Damaged(f"{path} is not what Cairn writes: {error}") from error
+
+
+class WriteAhead:
+    """The write-ahead log of a rollout shard or an evaluation: groups are durable the moment they finish.
+
+    Whatever was appended while the last part was written goes out as the next part, so the log keeps up with any rate
+    with one write at a time, and generation never waits for it. See the module for what a part is.
+
+    `append` and `close` raise the error that stopped the background writer, if any. As a context manager it closes
+    itself.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        inputs_digest: str,
+        *,
+        schema: pa.Schema = ROLLOUT,
+        earlier_digests: Collection[str] = (),
+        deadline: float = 120.0,
+    ):
+        """`inputs_digest`: of everything the rows depend on; only parts made from the same inputs are taken over.
+        `schema`: of the rows. `earlier_digests`: of the same by the rules of earlier versions of the code.
+        `deadline`: seconds that `close` may take."""
+        self._attempt = attempt
+        self._inputs_digest = inputs_digest
+        self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
+        self._schema = schema
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._waiting: list[pa.Table] = []
+        self._closed = False
+        self._error: Exception | None = None
+        # A daemon: a process that ends must not wait for a store that does not answer.
+        self._writer = threading.Thread(target=self._write_parts, name="write-ahead", daemon=True)
+        self._writer.start()
+
+    def __enter__(self) -> "WriteAhead":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as second:  # what broke the work off is what its caller must hear of
+            error.add_note(f"{type(second).__name__} meanwhile: {second}")
+
+    def append(self, table: pa.Table) -> None:
+        """Hand over finished groups, each of them whole, in the log's schema. Returns at once."""
+        with self._changed:
+            self._raise_error()
+            if self._closed:
+                raise ValueError("the write-ahead log is closed")
+            self._waiting.append(table)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Return when everything appended is durable. Raises StoreError if that takes longer than the deadline."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._writer.join(self._deadline)
+        with self._changed:
+            self._raise_error()
+        if self._writer.is_alive():
+            raise StoreError(f"writing finished groups to {self._attempt.folder} did not end in {self._deadline:.0f} s")
+
+    def recover(self) -> pa.Table:
+        """The rows that earlier attempts at this shard finished from the same inputs; perhaps none."""
+        attempt = self._attempt
+        folder = layout.attempts(attempt.run, attempt.iteration, attempt.step)
+        paths = []
+        for name in map(layout.parse_attempt, attempt.store.list(folder)):
+            if name is not None and name != attempt.name and layout.attempt_shard(name) == attempt.shard:
+                paths += _parts(attempt.store, f"{folder}/{name}")
+        found = [self._schema.empty_table()]
+        seen: set[int] = set()
+        with ThreadPoolExecutor(_READERS) as readers:
+            for path, table in zip(paths, readers.map(self._own_part, paths), strict=True):
+                if table is None:
+                    continue
+                attempt.superseded.append(path)
+                groups = set(table["group_id"].to_pylist()) - seen
+                seen |= groups
+                found.append(table.filter(pc.is_in(table["group_id"], pa.array(groups, pa.int64()))))
+        return pa.concat_tables(found).combine_chunks()
+
+    def _own_part(self, path: str) -> pa.Table | None:
+        """The rows of a part that was made from the same inputs."""
+        table = _read_part(self._attempt.store, path)
+        if table is None:
+            return None
+        metadata = table.schema.metadata or {}
+        table = complete(table.replace_schema_metadata(None), self._schema)
+        return table if metadata.get(_INPUTS_KEY) in self._accepted and table.schema.equals(self._schema) else None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _write_parts(self) -> None:
+        try:
+            for number in itertools.count():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._waiting or self._closed)
+                    waiting, self._waiting = self._waiting, []
+                if not waiting:
+                    return
+                self._write_part(number, pa.concat_tables(waiting))
+        except Exception as error:
+            with self._changed:
+                self._error = error
+
+    def _write_part(self, number: int, table: pa.Table) -> None:
+        sink = pa.BufferOutputStream()
+        table = table.replace_schema_metadata({_INPUTS_KEY: self._inputs_digest})
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+            writer.write_table(table.combine_chunks())
+        data = sink.getvalue().to_pybytes()
+        path = self._attempt.path(f"{_PARTS}/{number:06d}.{hashlib.sha256(data).hexdigest()}.arrow")
+        self._attempt.store.write(path, data)
+        self._attempt.superseded.append(path)
