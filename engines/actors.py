@@ -17,7 +17,7 @@ from configs.schema.rollout import RolloutConfig
 from configs.schema.run import ModelConfig
 from configs.schema.training import TrainingConfig
 from engines.errors import EngineError
-from engines.fencing import FencedActor
+from engines.fencing import Claim, FencedActor
 from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from engines.rollout.sglang.route import Route
 from engines.slots import Slot
@@ -44,10 +44,10 @@ def device_of(num_gpus: float) -> str:
 class _Placed(FencedActor):
     """An actor that knows its slot: its machine, and the devices there that are its own."""
 
-    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
+    def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
         """Called before PyTorch is imported, which reads the environment once. Threads that wait must not spin: on a
         machine that does something else too, spinning made small updates twenty times slower."""
-        super().__init__(epoch)
+        super().__init__(claim)
         found = ray.get_runtime_context().get_node_id()
         if found != slot.node:  # Ray moved the bundle after it was asked where it lies: the devices are others
             raise EngineError(f"this actor was to run on node {slot.node} and runs on {found}: it must be made again")
@@ -88,8 +88,8 @@ class _OfModels:
 class RolloutActor(_OnItsMachine, _OfModels, WeightTarget):
     """A rollout engine in a process of its own, or one machine's part of it."""
 
-    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
-        super().__init__(epoch, num_threads, slot)
+    def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
+        super().__init__(claim, num_threads, slot)
         self._engine: RolloutEngine | None = None
         self._further_rank: FurtherRank | None = None
         self._batch_invariant = False
@@ -157,8 +157,8 @@ class RolloutActor(_OnItsMachine, _OfModels, WeightTarget):
 class RouterActor(_OnItsMachine):
     """The router before the rollout servers, in a process of its own."""
 
-    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
-        super().__init__(epoch, num_threads, slot)
+    def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
+        super().__init__(claim, num_threads, slot)
         self._router: Router | None = None
 
     def start(self, options: dict[str, Any], config: RolloutConfig, host: str, log: Path, start_timeout: float) -> None:
@@ -194,8 +194,8 @@ class RouterActor(_OnItsMachine):
 class TrainingActor(_Placed, _OfModels, WeightSource):
     """One rank of the training engine in a process of its own."""
 
-    def __init__(self, epoch: int, num_threads: int, slot: Slot) -> None:
-        super().__init__(epoch, num_threads, slot)
+    def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
+        super().__init__(claim, num_threads, slot)
         self._engine: TrainingEngine | None = None
         self._rank = 0
 

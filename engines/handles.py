@@ -17,7 +17,7 @@ from configs.schema.operations import FleetConfig
 from engines.calls import Deadline, result
 from engines.cluster import require_cluster
 from engines.errors import BadModel, ClusterLost, EngineDied, EngineError, EngineTimeout, Superseded
-from engines.fencing import Tenure
+from engines.fencing import NO_CLAIM, Tenure
 from engines.fingerprint import combined
 from engines.slots import Slot
 from storage.commits import Environment
@@ -73,6 +73,7 @@ class Actor:
                 if not deadline.remaining:
                     raise EngineTimeout(f"{self.name}: its predecessor was not removed within {deadline.seconds:g} s")
                 time.sleep(0.01)
+            self.require_held()
             try:
                 self._handle = self._create(deadline)
                 return
@@ -104,8 +105,8 @@ class Actor:
 
     def _submit(self, handle: "ray.actor.ActorHandle", method: str, *args: Any, **options: Any) -> Any:
         obey: Any = handle.obey_streaming if options.get("num_returns") == "streaming" else handle.obey
-        epoch = 0 if self._tenure is None else self._tenure.epoch
-        return obey.options(name=method, **options).remote(epoch, method, *args)
+        claim = NO_CLAIM if self._tenure is None else self._tenure.claim
+        return obey.options(name=method, **options).remote(claim, method, *args)
 
     def _ends(self, handle: "ray.actor.ActorHandle") -> bool:
         """Whether the actor has ended by itself, as it does for no driver but the newest."""

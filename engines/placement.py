@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from configs.digest import canonical_json
 from engines.calls import Deadline
 from engines.cluster import NAMESPACE, Cluster, ClusterError, require_cluster
-from engines.fencing import Tenure
+from engines.fencing import NO_CLAIM, Tenure
 from engines.handles import CONTROL, Actor
 from engines.roles import LEAST_CPUS, Role, room_problem
 from engines.slots import Slot, Where, arrange, ask
@@ -181,7 +181,7 @@ class Placement:
                 max_task_retries=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot.bundle),
             )
-            return options.remote(0 if self._tenure is None else self._tenure.epoch, role.num_threads, slot)
+            return options.remote(NO_CLAIM if self._tenure is None else self._tenure.claim, role.num_threads, slot)
 
         return Actor(name, create, lambda deadline: self.slot(role, index, deadline), self._tenure)
 

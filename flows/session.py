@@ -21,7 +21,7 @@ from configs.digest import digest
 from configs.errors import ConfigError
 from configs.loader import from_manifest, in_recorded_words
 from configs.schema.run import RunConfig
-from engines.fencing import Tenure
+from engines.fencing import Claim, Tenure
 from engines.fingerprint import cpu_model, installed
 from engines.models import check_model_folder, context_length, folder_digest
 from flows.events import Event
@@ -94,7 +94,7 @@ def open_run(
         graders = open_graders(config, stack)
         if needs_restore_point(ledger, config):
             make_restore_point(ledger, config, sources, emit, given)
-        tenure = Tenure(lease.epoch, lease.check)
+        tenure = Tenure(Claim(ledger.manifest.identity, lease.epoch), lease.check)
         fleet = stack.enter_context(
             starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure)
         )

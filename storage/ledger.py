@@ -59,6 +59,7 @@ class Ledger:
         if not store.exists(layout.run_manifest(run)):
             manifest = Manifest(
                 run=run,
+                id=uuid.uuid4().hex,
                 config=plain(config),
                 inputs=dict(inputs or {}),
                 rules=None if rules is None else dict(rules),
@@ -141,6 +142,13 @@ class Ledger:
         """Own the run, so that commits are allowed. Raises LeaseHeld."""
         self.lease = Lease.acquire(self.store, self.run, takeover)
         return self.lease
+
+    def require_held(self) -> None:
+        """To be called before anything of the run is changed other than by a commit. Raises LeaseLost if this process
+        has owned the run and does not any more; one that never did, such as a collector, only tidies up. Two requests.
+        """
+        if self.lease is not None:
+            self.lease.check()
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
         """A step's commit, or None. Raises Damaged if its bytes are not those committed. One request, or two for the

@@ -32,9 +32,16 @@ class Parent(Record):
 class Manifest(Terms):
     """What a run is: frozen when it is created."""
 
+    id: str | None = None
+    """Random; None where an earlier version created the run."""
     parent: Parent | None = None
     created_at: float
     """Unix seconds."""
+
+    @property
+    def identity(self) -> str:
+        """Unlike that of every other run, also of one that was deleted and had this one's name."""
+        return canonical.digest(self.model_dump(mode="json"))
 
 
 def create_manifest(store: Store, manifest: Manifest) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.errors import ClusterLost
-from engines.fencing import Tenure
+from engines.fencing import Claim, Tenure
 from engines.fleet import Fleet
 from engines.types import TrainBatch
 from storage.errors import LeaseLost
@@ -53,7 +53,7 @@ def acquire(lease: Path) -> Tenure:
         if int(lease.read_text()) != epoch:
             raise LeaseLost(f"epoch {lease.read_text()} is the newest")
 
-    return Tenure(epoch, check)
+    return Tenure(Claim("driver", epoch), check)
 
 
 def main(model: str, address: str, dtype: str, lease: str) -> None:
