@@ -97,6 +97,7 @@ class TensorBoard:
                 self._add(iteration, self._ledger.commits(iteration))
 
     def _add(self, iteration: int, commits: Iterable[Commit]) -> None:
+        self._ledger.require_held()  # or the next driver has looked what is missing, and writes it
         commits = list(commits)
         wall_time = max(commit.committed_at for commit in commits)
         for trained, metrics in eval_metrics(commits, self._config).items():

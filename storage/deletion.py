@@ -9,49 +9,62 @@
 
 `run.json` goes last because a run is where it is: were it gone first, files without a name would lie there, and a new
 run of that name would take them for its own.
+
+A deletion that was suspended may wake when another one has finished, and there is a new run of that name. So it looks
+whether the note is its own before each few files.
 """
 
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 from storage import canonical, layout
-from storage.errors import SharedWithForks
+from storage.errors import LeaseLost, SharedWithForks
 from storage.leases import Lease, Outcome
-from storage.retention import forks
+from storage.retention import delete_all, forks
 from storage.store import Store
-
-_REQUESTS = 8
 
 
 def delete_run(store: Store, run: str) -> None:
     """Delete a run and everything of it, or finish a deletion that was interrupted.
 
     Raises FileNotFoundError if there is no such run, LeaseHeld while a driver lives and SharedWithForks, naming them,
-    while other runs read what they share with it; nothing is changed then.
+    while other runs read what they share with it; nothing is changed then. Raises LeaseLost if someone else deletes it
+    meanwhile.
     """
     manifest = layout.run_manifest(run)
     if not store.exists(manifest):
         raise FileNotFoundError(f"there is no run {run!r} in {store.url}; `cairn runs` lists them")
     _require_unshared(store, run)
     lease = Lease.acquire(store, run)
+    note = canonical.seal({"run": run, "being_deleted_since": time.time(), "by": lease.holder.id})
+
+    def require_note() -> None:
+        try:
+            if store.read(manifest) == note:
+                return
+        except FileNotFoundError:
+            pass
+        raise LeaseLost(f"run {run!r} is deleted by someone else by now, or was; this deletion stops")
+
     try:
         before = store.read(manifest)
-        store.write(manifest, canonical.seal({"run": run, "being_deleted_since": time.time()}))
+        lease.check()
+        store.write(manifest, note)
         try:
             _require_unshared(store, run)  # a fork made in between reads the note, or is seen here
         except Exception:
+            require_note()
             store.write(manifest, before)
             raise
-        _delete_all(store, (path for path in store.find(layout.run(run)) if not _is_last(run, path)))
+        delete_all(store, (path for path in store.find(layout.run(run)) if not _is_last(run, path)), require_note)
         for write in store.unfinished(layout.run(run)):
+            require_note()
             store.discard(write)
     finally:
         lease.release(Outcome.STOPPED)
     leases = store.find(layout.leases(run))
     for ends in (False, True):  # a lease without its end would look as if its holder lived
-        _delete_all(store, (path for path in leases if (path.rpartition("/")[2].count(".") > 1) == ends))
-    store.delete(manifest)
+        delete_all(store, (path for path in leases if (path.rpartition("/")[2].count(".") > 1) == ends), require_note)
+    delete_all(store, [manifest], require_note)
     store.remove_empty_folders(layout.run(run))
 
 
@@ -64,8 +77,3 @@ def _require_unshared(store: Store, run: str) -> None:
     if found:
         names = ", ".join(f"{name} (up to iteration {iteration})" for name, iteration in sorted(found.items()))
         raise SharedWithForks(f"run {run!r} is read by its forks: {names}; delete these first")
-
-
-def _delete_all(store: Store, paths: Iterable[str]) -> None:
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        list(pool.map(store.delete, paths))

@@ -30,7 +30,7 @@ So nothing is retired before there is a checkpoint: recovery then replays the ru
 
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from configs.schema.operations import CheckpointConfig
@@ -60,31 +60,43 @@ class Retirement(Record):
 
 
 def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> list[Retirement]:
-    """Remove what a run need not keep, `due` of it; returns what went."""
+    """Remove what a run need not keep, `due` of it; returns what went. Raises LeaseLost if this process was the run's
+    driver and is not any more."""
     found = list(due(ledger, config, everything=everything))
     marked: set[str] = set()
     for one in found:
         fields = {"run": ledger.run, "id": uuid.uuid4().hex, "retired_at": time.time()}
         path = layout.retired(ledger.run, one.iteration, one.kind)
-        if ledger.store.create(path, canonical.seal(fields | one.model_dump(mode="json", exclude={"files"}))):
+        marker = canonical.seal(fields | one.model_dump(mode="json", exclude={"files"}))
+        if ledger.store.create(path, marker, ledger.require_held):
             marked.add(path)
     shared = shared_with_forks(ledger) if found else -1
     for one in found:
         path = layout.retired(ledger.run, one.iteration, one.kind)
         if one.iteration <= shared and path in marked:  # someone else's may stand for files that are gone
+            ledger.require_held()
             ledger.store.delete(path)
     going = [one for one in found if one.iteration > shared]
-    remove(ledger.store, [path for one in going for path in one.files])
+    remove(ledger.store, [path for one in going for path in one.files], ledger.require_held)
     return going
 
 
-def remove(store: Store, paths: Iterable[str]) -> None:
-    """Delete files of attempts, several at a time, and folders that are empty then."""
+def remove(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
+    """Delete files of attempts, and folders that are empty then."""
     paths = list(paths)
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        list(pool.map(store.delete, paths))
+    delete_all(store, paths, guard)
     for folder in sorted({layout.attempt_folder(path) for path in paths}):
         store.remove_empty_folders(folder)
+
+
+def delete_all(store: Store, paths: Iterable[str], guard: Callable[[], None] = lambda: None) -> None:
+    """Delete files, eight at a time. `guard` is called before each time; what it raises ends the deletion and is
+    raised."""
+    paths = list(paths)
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        for first in range(0, len(paths), _REQUESTS):
+            guard()
+            list(pool.map(store.delete, paths[first : first + _REQUESTS]))
 
 
 def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -> Iterator[Retirement]:

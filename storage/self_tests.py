@@ -1,6 +1,8 @@
 """What was found of kinds of machines: whether they give the same bits twice. One small file each, created once, beside
 the runs: all runs of a store share what one of them found."""
 
+from collections.abc import Callable
+
 from storage import canonical, layout
 from storage.commits import Environment, Record
 from storage.errors import Damaged
@@ -40,6 +42,6 @@ def find_self_test(store: Store, fingerprint: str) -> SelfTest | None:
         raise Damaged(f"{path} cannot be trusted: {error}; remove it, and it is tried again") from None
 
 
-def record_self_test(store: Store, found: SelfTest) -> None:
-    """Keep what was found; whoever was first stays."""
-    store.create(layout.self_test(found.fingerprint), canonical.seal(found.model_dump(mode="json")))
+def record_self_test(store: Store, found: SelfTest, guard: Callable[[], None]) -> None:
+    """Keep what was found; whoever was first stays. `guard`: see `Store.create`."""
+    store.create(layout.self_test(found.fingerprint), canonical.seal(found.model_dump(mode="json")), guard)

@@ -74,18 +74,22 @@ def _self_test(run: RunContext, trained: Commit) -> None:
     run.emit(Message("Self-test: one update twice, across a restart of the training engine"))
     began = time.perf_counter()
     with run.weights_lock:
-        digests = _twice(run, trained)
+        digests = _updated_twice(run, trained)
+    if len(digests) < 2:
+        run.emit(Message("Self-test: broken off, and left to the next driver: this one was told to end"))
+        return
+    first, second = digests
     found = SelfTest(
         fingerprint=key,
         environment=environment,
-        agrees=digests[0] == digests[1],
-        state_digests=digests,
+        agrees=first == second,
+        state_digests=(first, second),
         run=run.ledger.run,
         iteration=trained.iteration,
         seconds=time.perf_counter() - began,
         tested_at=time.time(),
     )
-    record_self_test(run.ledger.store, found)
+    record_self_test(run.ledger.store, found, run.ledger.require_held)
     run.emit(Message(sentence(found), "info" if found.agrees else "warning"))
 
 
@@ -100,18 +104,21 @@ def sentence(found: SelfTest) -> str:
     )
 
 
-def _twice(run: RunContext, trained: Commit) -> tuple[str, str]:
-    """The state digests of both updates."""
+def _updated_twice(run: RunContext, trained: Commit) -> list[str]:
+    """The state digests of both updates; fewer if the driver is told to end meanwhile. Only what gives the engine the
+    committed state back begins then: it may have to be saved."""
     training, store = run.fleet.training, run.ledger.store.url
     prepare_trainer(run, trained)
+    digests: list[str] = []
     with _saved(run, trained) as folder:
-        first = _update(run, trained)
-        training.restart()
-        run.fleet.turns.for_training()
-        training.load(store, folder)
-        second = _update(run, trained)
-        training.load(store, folder)
-    return first, second
+        for restart in (True, False):
+            if not run.stopping.is_set():
+                digests.append(_update(run, trained))
+                if restart and not run.stopping.is_set():
+                    training.restart()
+                    run.fleet.turns.for_training()
+                training.load(store, folder)
+    return digests
 
 
 def _update(run: RunContext, trained: Commit) -> str:

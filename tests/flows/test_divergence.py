@@ -1,18 +1,25 @@
 """A run whose weights replay does not bring back stops, or goes on as a fork at its newest checkpoint."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.loader import from_manifest
 from flows.divergence import fork_after_divergence, newest_restore_point
 from flows.iteration import iteration
+from flows.preemption import Ending
+from flows.train import opened
 from flows.views import run_status
 from storage.commits import Step
+from storage.errors import LeaseLost
 from storage.ledger import Ledger
 from storage.manifest import list_runs
 from storage.store import open_store
+from tasks.context import RunContext
 from tasks.events import Message
 from tasks.recovery import ReplayDiverged, restore_trainer
 from tests.tasks.test_self_test import OtherBitsAfterARestart
@@ -81,6 +88,24 @@ def test_a_checkpoint_that_diverges_itself_is_forked_no_further(tiny_assets: Pat
     with pytest.raises(ReplayDiverged, match="the checkpoint itself diverges"):
         fork_after_divergence(str(tmp_path), name, error, lambda event: None)
     assert set(list_runs(open_store(str(tmp_path)))) == {"tiny", name}
+
+
+def test_a_driver_that_has_lost_the_run_forks_nothing(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def with_engines_in_this_process(*args: Any, **options: Any) -> Iterator[RunContext]:
+        with tiny_context(str(tmp_path), tiny_config(tiny_assets, recovery=DIVERGES)) as (run, _):
+            yield run
+
+    def drive_too_long() -> None:
+        with opened(str(tmp_path), "tiny", None, False, lambda event: None, Ending()) as (run, _, _):
+            Ledger.open(run.ledger.store, "tiny").acquire(takeover=True)
+            raise ReplayDiverged("000001/train: other bits")
+
+    monkeypatch.setattr("flows.train.open_run", with_engines_in_this_process)
+    with pytest.raises(LeaseLost):
+        drive_too_long()
 
 
 @pytest.mark.parametrize("on_divergence", ["stop", "fork"])

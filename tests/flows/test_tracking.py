@@ -10,7 +10,7 @@ from configs.errors import ConfigError
 from flows.events import IterationDone, RunStarted
 from flows.metrics import find_metric
 from flows.tracking import tracked
-from storage.errors import NoSpace
+from storage.errors import LeaseLost, NoSpace
 from storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not
@@ -84,6 +84,15 @@ def test_what_a_killed_driver_committed_and_did_not_write_is_written_by_the_next
     drive(ledger, 2, 3)
     assert shown(board)["train/loss"] == [0, 1, 2]
     assert shown(board)["eval/heldout"] == [0, 2, 3]
+
+
+def test_a_driver_that_has_lost_the_run_writes_no_more(ledger: Ledger, board: Path) -> None:
+    drive(ledger, 0, 2)
+    before = points_in_files(board)
+    Ledger.open(ledger.store, ledger.run).acquire(takeover=True)
+    with pytest.raises(LeaseLost):
+        drive(ledger, 2, 3)
+    assert points_in_files(board) == before
 
 
 def test_a_deleted_folder_comes_back_whole(ledger: Ledger, board: Path) -> None:

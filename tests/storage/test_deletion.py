@@ -1,5 +1,8 @@
 """`delete_run` leaves nothing, or a run that nobody can use until it is deleted."""
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import pytest
 
 from storage import layout
@@ -122,3 +125,46 @@ def test_a_driver_whose_run_was_deleted_touches_nothing_of_the_next_run_of_that_
     state = newest_lease(store, "run-1")
     assert state is not None
     assert (state.epoch, state.outcome) == (1, None)
+
+
+class _SuspendingStore(LocalStore):
+    """Somebody is suspended right after a deletion."""
+
+    left = 10**6
+    meanwhile: Callable[[], None]
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        self.left -= 1
+        if self.left == 0:
+            self.meanwhile()
+
+
+def test_a_deletion_that_was_suspended_anywhere_touches_nothing_of_the_next_run_of_that_name(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.retention._REQUESTS", 1)
+    monkeypatch.setattr(Holder, "is_gone", lambda holder: True)
+    moments = 1
+    while True:
+        store = _SuspendingStore(str(tmp_path_factory.mktemp("store")))
+        _write_run(store)
+        there: list[set[str]] = []
+
+        def another_finishes_it_and_the_name_is_given_again(
+            store: _SuspendingStore = store, there: list[set[str]] = there
+        ) -> None:
+            if store.exists(layout.run_manifest("run-1")):
+                delete_run(store, "run-1")
+            _write_run(store)
+            there.append(set(store.find("runs")))
+
+        store.left, store.meanwhile = moments, another_finishes_it_and_the_name_is_given_again
+        with suppress(LeaseLost):
+            delete_run(store, "run-1")
+        if not there:
+            break
+        assert set(store.find("runs")) == there[0], f"after {moments} files"
+        assert [len(Ledger.open(store, "run-1").commits(index)) for index in range(3)] == [1, 1, 1]
+        moments += 1
+    assert moments >= 9

@@ -1,5 +1,6 @@
 """`retention`: what a run may lose, that it loses nothing else, and that it says so."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from configs.schema.operations import CheckpointConfig
 from storage import layout
 from storage.collector import Reason, collect, garbage
 from storage.commits import Commit, Step
-from storage.errors import Damaged, Retired
+from storage.errors import Damaged, LeaseLost, Retired
 from storage.layout import Kind
 from storage.ledger import Ledger
 from storage.local import LocalStore
@@ -265,3 +266,57 @@ def test_recovery_never_lacks_anything(
     last = min(checkpoint, newest - snapshots, newest - 2)
     expected = set(range(first, last + 1)) - {checkpoint - 1}
     assert {iteration for iteration, kind in found if kind is Kind.SNAPSHOTS} == expected
+
+
+class _TakenOver(LocalStore):
+    """Another driver takes the run over, once so many files were created or deleted by this one's retirement."""
+
+    left = 10**6
+
+    def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
+        created = super().create(path, data, guard)
+        if "/retired/" in path:
+            self._count()
+        return created
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        self._count()
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            Ledger.open(LocalStore(self.url), "run-1").acquire(takeover=True)
+
+
+def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.retention._REQUESTS", 1)
+    whole = tmp_path_factory.mktemp("whole")
+    _eleven_iterations(LocalStore(str(whole)))
+    moments = 0
+    while True:
+        store = _TakenOver(str(shutil.copytree(whole, tmp_path_factory.mktemp("store"), dirs_exist_ok=True)))
+        ledger = Ledger.open(store, "run-1")
+        ledger.acquire(takeover=True)
+        before = set(store.find(layout.runs()))
+        store.left = moments
+        if not moments:
+            Ledger.open(store, "run-1").acquire(takeover=True)
+        if _outlives(ledger):
+            break
+        after = set(store.find(layout.runs()))
+        touched = {path for path in before ^ after if "/leases/" not in path}
+        assert len(touched) == moments
+        moments += 1
+    assert moments > 2 * 9
+
+
+def _outlives(ledger: Ledger) -> bool:
+    """Whether a driver retires files and is not told that it has lost the run."""
+    try:
+        retire(ledger, EVERY_FOURTH)
+    except LeaseLost:
+        return False
+    return True

@@ -9,10 +9,11 @@ import pytest
 
 from engines.errors import EngineDied
 from flows.iteration import iteration
+from flows.preemption import save
 from flows.views import run_status
 from storage.collector import garbage
 from storage.commits import Step
-from storage.errors import NoSpace
+from storage.errors import LeaseLost, NoSpace
 from storage.ledger import Ledger
 from storage.self_tests import find_self_test
 from storage.store import open_store
@@ -139,3 +140,40 @@ def test_no_self_test_begins_while_the_driver_ends(tiny_assets: Path, tmp_path: 
         run.stopping.set()
         self_test_once(run, run.committed(0, Step.TRAIN))
         assert fleet.training.updates == 1
+
+
+@pytest.mark.parametrize(("meanwhile", "updates"), [("save", 0), ("train", 1), ("restart", 1)])
+def test_a_self_test_that_was_begun_ends_with_the_engine_call_in_which_the_driver_is_told_to_end(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str, updates: int
+) -> None:
+    config = tiny_config(tiny_assets)
+    fleet = LocalFleet(config)
+    call = getattr(fleet.training, meanwhile)
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, events):
+        iteration(run, DirectSteps(run), 0)
+        trained = run.committed(0, Step.TRAIN)
+        done = fleet.training.updates
+
+        def be_told(*args: Any, **options: Any) -> Any:
+            run.stopping.set()
+            return call(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fleet.training, meanwhile, be_told)
+            self_test_once(run, trained)
+        assert fleet.training.updates == done + updates
+        assert fleet.training.position().state_digest == trained.state_digest, "which the driver can save"
+        assert save(run) is not None
+        assert any("this one was told to end" in getattr(event, "text", "") for event in events)
+        assert not run.ledger.store.list("self-tests")
+    assert list(garbage(Ledger.open(open_store(str(tmp_path)), "tiny"))) == []
+
+
+def test_a_driver_that_has_lost_the_run_records_no_self_test(tiny_assets: Path, tmp_path: Path) -> None:
+    config = tiny_config(tiny_assets)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        Ledger.open(run.ledger.store, "tiny").acquire(takeover=True)
+        with pytest.raises(LeaseLost):
+            self_test_once(run, run.committed(0, Step.TRAIN))
+        assert not run.ledger.store.list("self-tests")
