@@ -30,8 +30,9 @@ on. Either way each iteration that is entered again gets a flow run of its own a
 import hashlib
 import logging
 import socket
+import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -44,28 +45,29 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext, TagsContext
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.states import Crashed, State
+from prefect.states import Cancelled, Crashed, State
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+CANCEL_INTERVAL = 2.0
+"""Seconds between two questions to Prefect."""
 
 _LOOKS_ALIVE = {"type": {"any_": [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]}}
 
 
 @contextmanager
-def driving(run: str, store_url: str) -> Iterator[frozenset[str]]:
+def driving(run: str, store_url: str, require_held: Callable[[], None] = lambda: None) -> Iterator[frozenset[str]]:
     """Make the current flow run the driver of `run`; yields the tags for the flow runs below it.
 
     To be entered with the lease in hand: what still looks alive of earlier drivers is marked Crashed, since a process
-    that was killed cannot say so itself and would be shown as running for ever.
+    that was killed cannot say so itself and would be shown as running for ever. `require_held` raises LeaseLost if what
+    looks alive is a later driver.
     """
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("driving() is for the body of a flow; call it inside one")
-    tags = run_tags(run, store_url)
+    own, tags = current_flow_run(), run_tags(run, store_url)
     with get_client(sync_client=True) as client:
-        client.update_flow_run(context.flow_run.id, tags=tags.union(context.flow_run.tags))
-        crash_stale_runs(client, tags, besides=context.flow_run.id)
+        client.update_flow_run(own.id, tags=tags.union(own.tags))
+        crash_stale_runs(client, tags, besides=own.id, require_held=require_held)
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}), TagsContext(current_tags=set()):
         yield tags
 
@@ -100,10 +102,40 @@ def run_tags(run: str, store_url: str) -> frozenset[str]:
     return frozenset(("cairn", f"run:{run}", f"ledger:{digest[:12]}"))
 
 
-def crash_stale_runs(client: SyncPrefectClient, tags: Collection[str], *, besides: UUID) -> list[FlowRun]:
+def current_flow_run() -> FlowRun:
+    """For the body of a flow: its flow run."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("there is no flow run outside of a flow's body")
+    return context.flow_run
+
+
+def wait_for_cancel(flow_run: UUID, over: threading.Event) -> bool:
+    """Whether somebody cancels the flow run before the event is set. To be asked where no runner or worker has started
+    it: Prefect has nobody then who could tell its process."""
+    with get_client(sync_client=True) as client:
+        while not over.wait(CANCEL_INTERVAL):
+            with suppress(Exception):  # the server may come back
+                state = client.read_flow_run(flow_run).state
+                if state is not None and (state.is_cancelling() or state.is_cancelled()):
+                    return True
+    return False
+
+
+def confirm_cancel(flow_run: UUID) -> None:
+    """Mark a flow run that has ended because somebody cancelled it so; its engine takes that for a crash."""
+    state: State[None] = Cancelled(message="The driver has ended in order; `cairn resume` goes on from the last commit")
+    with suppress(Exception), get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run, state, force=True)
+
+
+def crash_stale_runs(
+    client: SyncPrefectClient, tags: Collection[str], *, besides: UUID, require_held: Callable[[], None]
+) -> list[FlowRun]:
     """Mark flow runs that have all of `tags` and look alive as Crashed, and the task runs in them; return them.
 
     `besides` is the caller's own flow run. A task run that stands for a subflow follows the subflow's state.
+    `require_held` is called when they are known, and raises if they are not for the caller to judge.
     """
     crashed: State[None] = Crashed(message="The driver's process is gone; another driver goes on from the last commit.")
     stale = client.read_flow_runs(
@@ -117,6 +149,7 @@ def crash_stale_runs(client: SyncPrefectClient, tags: Collection[str], *, beside
         flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [flow_run.id for flow_run in stale]}}),
         task_run_filter=TaskRunFilter.model_validate({"state": _LOOKS_ALIVE}),
     )
+    require_held()
     for task_run in unfinished:
         client.set_task_run_state(task_run.id, crashed.fresh_copy(), force=True)
     for flow_run in stale:

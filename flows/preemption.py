@@ -3,7 +3,7 @@
 | what comes | what the driver does |
 |---|---|
 | SIGINT | stops its work and gives the run back as stopped |
-| SIGTERM, SIGUSR1, or Ray drains a machine of it | the same as preempted, after a checkpoint |
+| SIGTERM, SIGUSR1, Ray drains a machine of it, Cancel in Prefect | the same as preempted, after a checkpoint |
 | another of these signals after that | gives the run back, if that is done in a moment, and ends at once |
 | the end of `operations.grace_period` seconds | the same |
 
@@ -20,21 +20,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 from flows.iteration import last_selection
+from flows.signals import EXIT_CODE, NOTICES, leave
 from storage.commits import Commit, Step
 from storage.leases import Lease, Outcome
 from tasks.checkpoint import checkpoint
 from tasks.context import RunContext
 from tasks.events import Message
-
-EXIT_CODE = 75
-"""Of a preempted driver. sysexits.h calls it EX_TEMPFAIL: try again later. 143 would not tell a driver that ended in
-order from one that had no chance to."""
-
-NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that announce the end. Schedulers can be asked to send the second one some time ahead."""
 
 GRACE = 30.0
 """Seconds, while the run's configuration is not known."""
@@ -53,6 +48,10 @@ class Preempted(BaseException):
     """The driver was told to end. No error: nobody is to mend it or to try again on the way up."""
 
 
+Watch = Callable[[threading.Event], float | None]
+"""Waits for word that the driver is to end; returns the seconds until it is too late, or None once the event is set."""
+
+
 class Ending:
     """Whether this driver is to end, and by when."""
 
@@ -64,6 +63,8 @@ class Ending:
         self._lease: Lease | None = None
         self._grace = GRACE
         self._run: RunContext | None = None
+        self.confirm: Callable[[], None] = lambda: None
+        """Tells whoever asked for the end that it has come: to be called when the flow has ended."""
 
     def owns(self, lease: Lease, grace_period: float) -> None:
         """Called when the driver has the lease."""
@@ -75,7 +76,17 @@ class Ending:
         _handle_again()
         if self._begun.is_set():
             raise Preempted
-        threading.Thread(target=self._watch_cluster, args=(run,), name="drain-notices", daemon=True).start()
+        self.watch("drain-notices", partial(_drained, run))
+
+    def watch(self, name: str, watch: Watch) -> None:
+        """End when the watch, in a thread of its own, says so."""
+
+        def listen() -> None:
+            seconds = watch(self._over)
+            if seconds is not None:
+                self.begin(seconds)
+
+        threading.Thread(target=listen, name=name, daemon=True).start()
 
     def begin(self, limit: float = float("inf")) -> None:
         """End within the grace period, and within `limit` seconds."""
@@ -140,14 +151,6 @@ class Ending:
                     engine.abort()
             self._over.wait(ABORT_INTERVAL)
 
-    def _watch_cluster(self, run: RunContext) -> None:
-        while not self._over.wait(DRAIN_INTERVAL):
-            left = run.fleet.seconds_until_drained()
-            if left is not None:
-                run.emit(Message("Ray drains a machine of this run", "warning"))
-                self.begin(left)
-                return
-
     def _end_in(self, seconds: float) -> None:
         if not self._over.wait(seconds):
             self._end_now()
@@ -186,9 +189,18 @@ def ending_in_order() -> Iterator[Ending]:
         for signum in (signal.SIGINT, *NOTICES):
             before = signal.getsignal(signum)
             # Where Prefect has started the flow, its handler is there, and knows more of the signal.
-            if not callable(before) or before is signal.default_int_handler:
+            if not callable(before) or before in (signal.default_int_handler, leave):
                 stack.callback(signal.signal, signum, signal.signal(signum, ending.interrupt))
         yield ending
+
+
+def _drained(run: RunContext, over: threading.Event) -> float | None:
+    while not over.wait(DRAIN_INTERVAL):
+        left = run.fleet.seconds_until_drained()
+        if left is not None:
+            run.emit(Message("Ray drains a machine of this run", "warning"))
+            return left
+    return None
 
 
 def _handle_again() -> None:

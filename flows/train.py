@@ -1,10 +1,14 @@
 """`train`: all iterations of a run, from its last commit to its last iteration."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from math import inf
 from pathlib import Path
+from uuid import UUID
 
 from prefect import flow
 from prefect.exceptions import TerminationSignal
@@ -14,7 +18,14 @@ from flows.divergence import fork_after_divergence
 from flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
 from flows.handover import OpenedRun, handed_over, handing_over
 from flows.iteration import iteration
-from flows.orchestration import driving, silence_console, subflow
+from flows.orchestration import (
+    confirm_cancel,
+    current_flow_run,
+    driving,
+    silence_console,
+    subflow,
+    wait_for_cancel,
+)
 from flows.preemption import Ending, Preempted, ending_in_order
 from flows.server import prefect_api
 from flows.session import open_run
@@ -54,7 +65,11 @@ def start(
             prefect_api(PREFECT_HOME),
             handing_over(run_to_drive),
         ):
-            train(run=run, store=store_url)
+            try:
+                train(run=run, store=store_url)
+            except Preempted:
+                ending.confirm()
+                raise
     except ReplayDiverged as error:
         fork = fork_after_divergence(store_url, run, error, on_event, config)
         return start(store_url, fork, config, on_event=on_event)
@@ -73,6 +88,8 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
     """
     started_elsewhere = handed_over()
     if started_elsewhere is not None:
+        opened_run, _, ending = started_elsewhere
+        ending.watch("cancel", partial(cancelled, opened_run, ending, current_flow_run().id))
         drive(*started_elsewhere)
         return
     try:
@@ -104,7 +121,20 @@ def opened(
             board(event)
             watcher(event)
 
-        yield context, tell, ending
+        try:
+            yield context, tell, ending
+        except ReplayDiverged:
+            context.ledger.require_held()  # whoever has the run by now decides what becomes of it
+            raise
+
+
+def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.Event) -> float | None:
+    """For `Ending.watch`: wait until somebody cancels the flow run in Prefect, whose answer the end then is."""
+    if not wait_for_cancel(flow_run, over):
+        return None
+    run.emit(Message("Somebody cancels this run in Prefect", "warning"))
+    ending.confirm = partial(confirm_cancel, flow_run)
+    return inf
 
 
 def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
@@ -127,7 +157,7 @@ def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
         with ending.in_order():  # before Prefect waits for the steps that run beside
             return iteration(run, steps, index)
 
-    with ending.in_order(), driving(run.ledger.run, run.ledger.store.url) as tags:
+    with ending.in_order(), driving(run.ledger.run, run.ledger.store.url, lease.check) as tags:
         iterate = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
         for index in range(first, total):
             before = run.ledger.store.retries

@@ -26,6 +26,7 @@ from flows.cli.app import (
     tell,
 )
 from flows.cli.tables import print_summary
+from flows.signals import EXIT_CODE, NOTICES, mind_notices
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -61,6 +62,7 @@ def train(
     - `cairn train configs/recipes/quickstart.yaml --run warmer --set rollout.rollout_temperature=1.2`
     - `cairn train my.yaml --store s3://bucket/experiments`
     """
+    _mind_signals()
     from configs.loader import load
 
     config = load(recipe, overrides or [])
@@ -78,6 +80,7 @@ def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOptio
     - `cairn resume quickstart`
     - `cairn resume quickstart --takeover` when a hung driver still holds it
     """
+    _mind_signals()
     from configs.loader import from_manifest
     from flows.cli.reading import open_ledger
 
@@ -153,6 +156,12 @@ def up(
     raise ServerFailed(f"the Prefect server ended by itself (exit code {code}); its log is {server.log}")
 
 
+def _mind_signals() -> None:
+    """From the start of a driver on: until it has a run, none of its own handlers is there."""
+    mind_interrupts()
+    mind_notices()
+
+
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
     from flows.session import as_recorded, telling_what_is_stale
@@ -162,7 +171,6 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     from storage.ledger import Ledger
     from storage.store import open_store, probe
 
-    mind_interrupts()
     try:
         check_name(run, "run")
     except ValueError as error:
@@ -185,7 +193,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     from flows.events import RunStarted
-    from flows.preemption import EXIT_CODE, NOTICES, Preempted
+    from flows.preemption import Preempted
     from flows.progress import Progress
     from flows.train import start
 

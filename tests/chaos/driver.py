@@ -16,7 +16,8 @@ import tasks.rollout
 from configs.schema.run import RunConfig
 from engines.types import GenerateRequest
 from flows.cli.app import describe, exit_code
-from flows.preemption import EXIT_CODE, Preempted
+from flows.preemption import Preempted
+from flows.signals import EXIT_CODE
 from flows.train import start
 from storage.commits import Commit, Step
 from storage.ledger import Ledger

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from flows.validation import load_tokenizer
 from storage.ledger import Ledger
 from storage.store import open_store
 from tasks.data import PromptData
+from tests.background import in_background
 from tests.tiny_run import tiny_config
 
 CAIRN = Path(sys.executable).with_name("cairn")
@@ -53,21 +52,6 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@contextmanager
-def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A command as a script starts it in the background, where SIGINT is ignored."""
-
-    def ignore() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    pipe = subprocess.PIPE
-    with subprocess.Popen([CAIRN, *arguments], stdout=pipe, stderr=pipe, text=True, preexec_fn=ignore) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def read(*arguments: str) -> Result:
     """What a command says that needs no process of its own."""
     return CliRunner().invoke(app, arguments)
@@ -89,8 +73,7 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
         checkpoint={"save_interval": 1, "save_retain_interval": 3, "retain_snapshots": 2},
         eval={"eval_interval": 6, "benchmarks": [benchmark], "skip_eval_before_train": True},
     )  # fmt: skip
-    with running("train", "short.yaml") as process:
-        assert process.stdout is not None
+    with in_background(CAIRN, "train", "short.yaml") as process:
         for line in process.stdout:
             if line.startswith("[1/6] iteration 0  reward "):
                 process.send_signal(signal.SIGINT)
@@ -174,8 +157,7 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_up_serves_the_ui_of_the_folder_until_it_is_stopped(folder: Path, signum: signal.Signals, code: int) -> None:
-    with running("up", "--port", "0") as process:
-        assert process.stderr is not None
+    with in_background(CAIRN, "up", "--port", "0") as process:
         url = next(match[1] for line in process.stderr if (match := re.search(r"UI is at (http://\S+);", line)))
         for page in ("/api/health", "/"):
             with urllib.request.urlopen(url + page, timeout=60) as answer:

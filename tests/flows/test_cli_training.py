@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,16 @@ from typer.testing import CliRunner, Result
 from configs.loader import load
 from flows.cli import app
 from flows.cli.app import describe, exit_code
+from flows.signals import EXIT_CODE, NOTICES
 from storage.leases import Outcome
 from storage.ledger import Ledger
 from storage.store import open_store
+from tests.background import in_background
 from tests.flows.written_runs import new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not
 from tests.tiny_run import tiny_config
+
+CAIRN = Path(sys.executable).with_name("cairn")
 
 
 def cairn(*arguments: str | Path) -> Result:
@@ -153,3 +159,15 @@ def test_a_full_disk_is_a_failure_and_no_bad_input(recipe: Path, tmp_path: Path)
     unnamed = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/file")
     assert exit_code(unnamed) == 1
     assert describe(unnamed) == "no space is left: [Errno 28] No space left on device: '/file'; free some"
+
+
+@pytest.mark.parametrize("signum", NOTICES)
+def test_a_notice_that_comes_before_there_is_a_run_ends_a_driver_as_preempted_too(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    os.mkfifo(recipe)
+    with in_background(CAIRN, "train", recipe, cwd=tmp_path) as driver, recipe.open("w"):  # it waits for the text
+        driver.send_signal(signum)
+        _, errors = driver.communicate(timeout=60)
+    assert (driver.returncode, errors) == (EXIT_CODE, "preempted before the run was opened; give the command again\n")

@@ -28,10 +28,18 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.schema.operations import RetryConfig
 from engines.errors import EngineDied
-from flows.orchestration import driving, run_tags, subflow
+from flows.orchestration import (
+    confirm_cancel,
+    current_flow_run,
+    driving,
+    run_tags,
+    subflow,
+    wait_for_cancel,
+)
+from flows.preemption import Preempted
 from flows.steps import PrefectSteps
 from storage.commits import Step
-from storage.errors import NoSpace, StoreError, StoreRefused
+from storage.errors import LeaseLost, NoSpace, StoreError, StoreRefused
 from tasks.retries import RetryTally
 from tasks.rewards.pool import GraderUnavailable
 from tests.waiting import wait_for
@@ -238,10 +246,49 @@ def test_the_next_driver_of_a_run_marks_what_a_killed_one_left_as_crashed(
     (step,) = wait_for(lambda: [run for run in task_runs(client, iteration.id) if run.state_name == "Running"])
     succeed(f"{tmp_path}/another-store")
     assert [flow_run.state_name for flow_run in flow_runs(client, tags)] == ["Running", "Running"]
+
+    def lost() -> None:
+        raise LeaseLost("another driver has the run")
+
+    @prefect.flow(flow_run_name="superseded", persist_result=False)
+    def come_late(store: str) -> None:
+        with driving("dying", store, lost):
+            pass
+
+    with pytest.raises(LeaseLost):
+        come_late(str(tmp_path))
+    assert [flow_run.state_name for flow_run in flow_runs(client, tags)] == ["Running", "Running", "Failed"]
     succeed(str(tmp_path))
-    assert [flow_run.state_name for flow_run in flow_runs(client, tags)] == ["Crashed", "Crashed", "Completed"]
+    expected = ["Crashed", "Crashed", "Failed", "Completed"]
+    assert [flow_run.state_name for flow_run in flow_runs(client, tags)] == expected
     (stands_for_iteration,) = task_runs(client, driver.id)
     assert (client.read_task_run(step.id).state_name, stands_for_iteration.state_name) == ("Crashed", "Crashed")
+
+
+def test_cancel_of_a_flow_run_that_no_runner_started_is_heard_by_its_driver_and_confirmed(
+    url: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.orchestration.CANCEL_INTERVAL", 0.05)
+    found: list[UUID] = []
+    over = threading.Event()
+
+    @prefect.flow(flow_run_name="unwanted", persist_result=False)
+    def train() -> None:
+        found.append(own := current_flow_run().id)
+        threading.Timer(0.5, over.set).start()
+        assert not wait_for_cancel(own, over), "nobody cancels it"
+        # What the Cancel button of the interface sends.
+        cancelling = {"type": "CANCELLING", "name": "Cancelling", "message": "Cancelled from the UI"}
+        httpx.post(f"{url}/flow_runs/{own}/set_state", json={"state": cancelling, "force": True}).raise_for_status()
+        assert wait_for_cancel(own, threading.Event())
+        raise Preempted
+
+    with pytest.raises(Preempted):
+        train()
+    (flow_run,) = found
+    assert client.read_flow_run(flow_run).state_name == "Crashed", "as Prefect has it"
+    confirm_cancel(flow_run)
+    assert client.read_flow_run(flow_run).state_name == "Cancelled"
 
 
 def test_retry_runs_a_killed_flow_run_of_a_deployment_again_with_its_parameters(

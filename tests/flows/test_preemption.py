@@ -15,7 +15,8 @@ import yaml
 from configs.schema.run import RunConfig
 from engines.types import Completion, GenerateRequest
 from flows.iteration import iteration
-from flows.preemption import EXIT_CODE, Ending, Preempted, save
+from flows.preemption import Ending, Preempted, save
+from flows.signals import EXIT_CODE
 from flows.views import RunState, run_status
 from storage.commits import Step
 from storage.leases import Outcome, newest_lease
@@ -116,7 +117,8 @@ def test_weights_are_saved_once_and_only_where_the_engine_holds_those_of_the_led
 
 DRIVER = """
 import signal, sys, time
-from flows.preemption import EXIT_CODE, Preempted, ending_in_order
+from flows.preemption import Preempted, ending_in_order
+from flows.signals import EXIT_CODE
 from storage.leases import Lease
 from storage.store import open_store
 store, grace, then = sys.argv[1:]
