@@ -14,6 +14,9 @@ from storage.paths import check_path
 from storage.schemas import SCHEMAS, complete
 from storage.store import Store, StoredFile
 
+PARTS = "write_ahead"
+"""Folder within an attempt's, of groups that are finished: see `storage.write_ahead`."""
+
 
 class Attempt:
     """A fresh folder for the files of one attempt at a step."""
@@ -59,7 +62,7 @@ class Attempt:
     def discard(self) -> None:
         """Remove what the attempt wrote, as far as that succeeds: nobody will commit it, and a disk may be full of it.
         Finished groups stay, for the next attempt to take over."""
-        parts = f"{self.path(_PARTS)}/"
+        parts = f"{self.path(PARTS)}/"
         with suppress(StoreError):
             for path in self.store.find(self.folder):
                 if not path.startswith(parts):

@@ -31,10 +31,9 @@ from storage import layout, tables
 from storage.commits import Step
 from storage.errors import Damaged, StoreError
 from storage.schemas import ROLLOUT, complete
-from storage.snapshots import Attempt
+from storage.snapshots import PARTS, Attempt
 from storage.store import Store
 
-_PARTS = "write_ahead"
 _INPUTS_KEY = b"inputs_digest"
 _READERS = 8
 """Parts read at a time: an object store answers one after tens of milliseconds."""
@@ -56,7 +55,7 @@ def waiting_groups(store: Store, run: str, iteration: int, committed: Collection
 
 def _parts(store: Store, attempt: str) -> list[str]:
     """Store paths of the write-ahead parts in an attempt's folder."""
-    folder = f"{attempt}/{_PARTS}"
+    folder = f"{attempt}/{PARTS}"
     return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".arrow")]
 
 
@@ -196,6 +195,6 @@ class WriteAhead:
         with pa.ipc.new_file(sink, table.schema, options=options) as writer:
             writer.write_table(table.combine_chunks())
         data = sink.getvalue().to_pybytes()
-        path = self._attempt.path(f"{_PARTS}/{number:06d}.{hashlib.sha256(data).hexdigest()}.arrow")
+        path = self._attempt.path(f"{PARTS}/{number:06d}.{hashlib.sha256(data).hexdigest()}.arrow")
         self._attempt.store.write(path, data)
         self._attempt.superseded.append(path)
