@@ -21,8 +21,10 @@ from engines.rollout.sglang.launch_plan import EnginePlan
 from engines.rollout.transformers import TransformersEngine
 from engines.training.torch import TorchEngine
 from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from storage.errors import NoSpace
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
 from tests.ray_fixtures import fleet_config
+from tests.small_disk import small_disk, why_not
 from tests.waiting import wait_for
 
 TOTAL_STEPS = 4
@@ -267,7 +269,7 @@ def test_a_sync_begins_a_broken_off_update_again_and_leaves_engines_alone_that_a
         assert fleet.sync_weights(verify=True) == [version, version]
 
 
-def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster, model: Path) -> None:
+def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster, model: Path, tmp_path: Path) -> None:
     config = fleet_config(model, training={"world_size": 2})
     single = TorchEngine(
         config.model, fleet_config(model).training, config.algorithm, temperature=1.0, total_steps=TOTAL_STEPS
@@ -294,6 +296,13 @@ def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster
         restarted = training.health()["pids"]
         assert not set(pids) & set(restarted)
         assert training.position().weight_version == 0
+
+        if why_not() is None:
+            with (
+                small_disk(tmp_path / "disk", 2**14) as disk,
+                pytest.raises(NoSpace, match=rf"cannot write {disk}/\S+: no space is left"),  # the other merely waited
+            ):
+                training.save(str(disk), "checkpoint")
 
         os.kill(restarted[1], signal.SIGKILL)
         with pytest.raises(EngineDied, match="cairn:ranks:training:1"):
