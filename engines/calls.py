@@ -12,6 +12,9 @@ from engines.cluster import ray_folder, require_cluster
 from engines.errors import EngineDied, EngineError, EngineTimeout
 from engines.object_store import FULL, no_room
 
+LOOK_INTERVAL = 2.0
+"""Seconds after which whoever waits notices that the cluster was given up."""
+
 Engine = TypeVar("Engine")
 Found = TypeVar("Found")
 
@@ -38,6 +41,19 @@ def put(value: Any) -> "ray.ObjectRef[Any]":
         raise no_room("the driver", ray_folder()) from error
 
 
+def wait(refs: "Sequence[Any]", seconds: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
+    """Those of the calls that ended, and those that did not: as soon as `num_returns` ended, or after the seconds.
+    Raises ClusterLost."""
+    deadline = Deadline(seconds)
+    while True:
+        require_cluster()
+        ended, running = ray.wait(
+            list(refs), num_returns=num_returns, timeout=min(LOOK_INTERVAL, deadline.remaining), fetch_local=False
+        )
+        if len(ended) >= num_returns or not deadline.remaining:
+            return ended, running
+
+
 def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
     """The result of an actor call.
 
@@ -48,6 +64,7 @@ def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
         NoSpace: there is no room for it.
         Exception: what the engine itself raised, with the actor's traceback as its cause.
     """
+    wait([ref], deadline.remaining)
     try:
         return ray.get(ref, timeout=deadline.remaining)
     except GetTimeoutError:

@@ -2,7 +2,7 @@
 
 started    private, with a folder of its own for sockets and logs; it ends with this process, however this process ends
            (see engines.reaper)
-joined     someone else's: left running
+joined     someone else's: left running; where its head is silent for long, this process gives it up
 
 A process has one cluster at a time; it is let go when the last of its users closes it.
 """
@@ -54,6 +54,13 @@ def seconds_until_drained(nodes: Collection[str]) -> float | None:
     return max(0.0, min(ends) - time.time()) if ends else None
 
 
+HEAD_SILENCE = 40.0
+"""Seconds after which the silent head of a joined cluster is given up: Ray ends a process without a word after 60."""
+
+HEAD_INTERVAL = 5.0
+"""Seconds between two looks at it, and what its answer may take."""
+
+
 class ClusterError(EngineError):
     """There is no cluster, or it lacks what was asked of it."""
 
@@ -71,7 +78,7 @@ class Cluster:
     _ended: threading.Event = field(default_factory=threading.Event)
     _users: int = 0
     lost: str | None = None
-    """Why a cluster that was started is gone."""
+    """Why it is gone, or given up."""
 
     @property
     def joined(self) -> bool:
@@ -132,6 +139,23 @@ class Cluster:
         self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
         reaper.end_processes_with_files_in(str(self.folder))
 
+    def watch_head(self, address: str) -> None:
+        """Give up a joined cluster whose head is silent for long."""
+        silent_since: float | None = None
+        while not self._closing.wait(HEAD_INTERVAL):
+            asked = time.monotonic()
+            try:
+                _require_listener(address, HEAD_INTERVAL)
+                silent_since = None
+            except ClusterError:
+                silent_since = silent_since or asked
+                if time.monotonic() - silent_since > HEAD_SILENCE:
+                    self.lost = (
+                        f"the head of the Ray cluster does not answer at {address} for {HEAD_SILENCE:.0f} s; what the "
+                        "engines did is kept, and whoever resumes when it is back has them"
+                    )
+                    return
+
     def close(self) -> None:
         """Let go of the cluster; its last user leaves a joined one and ends a started one."""
         global _current
@@ -153,7 +177,7 @@ _current: Cluster | None = None
 
 
 def require_cluster() -> None:
-    """Raise ClusterLost if the cluster that this process started is gone."""
+    """Raise ClusterLost if the cluster that this process uses is gone or given up."""
     cluster = _current
     if cluster is not None and cluster.lost is not None:
         raise ClusterLost(cluster.lost)
@@ -186,14 +210,17 @@ def _join(address: str) -> Cluster:
         raise ClusterError(
             f"the Ray cluster at fleet.ray_address={address} cannot be joined ({_first_line(cause)}): {way_out}"
         ) from error
-    return Cluster(address)
+    cluster = Cluster(address)
+    head = ray.get_runtime_context().gcs_address
+    threading.Thread(target=cluster.watch_head, args=(head,), name="ray-head", daemon=True).start()
+    return cluster
 
 
-def _require_listener(address: str) -> None:
+def _require_listener(address: str, timeout: float = 10) -> None:
     """Ray itself waits two minutes for an address where nothing answers, and then ends the process."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=10).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
     except (OSError, ValueError) as error:
         raise ClusterError(
             f"nothing answers at fleet.ray_address={address} ({error}): start a cluster there with `ray start --head`, "

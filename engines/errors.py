@@ -14,7 +14,8 @@ class EngineTimeout(EngineError):
 
 
 class ClusterLost(EngineError):
-    """The cluster that the driver started is gone, and every engine with it: a new driver has to start another."""
+    """The cluster that the driver started is gone, and every engine with it; or the one that it joined is out of reach.
+    A new driver has to start another, or to join it again."""
 
 
 class GenerationFailed(EngineError):

@@ -9,7 +9,7 @@ import ray
 
 from configs.schema.operations import FleetConfig
 from configs.schema.rollout import RolloutConfig
-from engines.calls import Deadline
+from engines.calls import Deadline, wait
 from engines.errors import EngineTimeout
 from engines.handles import CONTROL, Actor, ModelHandle, log_of
 from engines.rollout.router import TO_SAY_WHY, RouterHandle
@@ -188,7 +188,7 @@ class RolloutHandle(ModelHandle):
     def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
         """Wait until the stream goes on or ends."""
         while deadline.remaining:
-            ready, _ = ray.wait([stream], timeout=min(deadline.remaining, self._fleet.call_timeout))
+            ready, _ = wait([stream], min(deadline.remaining, self._fleet.call_timeout))
             if ready:
                 return True
             self.usage()  # of the actor alone: without its server, the others behind the router go on for it

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from configs.schema.run import RunConfig
-from engines.calls import Deadline, put
+from engines.calls import Deadline, put, wait
 from engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from engines.handles import Actor, ModelHandle
 from engines.types import Position, Role, TrainBatch, TrainResult
@@ -175,7 +175,7 @@ class TrainingHandle(ModelHandle):
         failures: dict[int, Exception] = {}
         running = list(calls)
         while running and not any(isinstance(failure, EngineDied) for failure in failures.values()):
-            ended, running = ray.wait(running, timeout=FAILURE_GRACE if failures else deadline.remaining)
+            ended, running = wait(running, FAILURE_GRACE if failures else deadline.remaining)
             if not ended:
                 break
             for ref in ended:

@@ -155,9 +155,9 @@ class Disturbed:
 
     def at_event(self, fault: Fault, driver: Driver, do: Callable[[], None]) -> None:
         """Wait until the driver has come to a fault `event`, do what happens then, and let the driver go on."""
-        account = {**asdict(fault), "pids": []}
+        account = asdict(fault).items()
         wait_for(
-            lambda: driver.poll() is not None or any(account.items() <= struck.items() for struck in self.struck())
+            lambda: driver.poll() is not None or any(account <= struck.items() for struck in self.struck()), DEADLINE
         )
         assert driver.poll() is None, self.log()
         do()

@@ -1,0 +1,125 @@
+"""A network that parts machines of a joined Ray cluster while the store is in reach of all: a driver from its engines,
+and one from the head."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.commits import Step
+from tests.chaos.faults import Fault, engines_of
+from tests.chaos.oracle import differences
+from tests.chaos.runs import Disturbed, Driver, chaos_config
+from tests.far_machine import Far, cluster, why_not
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+if reason := why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+BORNE = 5.0
+"""Seconds without a network that Ray does not take for the loss of a machine, with the options of that cluster."""
+
+PLACES = ((1, Step.ROLLOUT), (2, Step.TRAIN))
+EVENTS = [Fault(*place, moment, "event") for place in PLACES for moment in ("before", "during")]
+
+
+WAITING = """
+import sys, time
+import ray
+from engines.calls import Deadline, result
+from engines.cluster import Cluster
+from engines.errors import ClusterLost
+
+@ray.remote
+def work():
+    time.sleep(600)
+
+joined = Cluster.open(sys.argv[1], num_cpus=0, object_store_memory=0, timeout=60)
+working = work.remote()
+print("works", flush=True)
+try:
+    result(working, Deadline(600), "work()")
+except ClusterLost as error:
+    print(error, flush=True)
+joined.close()
+"""
+
+
+def joining(run: Disturbed, assets: Path, far: Far) -> None:
+    """Make the run's drivers join the cluster."""
+    config = chaos_config(assets).model_dump(mode="json")
+    config["fleet"] |= {"ray_address": far.address, "start_timeout": 120}
+    run.config_file = run.folder / "config.json"
+    run.config_file.write_text(json.dumps(config))
+
+
+@pytest.fixture
+def joined(disturbed: Disturbed, tiny_assets: Path, monkeypatch: pytest.MonkeyPatch) -> Disturbed:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would have to be in the home folder
+    return disturbed
+
+
+def test_engines_that_are_out_of_reach_for_a_while_cost_time_alone(
+    joined: Disturbed, undisturbed: Disturbed, tiny_assets: Path, tmp_path: Path
+) -> None:
+    run, engines = joined, []
+    with cluster(tmp_path, here=0, far=8) as far:
+        run.cluster = far.join()
+        joining(run, tiny_assets, far)
+        driver = run.start(EVENTS)
+        for events in (EVENTS[:2], EVENTS[2:]):
+            engines.append(part(run, driver, events, far))
+            time.sleep(BORNE)
+            far.host.mend()
+        run.exits.append(driver.wait(400))
+        assert run.exits == [0], run.log()
+        assert engines[0] == engines[1]
+        assert differences(run, undisturbed) == []
+    took = {
+        commit.iteration: commit.timings["run"] for commit in run.commits() if (commit.iteration, commit.step) in PLACES
+    }
+    assert all(seconds > BORNE for seconds in took.values())
+
+
+def test_a_driver_that_is_parted_from_the_head_says_so_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would have to be in the home folder
+    with cluster(tmp_path, here=1, far=0) as far:
+        far.join()
+        words = far.machine.words(sys.executable, "-c", WAITING, far.address)
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as driver:
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "works\n"
+            far.host.cut()
+            assert driver.stdout.readline().startswith(f"the head of the Ray cluster does not answer at {far.address} ")
+            assert driver.wait(60) == 0
+
+
+def part(run: Disturbed, driver: Driver, events: Sequence[Fault], far: Far) -> set[psutil.Process]:
+    """Part the machines in the midst of a step, which cannot end before: the engines are stopped. Returns these."""
+    engines: set[psutil.Process] = set()
+
+    def stop_engines() -> None:
+        engines.update(three_engines(run.cluster))
+        for engine in engines:
+            engine.suspend()
+
+    begun, amid = events
+    run.at_event(begun, driver, stop_engines)
+    run.at_event(amid, driver, far.host.cut)
+    for engine in engines:
+        engine.resume()
+    return engines
+
+
+def three_engines(raylet: psutil.Process) -> set[psutil.Process]:
+    """Those of a run; while Ray gives one another title it is not seen."""
+    return wait_for(lambda: len(found := {*engines_of(raylet)}) == 3 and found)

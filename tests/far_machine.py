@@ -1,0 +1,87 @@
+"""A Ray cluster of two machines: its head here, and one whose cable can be cut (tests/network.py, machines.py)."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests import machines, network
+from tests.machines import Machine, machine
+from tests.network import Host, host
+from tests.ray_fixtures import ray_head
+from tests.waiting import wait_for
+
+OPTIONS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 4,
+    "raylet_start_wait_time_s": 120,
+}
+"""A machine is missed after some 15 seconds, by default after a minute; and a busy one has time to start."""
+
+
+def why_not() -> str | None:
+    """Why there can be no such cluster; None where there can."""
+    return network.why_not() or machines.why_not()
+
+
+@dataclass
+class Far:
+    """The machine at the other end of the cable, a node of the cluster whose head is here."""
+
+    machine: Machine
+    host: Host
+    address: str
+    """Of the head."""
+    head: psutil.Process
+    """The raylet there."""
+    cpus: int
+    log: Path
+    """Of what starts Ray there."""
+
+    def join(self) -> psutil.Process:
+        """Start Ray there, as whoever runs the machine does when it is gone; returns its raylet."""
+        for process in self.machine.processes():
+            with suppress(psutil.NoSuchProcess):
+                if "start" in process.cmdline():
+                    process.kill()
+        command = f"start --block --address={self.address} --node-ip-address={self.host.there} --num-cpus={self.cpus}"
+        ray = Path(sys.executable).parent / "ray"
+        options = ["--object-store-memory=200000000", f"--temp-dir={machines.TEMPORARY}"]
+        words = self.machine.words(str(ray), *command.split(), *options)
+        while not self._starts(words):  # on a busy machine Ray gives up after 30 seconds
+            pass
+        (raylet,) = [process for process in self.machine.processes() if process.name() == "raylet"]
+        return raylet
+
+    def _starts(self, words: list[str]) -> bool:
+        with self.log.open("w") as log:
+            started = subprocess.Popen(words, stdout=log)
+        wait_for(lambda: "Ray runtime started" in self.log.read_text() or started.poll() is not None)
+        return started.poll() is None
+
+    def misses(self, raylet: psutil.Process) -> bool:
+        """Whether the head has noticed that a machine is out of reach."""
+        log = Path(option(self.head, "--log_dir"), "gcs_server.out").read_text()
+        return any("Removing node" in line and option(raylet, "--node_id") in line for line in log.splitlines())
+
+
+def option(process: psutil.Process, name: str) -> str:
+    """Of a command line."""
+    return next(word.partition("=")[2] for word in process.cmdline() if word.startswith(f"{name}="))
+
+
+@contextmanager
+def cluster(folder: Path, here: int, far: int) -> Iterator[Far]:
+    """A head here and a machine elsewhere, with so many CPUs."""
+    with host() as other:
+        options = [f"--node-ip-address={other.here}", f"--num-cpus={here}", f"--system-config={json.dumps(OPTIONS)}"]
+        with ray_head(*options) as address, machine("far", folder, other) as there:
+            (head,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+            yield Far(there, other, address, head, far, folder / "far.log")
