@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import CheckpointException
 from engines.errors import EngineError
 from engines.training.checkpoint import Described, read_sealed, write_sealed
 from engines.training.megatron.learner import MegatronLearner
+from engines.training.megatron.metadata import forget_writing
 from engines.training.megatron.transfer import CheckpointFile, Uploads, fetched
 from engines.training.sharding import raise_together
 from storage.errors import Damaged
@@ -74,6 +75,8 @@ def save(
             try:
                 with naming_full(local):
                     _write(_sharded_state(learner, loading=False), Path(local), uploads.begin)
+                    if dist.get_rank() == 0:
+                        forget_writing(Path(local))
                 mine += uploads.end(Path(local))
             except Exception as failure:  # raised below, once every rank has come here
                 error = failure

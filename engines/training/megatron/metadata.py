@@ -68,6 +68,15 @@ def write_folder(folder: Path, metadata: Metadata) -> None:
     torch.save({}, folder / "common.pt")
 
 
+def forget_writing(folder: Path) -> None:
+    """Take out of the `.metadata` that this process has just written where that was and the random number that PyTorch
+    gave the writing: equal states are equal bytes, in every file of their checkpoints."""
+    file = folder / METADATA
+    metadata: Metadata = pickle.loads(file.read_bytes())
+    metadata.storage_meta = None
+    file.write_bytes(pickle.dumps(metadata))
+
+
 class _Record:
     """An object of a pickle: what its class or function was given, and the state that it had."""
 

@@ -228,6 +228,9 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     report["untouched"] = plain.position().state_digest
     plain.load(store, "plain")
     assert plain.state_digest() == saved
+    report["saved again"] = [
+        {Path(file.path).name: file.sha256 for file in plain.save(store, folder)} for folder in ("again", "once more")
+    ]
     train(plain, 1, 1)
     report["plain resumed"] = plain.state_digest()
     return report

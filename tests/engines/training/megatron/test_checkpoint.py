@@ -51,6 +51,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bitwise_at_the_same_layout(re
     assert report["data"]["metrics by data"] == report["data"]["metrics"]
 
 
+def test_equal_states_are_equal_files(report: dict[str, Any]) -> None:
+    first, second = report["saved again"]
+    assert first == second
+    assert {".metadata", "megatron_state.json"} <= first.keys()
+
+
 def test_another_layout_reads_the_very_bits_and_goes_on_to_1e_5(report: dict[str, Any]) -> None:
     assert report["pipeline"]["read"] == report["tensor"]["saved"]
     for found, expected in zip(report["pipeline"]["resumed"], report["tensor"]["metrics"], strict=True):
