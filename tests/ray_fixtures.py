@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NUM_CPUS = 16
 """CPUs that the session's cluster offers to reservations, whatever the machine has."""
 
+_RAY = str(Path(sys.executable).parent / "ray")
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> "Iterator[Cluster]":
@@ -35,29 +37,46 @@ def ray_cluster() -> "Iterator[Cluster]":
 
 
 @contextmanager
-def ray_head(*options: str) -> Iterator[str]:
+def ray_head(*options: str, num_cpus: int = 8) -> Iterator[str]:
     """A cluster that someone started on purpose, with further options. Yields its address."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
-        command = "start --head --block --port=0 --num-cpus=8 --object-store-memory=200000000 --disable-usage-stats"
-        head = subprocess.Popen(
-            [
-                str(Path(sys.executable).parent / "ray"),
-                *command.split(),
-                "--include-dashboard=false",
-                f"--temp-dir={folder}",
-                *options,
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
         try:
-            current = Path(folder) / "ray_current_cluster"
-            wait_for(lambda: current.exists() and current.read_text())
-            yield current.read_text().strip()
+            head = ("--head", "--port=0", "--include-dashboard=false", f"--temp-dir={folder}")
+            with _ray_start(*head, *options, cpus=num_cpus):
+                current = Path(folder) / "ray_current_cluster"
+                wait_for(lambda: current.exists() and current.read_text())
+                yield current.read_text().strip()
         finally:
-            head.kill()
-            head.wait(60)
             end_processes_with_files_in(folder)
+
+
+@contextmanager
+def ray_machine(address: str, num_cpus: int = 8) -> Iterator[None]:
+    """A further machine of that cluster, simulated by processes of this one, which end with its head."""
+    with _ray_start(f"--address={address}", cpus=num_cpus):
+        yield
+
+
+@contextmanager
+def _ray_start(*options: str, cpus: int) -> Iterator[None]:
+    command = ["start", "--block", f"--num-cpus={cpus}", "--object-store-memory=200000000", "--disable-usage-stats"]
+    process = subprocess.Popen(
+        [_RAY, *command, *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def drain(address: str, node: str, seconds: int) -> None:
+    """Tell a cluster that it will lose a machine, as an autoscaler does."""
+    notice = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    command = [_RAY, "drain-node", "--address", address, "--node-id", node, *notice]
+    subprocess.run([*command, "--deadline-remaining-seconds", str(seconds)], check=True, capture_output=True)
 
 
 def fleet_config(model: Path | str, **sections: dict[str, Any]) -> RunConfig:

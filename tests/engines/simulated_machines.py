@@ -19,6 +19,7 @@ from engines.fleet import roles_of
 from engines.placement import Placement
 from engines.rollout.sglang.launch_plan import launch_plan
 from engines.slots import Slot
+from tests import ray_fixtures
 from tests.ray_fixtures import fleet_config
 
 Found = TypeVar("Found")
@@ -78,6 +79,11 @@ def lose(node: str) -> None:
     (lost,) = (machine for machine in _machines if machine.node_id == node)
     _machines.remove(lost)
     _cluster.remove_node(lost, allow_graceful=False)
+
+
+def drain(node: str, seconds: int) -> None:
+    """Ray is told that the machine will be gone."""
+    ray_fixtures.drain(_cluster.address, node, seconds)
 
 
 def add(gpus: int) -> None:

@@ -14,12 +14,12 @@ import ray
 
 from engines.actors import _Placed
 from engines.calls import Deadline, result
-from engines.cluster import Cluster, ClusterError
+from engines.cluster import Cluster, ClusterError, seconds_until_drained
 from engines.errors import EngineDied
 from engines.placement import Placement
 from engines.roles import Bundle, Role
 from engines.slots import Slot, Where, arrange
-from tests.engines.simulated_machines import Machines, add, lose, simulated_machines, slots
+from tests.engines.simulated_machines import Machines, add, drain, lose, simulated_machines, slots
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
@@ -184,6 +184,27 @@ def live_through_the_loss_of_a_machine() -> None:
 def test_after_the_loss_of_a_machine_its_actors_alone_have_other_slots(machines: Machines) -> None:
     machines.have([4, 4])
     machines.do(live_through_the_loss_of_a_machine)
+
+
+def learn_that_a_machine_is_drained() -> None:
+    """Of two machines with a rank each."""
+    role = Role("training", Tiny, (Bundle(0.1, 4),) * 2, 1, "a", "options")
+    placement = Placement("drained", [role], Cluster("joined"), Deadline(60))
+    for actor in placement.actors(role):
+        actor.create(Deadline(60))
+    going, staying = (placement.slot(role, rank, Deadline(60)).node for rank in range(2))
+    assert placement.nodes() == {going, staying}
+    assert seconds_until_drained(placement.nodes()) is None
+    drain(going, 60)
+    left = wait_for(lambda: seconds_until_drained(placement.nodes()))
+    assert 0 < left <= 60
+    assert seconds_until_drained({staying}) is None
+    placement.remove(Deadline(60))
+
+
+def test_a_machine_that_ray_is_told_to_drain_is_known_with_the_seconds_that_are_left(machines: Machines) -> None:
+    machines.have([4, 4])
+    machines.do(learn_that_a_machine_is_drained)
 
 
 def test_bundles_are_dealt_in_the_order_of_machines_and_devices_and_only_moved_ones_again() -> None:

@@ -1,6 +1,5 @@
 """A driver that is told to end stops its work, saves what it can, and gives the run back in time."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from configs.schema.run import RunConfig
 from engines.types import Completion, GenerateRequest
 from flows.iteration import iteration
 from flows.preemption import Ending, Preempted, save
 from flows.signals import EXIT_CODE
-from flows.views import RunState, run_status
+from flows.views import run_status
 from storage.commits import Step
 from storage.leases import Outcome, newest_lease
 from storage.ledger import Ledger
@@ -206,37 +204,3 @@ def test_the_end_of_the_grace_period_ends_a_driver_that_does_not_come_to_its_end
         assert process.wait(60) == EXIT_CODE
         assert time.monotonic() - began >= 1.0
     assert outcome(tmp_path) is Outcome.PREEMPTED
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_whole_driver_that_is_preempted_in_a_rollout_says_so_and_is_resumed_to_the_same_bits(
-    config: RunConfig, undisturbed: list[str | None], tmp_path: Path, api_url: str
-) -> None:
-    recipe = tmp_path / "whole.yaml"
-    recipe.write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    cairn = str(Path(sys.executable).with_name("cairn"))
-    environment = os.environ | {"PREFECT_API_URL": api_url}
-
-    def start(*arguments: str) -> "subprocess.Popen[str]":
-        pipe = subprocess.PIPE
-        return subprocess.Popen([cairn, *arguments], cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-    iterations = tmp_path / "runs" / "whole" / "iterations"
-    with start("train", "whole.yaml") as first:
-        wait_for(lambda: list(iterations.glob("000001/rollout/*/write_ahead/*.arrow")) or first.poll() is not None, 400)
-        first.send_signal(signal.SIGTERM)
-        out, errors = first.communicate(timeout=120)
-    assert first.returncode == EXIT_CODE, out + errors
-    assert errors.endswith("preempted; nothing committed is lost. Go on with: cairn resume whole\n")
-    status = run_status(open_store(str(tmp_path)), "whole")
-    assert (status.state, status.iteration) == (RunState.PREEMPTED, 1)
-    ledger = Ledger.open(open_store(str(tmp_path)), "whole")
-    assert ledger.find(0, Step.CHECKPOINT) is not None
-
-    with start("resume", "whole") as second:
-        out, errors = second.communicate(timeout=400)
-    assert second.returncode == 0, out + errors
-    assert "from the checkpoint of iteration 0; 0 committed step(s) to replay" in out
-    trained = [ledger.find(index, Step.TRAIN) for index in range(3)]
-    assert [commit and commit.state_digest for commit in trained] == undisturbed
