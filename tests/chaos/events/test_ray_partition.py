@@ -55,7 +55,7 @@ joined.close()
 def joining(run: Disturbed, assets: Path, far: Far) -> None:
     """Make the run's drivers join the cluster."""
     config = chaos_config(assets).model_dump(mode="json")
-    config["fleet"] |= {"ray_address": far.address, "start_timeout": 120}
+    config["fleet"]["ray_address"] = far.address
     run.config_file = run.folder / "config.json"
     run.config_file.write_text(json.dumps(config))
 
