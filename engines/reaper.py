@@ -4,7 +4,8 @@
 
 Ray's processes notice at their own pace that their driver is gone; some take most of a minute, a stopped or hung one
 need not notice at all. All of them, and whatever they start, have a log file in the cluster's folder open: by that they
-are known. Among them are PyTorch's helpers, which would have removed the shared memory of those that were killed.
+are known. Among them are PyTorch's helpers, which would have removed the shared memory of those that were killed, or that had
+ended before this looked: Ray names the logs of all its workers after them.
 A byte on the pipe says that the driver has closed its cluster itself.
 """
 
@@ -25,6 +26,9 @@ SHARED_MEMORY = "/dev/shm"
 SEGMENT = re.compile(r"torch_(\d+)_")
 """Beginning of the names that PyTorch gives: with the process that made the segment."""
 
+WORKER_LOG = re.compile(r"worker-.*-(\d+)\.out")
+"""Names that Ray gives, in the logs of a session: with the worker's process."""
+
 
 def main(folder: str, driver: int) -> None:
     # The parent is looked at too: a child that the driver forked keeps the pipe open after the driver's end.
@@ -39,18 +43,25 @@ def main(folder: str, driver: int) -> None:
 
 
 def end_processes_with_files_in(folder: str) -> None:
-    """Kill them until there are none, and remove the segments of shared memory that PyTorch made in them."""
-    give_up, killed = time.monotonic() + PATIENCE, set()
+    """Kill them until there are none, and remove the segments of shared memory that PyTorch made in them, and in workers
+    that had ended before."""
+    give_up, makers = time.monotonic() + PATIENCE, _workers_of(folder)
     while (pids := processes_with_files_in(folder)) and time.monotonic() < give_up:
         for pid in pids:
             _kill(pid)
-        killed.update(pids)
+        makers.update(pids)
         time.sleep(0.05)
     for name in os.listdir(SHARED_MEMORY):
         maker = SEGMENT.match(name)
-        if maker and int(maker[1]) in killed:
+        if maker and int(maker[1]) in makers and not os.path.exists(f"/proc/{maker[1]}/exe"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(SHARED_MEMORY, name))
+
+
+def _workers_of(folder: str) -> set[int]:
+    """All workers that Ray ever had there."""
+    names = (name for _, _, names in os.walk(folder) for name in names)
+    return {int(worker[1]) for name in names if (worker := WORKER_LOG.fullmatch(name))}
 
 
 def processes_with_files_in(folder: str) -> list[int]:

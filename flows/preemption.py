@@ -14,6 +14,7 @@ Signals are heard by a thread, over Python's wake-up descriptor. Their handlers 
 Prefect has its own, whose exception Ray swallows while it waits for a result. What a handler raises only spares a wait.
 """
 
+import contextvars
 import os
 import signal
 import sys
@@ -86,7 +87,9 @@ class Ending:
             if seconds is not None:
                 self.begin(seconds)
 
-        threading.Thread(target=listen, name=name, daemon=True).start()
+        # Prefect's client finds its server in the context; without, it would start one of its own.
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(listen,), name=name, daemon=True).start()
 
     def begin(self, limit: float = float("inf")) -> None:
         """End within the grace period, and within `limit` seconds."""

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -252,3 +253,24 @@ def test_a_part_of_the_head_that_ended_before_it_was_watched_is_missed(
             stand_in.kill()
             stand_in.wait()
     assert started.lost == f"the Ray cluster of this driver is gone: its {head} died, and all engines with it"
+
+
+def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_removed(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended, subprocess.Popen(["sleep", "600"]) as other:
+        ended.wait()
+        logs = tmp_path / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        for worker in (ended.pid, other.pid):  # the other process was given the number of a worker
+            (logs / f"worker-{worker:056x}-01000000-{worker}.out").touch()
+        left, kept = (Path("/dev/shm", f"torch_{process.pid}_{uuid.uuid4().int}_0") for process in (ended, other))
+        left.touch()
+        kept.touch()
+        try:
+            end_processes_with_files_in(str(tmp_path))
+            assert not left.exists()
+            assert kept.exists()
+            assert other.poll() is None
+        finally:
+            left.unlink(missing_ok=True)
+            kept.unlink()
+            other.kill()

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ import yaml
 from configs.schema.run import RunConfig
 from flows.iteration import iteration
 from flows.orchestration import run_tags
+from flows.server import Server
 from flows.signals import EXIT_CODE
+from flows.train import PREFECT_HOME
 from flows.views import RunState, run_status
 from storage.commits import Step
 from storage.leases import newest_lease
@@ -122,13 +124,24 @@ def is_cancelled(api: httpx.Client, flow_run: str) -> bool:
     return api.get(f"/flow_runs/{flow_run}").json()["state_name"] == "Cancelled"
 
 
-def test_cancel_in_prefect_ends_a_driver_that_a_person_started(config: RunConfig, tmp_path: Path, api_url: str) -> None:
+def servers_of(driver: Background) -> list[psutil.Process]:
+    """Prefect servers that a driver has started, in whatever way."""
+
+    def serves(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return any("flows.server" in word or "prefect.server" in word for word in process.cmdline())
+        return False
+
+    return [process for process in psutil.Process(driver.pid).children(recursive=True) if serves(process)]
+
+
+def test_cancel_in_the_drivers_own_prefect_ends_it_when_a_person_started_it(config: RunConfig, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, config)
-    with (
-        in_background(CAIRN, "train", recipe, cwd=tmp_path, PREFECT_API_URL=api_url) as driver,
-        httpx.Client(base_url=api_url, timeout=60) as api,
-    ):
+    with in_background(CAIRN, "train", recipe, cwd=tmp_path) as driver:
         within_a_rollout(tmp_path, driver)
+        (server,) = servers_of(driver)
+        (port,) = {listener.laddr.port for listener in server.net_connections() if listener.status == "LISTEN"}
+        api = httpx.Client(base_url=f"http://127.0.0.1:{port}/api", timeout=60)
         wanted = {
             "flow_runs": {"tags": {"all_": sorted(run_tags("whole", str(tmp_path)))}},
             "flows": {"name": {"any_": ["train"]}},
@@ -139,8 +152,13 @@ def test_cancel_in_prefect_ends_a_driver_that_a_person_started(config: RunConfig
             out, errors = driver.communicate(timeout=120)
         assert_says_so(driver, out, errors)
         assert "Somebody cancels this run in Prefect" in out + errors
-        assert is_cancelled(api, flow_run["id"])
     assert_preempted(tmp_path)
+    again = Server(tmp_path / PREFECT_HOME)
+    try:
+        again.wait_ready()
+        assert is_cancelled(httpx.Client(base_url=again.api_url, timeout=60), flow_run["id"])
+    finally:
+        again.stop()
 
 
 SERVE = "from flows.train import train; train.serve(name='cancelled', print_starting_message=False)"
