@@ -65,9 +65,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "head": Family("short", {"ray": 3, "driver": 1, "grader": 1}, faults=5, weight=4),
     "store": Family("short", {"store": 6, "driver": 1, "training": 1}, faults=8, weight=2, on_s3=True),
-    "ranks": Family("tensor", {"rank": 2, "training": 1, "driver": 1}, faults=6, weight=4),
+    "ranks": Family("tensor", {"rank": 3, "training": 1, "driver": 1}, faults=6, weight=4),
     "sglang": Family(
-        "sglang", {"server": 1, "scheduler": 1, "stopped": 1, "router": 1, "driver": 1}, faults=12, weight=4, pace=2
+        "sglang", {"server": 2, "scheduler": 3, "stopped": 1, "router": 2, "driver": 1}, faults=12, weight=4, pace=2
     ),
 }
 
@@ -106,7 +106,7 @@ def random_kills(
             return []
         if not struck:
             return [f"a driver that nobody struck ended with {code}\n{run.log()}"]
-        if "Traceback" in run.whole_log():
+        if run.broke():
             return [f"a driver did not end with a sentence after {struck}\n{run.log()}"]
     return [f"not complete after {DRIVERS_A_RUN} drivers, which ended with {run.exits}"]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -175,6 +176,13 @@ class Disturbed:
         """All that its drivers had to say."""
         log = self.folder / "driver.log"
         return log.read_text() if log.exists() else ""
+
+    def broke(self) -> bool:
+        """Whether a driver ended with a trace of its own; one that a sentence quotes is of SGLang's environment."""
+        first_frames = re.findall(
+            r"^Traceback \(most recent call last\):\n  File \"(.*?)\"", self.whole_log(), re.MULTILINE
+        )
+        return any(".venv-sglang" not in frame for frame in first_frames)
 
     def ledger(self, store_url: str | None = None) -> Ledger:
         """Of the run, or of a copy of it in another store."""
