@@ -4,8 +4,8 @@
 
 Ray's processes notice at their own pace that their driver is gone; some take most of a minute, a stopped or hung one
 need not notice at all. All of them, and whatever they start, have a log file in the cluster's folder open: by that they
-are known. Among them are PyTorch's helpers, which would have removed the shared memory of those that were killed, or that had
-ended before this looked: Ray names the logs of all its workers after them.
+are known. Among them are PyTorch's helpers, which would have removed the shared memory of processes that were killed, or
+had ended before this looked: of those the names of Ray's logs tell.
 A byte on the pipe says that the driver has closed its cluster itself.
 """
 
@@ -43,8 +43,8 @@ def main(folder: str, driver: int) -> None:
 
 
 def end_processes_with_files_in(folder: str) -> None:
-    """Kill them until there are none, and remove the segments of shared memory that PyTorch made in them, and in workers
-    that had ended before."""
+    """Kill them until there are none; remove the shared memory that PyTorch made in them, and in workers that had ended
+    before."""
     give_up, makers = time.monotonic() + PATIENCE, _workers_of(folder)
     while (pids := processes_with_files_in(folder)) and time.monotonic() < give_up:
         for pid in pids:
