@@ -4,8 +4,8 @@
 
 Ray's processes notice at their own pace that their driver is gone; some take most of a minute, a stopped or hung one
 need not notice at all. All of them, and whatever they start, have a log file in the cluster's folder open: by that they
-are known. Among them are PyTorch's helpers, which would have removed the shared memory of processes that were killed, or
-had ended before this looked: of those the names of Ray's logs tell.
+are known. Among them are PyTorch's helpers, which would have removed the shared memory of those that were killed or
+had ended before this looked: of the latter the names of Ray's logs tell.
 A byte on the pipe says that the driver has closed its cluster itself.
 """
 
