@@ -126,8 +126,8 @@ try:
         ending.owns(lease, float(grace))
         if then == "deaf":  # as within a flow, whose handler's exception may be swallowed
             signal.signal(signal.SIGTERM, lambda *_: None)
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             time.sleep(600)
         finally:
             print("stopping", flush=True)
