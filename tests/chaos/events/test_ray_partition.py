@@ -82,10 +82,9 @@ def test_engines_that_are_out_of_reach_for_a_while_cost_time_alone(
         assert run.exits == [0], run.log()
         assert engines[0] == engines[1]
         assert differences(run, undisturbed) == []
-    took = {
-        commit.iteration: commit.timings["run"] for commit in run.commits() if (commit.iteration, commit.step) in PLACES
-    }
-    assert all(seconds > BORNE for seconds in took.values())
+    for place in PLACES:  # of a rollout's shards one may have ended before
+        took = [commit.timings["run"] for commit in run.commits() if (commit.iteration, commit.step) == place]
+        assert max(took) > BORNE
 
 
 def test_a_driver_that_is_parted_from_the_head_says_so_and_ends(
