@@ -133,7 +133,7 @@ def tallied(family: str, seed: int, report: RunReport) -> tally.Tallied:
         samples_twice=report.samples_twice,
         digests=report.digests,
         differing_digests=report.differing_digests,
-        findings=report.findings,
+        findings=[finding.splitlines()[0] for finding in report.findings],  # what else they quote is of this machine
         load=round(os.getloadavg()[1], 1),
     )
 

@@ -42,7 +42,7 @@ class Tallied:
     """Train steps that were compared with the undisturbed run's."""
     differing_digests: int
     findings: list[str] = field(default_factory=list)
-    """What else was not as it must be."""
+    """What else was not as it must be, a line each."""
     load: float = 0.0
     """Of the machine, averaged over the run's last five minutes; 0 where nobody looked."""
 
@@ -96,7 +96,7 @@ def section(runs: Sequence[Tallied]) -> str:
         "Versions struck, with their runs: "
         + (", ".join(f"`{code}` {count}" for code, count in versions.items()) or "none yet")
         + ".",
-        *(["", *(f"Found in `{run.code}`: {run.findings[0].splitlines()[0]}" for run in failed)] if failed else []),
+        *(["", *(f"Found in `{run.code}`: {run.findings[0]}" for run in failed)] if failed else []),
         END,
     ]
     return "\n".join(lines)
