@@ -14,6 +14,7 @@ from examples.quickstart import build as builder
 from examples.quickstart.task import demonstration, is_held_out, problems
 from tasks.data import PromptData, draw
 from tasks.rewards.exact_match import grade
+from tasks.rewards.sample import Sample
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -39,7 +40,7 @@ def test_labels_are_right_and_some_demonstrations_too(built):
         digits = row["prompt"].removeprefix("Sort the digits ").removesuffix(" in increasing order.").split()
         assert row["label"] == " ".join(sorted(digits))
     graded = [
-        grade(row["response"], " ".join(sorted(filter(str.isdigit, row["prompt"]))), {})
+        grade(Sample(row["response"], " ".join(sorted(filter(str.isdigit, row["prompt"])))))
         for row in rows(built / "demonstrations.jsonl")
     ]
     assert sum(graded) / len(graded) == pytest.approx(1 - builder.WRONG_DEMONSTRATIONS, abs=0.05)

@@ -172,7 +172,8 @@ def test_cancel_in_prefect_ends_a_driver_that_prefect_started(
         (tmp_path / "server.log").open("ab") as log,
         httpx.Client(base_url=api_url, timeout=60) as api,
     ):
-        server = subprocess.Popen([sys.executable, "-c", SERVE], env=environment, stdout=log, stderr=log)
+        command = [sys.executable, "-c", SERVE]
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             wanted = {"deployments": {"name": {"any_": ["cancelled"]}}}
             (deployment,) = wait_for(lambda: api.post("/deployments/filter", json=wanted).json())
@@ -184,8 +185,8 @@ def test_cancel_in_prefect_ends_a_driver_that_prefect_started(
                 cancel(api, flow_run)
                 wait_for(lambda: is_cancelled(api, flow_run))
         finally:
-            server.terminate()
-            server.wait(60)
+            os.killpg(server.pid, signal.SIGKILL)  # SIGTERM can find Prefect's runner at a lock that it holds itself
+            server.wait()
     assert_preempted(tmp_path)
 
 
