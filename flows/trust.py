@@ -24,7 +24,7 @@ from engines.training.megatron.permitted import PERMITTED as MEGATRON_PERMITTED
 from storage import layout
 from storage.ledger import Ledger
 from storage.store import Store
-from tasks.plugins import find_source
+from tasks.plugins import code_files
 
 Rule = Callable[[Any, Store], str | None]
 """(value, store that it comes from) → why a store may not set it, and the way out; None if it may."""
@@ -77,10 +77,12 @@ def user_code(config: RunConfig) -> dict[str, str]:
 
 def is_at_hand(source: Path, store: Store) -> bool:
     """Whether a file lies in the working directory or in a folder of PYTHONPATH, and neither in the Python installation
-    nor among the runs of a local store."""
+    nor in a local store: nowhere in one that lies below that folder, and not among the runs of one around it."""
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
-    others = [Path(sys.prefix), Path(sys.base_prefix), _runs(store)]
-    return any(_lies_in(source, folder) for folder in folders) and not any(_lies_in(source, other) for other in others)
+    others = [Path(sys.prefix), Path(sys.base_prefix), _runs(store), Path(store.url) / layout.self_tests()]
+    root = Path(store.url).resolve()
+    around = [folder for folder in folders if not (_lies_in(source, root) and not _lies_in(folder.resolve(), root))]
+    return any(_lies_in(source, folder) for folder in around) and not any(_lies_in(source, other) for other in others)
 
 
 def free_options(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -107,8 +109,8 @@ def _only_the_user(value: Any, store: Store) -> str:
 def _code(value: str | None, store: Store) -> str | None:
     if value is None or "." not in value:  # one of Cairn's own, by name
         return None
-    source = find_source(value)
-    if source is not None and is_at_hand(source, store):
+    files = code_files(value)
+    if files and all(is_at_hand(file, store) for file in files):
         return None
     return (
         "a store may name no code outside the folder one stands in: go there, put the code's folder on PYTHONPATH, or "

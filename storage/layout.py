@@ -88,9 +88,14 @@ def run(name: str) -> str:
     return f"runs/{check_name(name, 'run')}"
 
 
+def self_tests() -> str:
+    """The folder of what was found of machines."""
+    return "self-tests"
+
+
 def self_test(fingerprint: str) -> str:
     """Whether machines of a kind give the same bits twice, as tried by the run that first trained on one."""
-    return f"self-tests/{check_name(fingerprint, 'fingerprint')}.json"
+    return f"{self_tests()}/{check_name(fingerprint, 'fingerprint')}.json"
 
 
 def in_run(name: str, path: str) -> str:

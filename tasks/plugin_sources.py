@@ -14,16 +14,14 @@ import ast
 import functools
 import hashlib
 import inspect
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from storage import canonical
-from tasks.plugins import BadPlugin, load_callable, module_of
+from tasks.plugins import BadPlugin, load_callable, module_of, specs
 
 _HERE = Path(__file__).resolve().parents[1]
 _OURS = [_HERE / name for name in ("flows", "tasks", "engines", "storage", "configs")]
@@ -70,7 +68,7 @@ def source_files(path: str) -> dict[str, Path]:
     while pending:
         file, parent = pending.pop()
         for name in _imported(file, parent):
-            for spec in _specs(name):
+            for spec in specs(name):
                 origin = Path(spec.origin).resolve() if spec.has_location and spec.origin else None
                 if origin is None or origin in found.values() or not _is_users(origin, spec.name, package):
                     continue
@@ -120,27 +118,3 @@ def _imported(file: Path, package: str) -> Iterator[str]:
                 origin = ".".join([*above, *([node.module] if node.module else [])])
             if origin:
                 yield from (f"{origin}.{alias.name}" for alias in node.names)
-
-
-def _specs(name: str) -> Iterator[ModuleSpec]:
-    """Of a module and of the packages that it lies in, as far as they are there; none is imported."""
-    within: list[str] | None = None
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        spec = _find(".".join(parts[:end]), within)
-        if spec is None:
-            return
-        yield spec
-        if spec.submodule_search_locations is None:
-            return
-        within = list(spec.submodule_search_locations)
-
-
-def _find(name: str, within: list[str] | None) -> ModuleSpec | None:
-    if within is None and name in sys.builtin_module_names:
-        return None
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, within) if hasattr(finder, "find_spec") else None
-        if spec is not None:
-            return spec
-    return None

@@ -5,7 +5,10 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,19 +43,33 @@ def module_of(path: str) -> ModuleType:
     return _load_file(Path(place).expanduser().resolve()) if ".py:" in path else _import_module(place, path)
 
 
-def find_source(path: str) -> Path | None:
-    """The file, or the folder of the package, that holds the code that `path` names, links followed; None if there is
-    none, as for what is built into Python. Runs none of it."""
+def code_files(path: str) -> list[Path]:
+    """The files that are run where `path` is loaded, those of the packages around it included, links followed; none
+    where it cannot be, or is built into Python. Runs nothing."""
+    place = _split(path)[0]
     if ".py:" in path:
-        return Path(path.rpartition(":")[0]).expanduser().resolve()
-    try:
-        spec = importlib.util.find_spec(path.partition(".")[0])
-    except ValueError:  # a module without a file, such as __main__
-        return None
-    if spec is None:
-        return None
-    places = [spec.origin] if spec.has_location else spec.submodule_search_locations
-    return Path(places[0]).resolve() if places and places[0] else None
+        return [Path(place).expanduser().resolve()]
+    found = list(specs(place))
+    if len(found) <= place.count("."):
+        return []
+    return [Path(spec.origin).resolve() for spec in found if spec.has_location and spec.origin]
+
+
+def specs(name: str) -> Iterator[ModuleSpec]:
+    """Of a module and of the packages that it lies in, as far as they are there, from the outside in; none is
+    imported."""
+    within: list[str] | None = None
+    for full in accumulate(name.split("."), "{}.{}".format):
+        try:
+            # By its last name alone: of a package without a file Python would look for the one around it, imported.
+            spec = find_spec(full) if within is None else PathFinder.find_spec(full.rpartition(".")[2], within)
+        except ValueError:  # a module without a file, such as __main__
+            return
+        if spec is None:
+            return
+        spec.name = full
+        yield spec
+        within = list(spec.submodule_search_locations or ())
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -292,6 +292,24 @@ def test_a_file_among_the_runs_is_no_code(
         recorded_config(forged_plugin("runs/tiny/evil.py:grade"))
 
 
+@pytest.mark.parametrize(
+    "path", ["store/evil.py:grade", "store.evil.grade", "store.runs.tiny.evil.grade", "package.linked.evil.grade"]
+)
+def test_a_file_of_a_store_below_the_folder_of_its_user_is_no_code(
+    path: str, forged_plugin: Callable[..., Ledger], store: LocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for folder in ("", "runs/tiny/"):
+        store.write(f"{folder}evil.py", GRADER.encode())
+    package = tmp_path / "package"
+    package.mkdir()
+    package.joinpath("__init__.py").touch()
+    package.joinpath("linked").symlink_to(store.root / "runs" / "tiny")
+    with pytest.raises(ConfigError, match="a store may name no code outside the folder one stands in"):
+        recorded_config(forged_plugin(path))
+
+
 @pytest.mark.parametrize("path", ["grader.py:grade", "{mine}/grader.py:grade"])
 def test_code_where_its_user_works_may_be_named(
     path: str, forged_plugin: Callable[..., Ledger], tmp_path: Path
