@@ -22,12 +22,12 @@ class Holder(Record):
     """Random: no two holders are equal."""
     host: str
     machine: str
-    """Boot of the kernel and process namespace: where equal, `pid` can be looked up."""
+    """Boot of the kernel, process and time namespace: where equal, `pid` and `start_ticks` can be looked up."""
     pid: int
     process_started_at: float
     """Unix seconds, by a clock that may be set meanwhile."""
     start_ticks: int | None = None
-    """Clock ticks of the kernel from its boot to the start of the process: with boot and namespace they make `pid` one
+    """Clock ticks of the kernel from its boot to the start of the process: with boot and namespaces they make `pid` one
     process. None in a lease that an earlier version wrote."""
 
     @classmethod
@@ -64,7 +64,9 @@ def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return ""
-    return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    # In a time namespace of its own, ticks since the boot are other ones; older kernels have none.
+    namespaces = [file.stat().st_ino for name in ("pid", "time") if (file := Path("/proc/self/ns", name)).exists()]
+    return " ".join([boot.read_text().strip(), *map(str, namespaces)])
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -241,8 +241,10 @@ def _is_silent(store: Store, seen: LeaseState) -> bool:
     """Whether a holder elsewhere leaves its lease as it is for as long as it may. Raises LeaseHeld if another driver
     takes the run meanwhile."""
     end = time.monotonic() + seen.time_to_live
-    while time.monotonic() < end:
+    began = 0.0
+    while began < end:  # a look that takes long tells what was at its beginning
         time.sleep(min(WATCH_INTERVAL, seen.time_to_live))
+        began = time.monotonic()
         now = newest_lease(store, seen.run)
         if now is not None and now.outcome is None and now.holder.id != seen.holder.id:
             raise _held(now)

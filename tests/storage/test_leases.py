@@ -171,6 +171,15 @@ def test_a_process_with_the_number_of_a_dead_one_is_not_taken_for_it() -> None:
     assert in_another_container.is_gone() is None
 
 
+def test_a_holder_is_not_dead_to_who_counts_time_otherwise() -> None:
+    look = "import sys; from storage.holders import Holder; print(Holder.model_validate_json(sys.argv[1]).is_gone())"
+    elsewhere = ["unshare", "--user", "--map-root-user", "--time", "--boottime", "1000", "--fork"]
+    if subprocess.run([*elsewhere, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no time namespace can be made here")
+    command = [*elsewhere, sys.executable, "-c", look, Holder.this_process().model_dump_json()]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "None\n"
+
+
 def test_a_holder_of_an_earlier_version_is_known_by_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = Holder.this_process().model_dump(mode="json")
     del fields["start_ticks"]
@@ -234,6 +243,28 @@ def test_a_driver_elsewhere_that_ends_while_it_is_watched_is_succeeded_at_once(s
     end = canonical.seal({"outcome": Outcome.PREEMPTED, "renewed_at": time.time()})
     threading.Timer(0.2, lambda: store.create(layout.lease_end("run-1", 1), end)).start()
     assert Lease.acquire(store, "run-1").epoch == 2
+
+
+def test_a_driver_elsewhere_that_renews_while_a_look_takes_long_is_alive(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _lease_from_elsewhere(store, time_to_live=1.0)
+    read, looks = store.read, []
+
+    def read_slowly(path: str) -> bytes:
+        found = None if path == layout.lease_end("run-1", 1) else read(path)
+        if found is None:  # last of each look; the second one hangs until the time is up
+            looks.append(path)
+            if len(looks) == 2:
+                sign = canonical.seal({"renewals": 1, "renewed_at": time.time()})
+                store.write(layout.lease_renewal("run-1", 1), sign)
+                time.sleep(1.2)
+            raise FileNotFoundError(path)
+        return found
+
+    monkeypatch.setattr(store, "read", read_slowly)
+    with pytest.raises(LeaseHeld):
+        Lease.acquire(store, "run-1")
 
 
 def test_a_driver_that_took_the_run_at_the_end_of_the_watch_keeps_it(
