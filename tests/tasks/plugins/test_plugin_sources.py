@@ -13,15 +13,16 @@ FILES = {
     "grade.py": (
         "import functools, json\nfrom pathlib import Path\nimport numpy\nfrom storage import canonical\n"
         "from cairn_rewards import scale\nimport cairn_alone\n"
-        "def grade(response, label, metadata):\n    from cairn_lazy.folder.deep import helper\n    return helper(response)\n"
+        "def grade(response, label, metadata):\n"
+        "    from cairn_lazy.sub.deep import helper\n    return helper(response)\n"
         "lenient = functools.partial(scale.scaled, tolerance=0.1)\n"
     ),
     "plain.py": "import json\ndef grade(response, label, metadata):\n    return 1.0\nclass Add:\n"
     "    def __call__(self, x):\n        return x + 1\nadd = Add()\n",
     "cairn_alone.py": "VALUE = 1\n",
     "cairn_unused.py": "VALUE = 1\n",
-    "cairn_lazy/folder/deep.py": "from . import sibling\ndef helper(x):\n    return sibling.ONE\n",  # namespace packages
-    "cairn_lazy/folder/sibling.py": "ONE = 1.0\n",
+    "cairn_lazy/sub/deep.py": "from . import sibling\ndef helper(x):\n    return sibling.ONE\n",  # no packages
+    "cairn_lazy/sub/sibling.py": "ONE = 1.0\n",
     "cairn_rewards/__init__.py": "",
     "cairn_rewards/scale.py": "from .inner.table import TABLE\ndef scaled(x, tolerance):\n    return TABLE\n",
     "cairn_rewards/inner/__init__.py": "",
@@ -57,8 +58,8 @@ def test_every_module_of_the_users_that_is_reached_by_an_import_counts(code):
     assert files == {
         "grade.py",
         "cairn_alone.py",
-        "cairn_lazy/folder/deep.py",
-        "cairn_lazy/folder/sibling.py",
+        "cairn_lazy/sub/deep.py",
+        "cairn_lazy/sub/sibling.py",
         "cairn_rewards/__init__.py",
         "cairn_rewards/scale.py",
         "cairn_rewards/inner/__init__.py",
