@@ -99,7 +99,7 @@ METRICS: tuple[Metric, ...] = (
         "rollout/passed_over_prompts",
         "prompts",
         "rollout",
-        "Longer than allowed, or refused by the chat template.",
+        "Longer than allowed, refused by the chat template, or no text.",
         is_count=True,
     ),
     Metric(
@@ -267,12 +267,12 @@ def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str,
     return metrics | _performance(commits, metrics, config)
 
 
-def eval_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[int, dict[str, float]]:
+def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:
     """The metrics of evaluations by the number of iterations that the evaluated weights were trained for."""
     points: dict[int, dict[str, float]] = {}
     for commit in commits:
         if commit.step is Step.EVAL:
-            trained = (commit.weight_version_in or 0) // config.training.num_steps_per_rollout
+            trained = commit.iteration + 1 if commit.weight_version_in else 0
             points.setdefault(trained, {}).update(shown_metrics(commit))
     return points
 

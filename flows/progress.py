@@ -91,7 +91,7 @@ class Progress:
             parts.append(f"{metrics['rollout/response_tokens'] / metrics['perf/rollout_time']:,.0f} tokens/s")
         parts.append(f"{metrics['perf/step_time']:.2f} s: {_spell(seconds)}")
         self._print("  ".join(parts) + _spell_retries(event.store_retries))
-        for trained, scores in sorted(eval_metrics(event.commits, self._config).items()):
+        for trained, scores in sorted(eval_metrics(event.commits).items()):
             for benchmark in self._config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
                     name = f"eval/{benchmark.name}"

@@ -61,8 +61,11 @@ class Replaying:
         return committed
 
     def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> "_Done":
-        given = [argument.result() if isinstance(argument, _Done) else argument for argument in args]
-        return _Done(self.call(step, index, shard, *given, **kwargs))
+        try:
+            given = [argument.result() if isinstance(argument, _Done) else argument for argument in args]
+            return _Done(self.call(step, index, shard, *given, **kwargs))
+        except _EndOfLedger:  # what was submitted beside it may be there
+            return _Done(None)
 
     def _again(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
         run = self._run
@@ -140,10 +143,12 @@ class _EndOfLedger(Exception):
 
 
 class _Done:
-    """A step that has been answered."""
+    """A step that has been answered; None: it has no commit."""
 
-    def __init__(self, commit: Commit) -> None:
+    def __init__(self, commit: Commit | None) -> None:
         self._commit = commit
 
     def result(self) -> Commit:
+        if self._commit is None:
+            raise _EndOfLedger
         return self._commit

@@ -100,7 +100,7 @@ class TensorBoard:
         self._ledger.require_held()  # or the next driver has looked what is missing, and writes it
         commits = list(commits)
         wall_time = max(commit.committed_at for commit in commits)
-        for trained, metrics in eval_metrics(commits, self._config).items():
+        for trained, metrics in eval_metrics(commits).items():
             if trained not in self._evaluations:
                 self._write(trained, metrics, wall_time)
                 self._evaluations.add(trained)

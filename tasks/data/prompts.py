@@ -70,11 +70,18 @@ class PromptData:
         return len(self._rows)
 
     def row(self, index: int) -> PromptRow:
-        """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template refuses it or it is
-        empty."""
+        """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template refuses it, it is empty,
+        or it holds what is no text."""
         where = f"{self.path}, row {index + 1}"
         prompt, label, metadata, tools = _fields(self._rows.read(index), self._format, where)
         text = self._render(prompt, tools, where) if self._format.apply_chat_template else prompt
+        for written in (str(text), label or ""):
+            try:
+                written.encode()
+            except UnicodeEncodeError:
+                raise BadPrompt(
+                    f"{where} holds half of a surrogate pair, which is no character: correct or remove the row"
+                ) from None
         # The template writes the special tokens that it wants; a plain prompt is taken literally, as in slime.
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:

@@ -90,18 +90,32 @@ def _version_of_built_in(name: str) -> str:
 
 
 def _takes_whole_sample(path: str) -> bool:
-    """Whether a grader takes one argument rather than three."""
+    """Whether a grader takes one argument rather than three: where it may take either, its first is called `sample`."""
+    grader = load_callable(path)
+    for function in (grader, type(grader).__call__):
+        if inspect.iscoroutinefunction(function):
+            raise BadPlugin(
+                f"the grader {path!r} is a coroutine function: let it wait for its answer itself, with asyncio.run"
+            )
+        if inspect.isgeneratorfunction(function):
+            raise BadPlugin(f"the grader {path!r} is a generator function: let it return its reward")
     try:
-        signature = inspect.signature(load_callable(path))
+        signature = inspect.signature(grader)
     except ValueError:  # it is not written in Python
         return False
-    for count in (3, 1):
-        try:
-            signature.bind(*range(count))
-        except TypeError:
-            continue
-        return count == 1
-    raise BadPlugin(
-        f"the grader {path!r} takes {signature}: let it take (response, label, metadata), or one sample of the type "
-        "tasks.rewards.sample.Sample"
-    )
+    takes = {count for count in (1, 3) if _can_be_called(signature, count)}
+    if not takes:
+        raise BadPlugin(
+            f"the grader {path!r} takes {signature}: let it take (response, label, metadata), or one sample of the "
+            "type tasks.rewards.sample.Sample"
+        )
+    return takes == {1} or (1 in takes and next(iter(signature.parameters)) == "sample")
+
+
+def _can_be_called(signature: inspect.Signature, count: int) -> bool:
+    """With so many arguments by position."""
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True

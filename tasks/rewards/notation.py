@@ -20,6 +20,7 @@ from dataclasses import dataclass
 _SPACE = re.compile(r"\\[,;:!> ]|~|\\q?quad\b|\s")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|rm)\s*\{([^{}]*)\}")
 _DIGIT_GROUPS = re.compile(r"(?<![\d.])\d{1,3}(?:(?: |\{,\})\d{3})+(?![\d])")
+_SIGNS = {"²": "^2", "³": "^3", "°": r"^\circ ", r"\degree": r"^\circ "}
 _CURRENCY = re.compile(r"\b(?:US|A|C|NZ|HK)?\\?\$|[£€¥₹₩₽¢]|\\(?:pounds|euro|yen|textsterling|texteuro)\b ?")
 _CURRENCY_CODE = re.compile(r"^(?:USD|EUR|GBP|JPY|INR|CNY|RMB|Rs\.?) ?(?=[-\d.])")
 _NUMBER = r"[-+−]?(?:\d[\d,]*\.?\d*|\.\d+|(?:\d+ ?)?\\[dt]?frac(?:\{[-\d.]+\}\{[-\d.]+\}|\d\d)|\d+/\d+)"
@@ -35,6 +36,7 @@ _CHANGE_THE_NUMBER = frozenset(
     re.findall(
         r"\w+",
         "and or not pi e i dozen score half percent hundred thousand million billion trillion squared cubed plus minus "
+        "dozens halves thirds tenths hundredths thousandths hundreds thousands millions billions trillions "
         "times over mod factorial sqrt root sin cos tan log ln exp if to",
     )
 )
@@ -60,6 +62,8 @@ class _Chain:
 
 def plain(answer: str) -> str:
     """The answer without what only sets it: spaces, `\\text`, currencies, groups of digits, a full stop."""
+    for sign, written in _SIGNS.items():
+        answer = answer.replace(sign, written)
     while answer != (answer := _TEXT.sub(r" \1 ", answer)):
         pass
     answer = _CURRENCY.sub("", " ".join(_SPACE.sub(" ", answer).split())).replace(" ^", "^")

@@ -76,12 +76,16 @@ def grade(grader: Grader, arguments: Sequence[Any], transient: Sequence[str] = (
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         told = f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
+        told = told.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text that can be stored
         return None, None, told, whose(error, transient, limited)
 
 
 def whose(error: BaseException, transient: Sequence[str], limited: bool) -> Whose:
     """Whose doing an error is. A service's are those of a class that `transient` names, and those that carry an HTTP
-    status that does not last."""
+    status that does not last; of several at once the machine's counts, and the service's if all are."""
+    if isinstance(error, ExceptionGroup):
+        parts = {whose(part, transient, limited) for part in error.exceptions}
+        return Whose.MACHINE if Whose.MACHINE in parts else Whose.SERVICE if parts == {Whose.SERVICE} else Whose.SAMPLE
     out_of_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     if out_of_memory:
         return Whose.SAMPLE if limited else Whose.MACHINE

@@ -103,17 +103,23 @@ def test_the_time_between_two_drivers_does_not_count() -> None:
 
 def test_evaluations_stand_at_the_iterations_that_their_weights_were_trained_for(tmp_path: Path) -> None:
     ledger = new_run(str(tmp_path), training={"num_steps_per_rollout": 2}, eval={"eval_interval": 1})
-    points = eval_metrics(write_iteration(ledger, 0), config_of(ledger))
+    points = eval_metrics(write_iteration(ledger, 0))
     assert {trained: metrics["eval/heldout"] for trained, metrics in points.items()} == {0: 0.25, 1: 0.5}
     assert points[0]["eval/heldout-truncated_ratio"] == 0
     assert points[0]["eval/heldout/response_len/mean"] == 3
+
+
+def test_evaluations_of_a_fork_that_takes_other_steps_stand_where_its_iterations_do() -> None:
+    """Two iterations of four steps are its parent's, and its own have one."""
+    own = commit(Step.EVAL, 0, 1, shard="h-v000009", metrics={"h": 0.5}, weight_version_in=9, weight_version_out=9)
+    assert list(eval_metrics([own.model_copy(update={"iteration": 2})])) == [3]
 
 
 def test_every_metric_of_a_written_run_is_documented(tmp_path: Path) -> None:
     ledger = new_run(str(tmp_path), eval={"eval_interval": 1}, checkpoint={"save_interval": 1})
     commits = write_iteration(ledger, 0)
     names = {*iteration_metrics(commits, config_of(ledger))}
-    names |= {name for metrics in eval_metrics(commits, config_of(ledger)).values() for name in metrics}
+    names |= {name for metrics in eval_metrics(commits).values() for name in metrics}
     assert len(names) > 30
     assert [name for name in sorted(names) if find_metric(name) is None] == []
 
@@ -147,7 +153,7 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     with tiny_context(str(tmp_path), config) as (run, _):
         commits = iteration(run, DirectSteps(run), 0)
     shown = iteration_metrics(commits, config)
-    points = eval_metrics(commits, config)
+    points = eval_metrics(commits)
     assert sorted(points) == [0, 1]
     names = [*shown, *points[0]]
     assert [name for name in names if find_metric(name) is None] == []

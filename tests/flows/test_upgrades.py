@@ -94,6 +94,13 @@ def test_every_reading_command_reads_it(earlier: str, run: str) -> None:
     assert cairn("gc", run, "--store", earlier)
 
 
+@pytest.mark.parametrize("step", ["reward", "reward.00-000"])
+def test_a_step_is_replayed_beside_one_that_was_not_done(earlier: str, step: str) -> None:
+    """The rollout of the iteration's other shard was killed."""
+    (again,) = json.loads(cairn("replay", "parent", "2", step, "--json", "--store", earlier))
+    assert (again["name"], again["differences"]) == ("000002/reward.00-000", [])
+
+
 def test_its_commits_keep_their_digests(earlier: str) -> None:
     for commit in [*committed(earlier, "parent"), *committed(earlier, "branch")]:
         path = layout.commit(commit.run, commit.iteration, commit.step, commit.shard)

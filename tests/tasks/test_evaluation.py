@@ -65,7 +65,7 @@ def test_both_scores_are_committed_and_shown(tiny_assets: Path, tmp_path: Path) 
     config = config_of(tiny_assets, tmp_path, "heldout")
     with tiny_context(str(tmp_path), config) as (run, _):
         commit = evaluate(run, 0, "heldout-v000000", None, name="heldout")
-        shown = eval_metrics([commit], config)[0]
+        shown = eval_metrics([commit])[0]
         assert {name: shown[f"eval/heldout{name}"] for name in ("", "-graded", "-failed_samples")} == {
             "": 0.25, "-graded": 1.0, "-failed_samples": 3
         }  # fmt: skip

@@ -20,6 +20,7 @@ import s3fs
 from configs.schema.data import RowFormat
 from storage.errors import NoSpace
 from tasks.data import BadData, PromptData
+from tasks.data.files import BadPrompt
 from tests.small_disk import small_disk, why_not
 
 PLAIN = RowFormat(apply_chat_template=False)
@@ -224,6 +225,16 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path, tokenizer):
     data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", rows), tokenizer)
     with pytest.raises(BadData, match=r"r\.jsonl, row 2: the chat template refuses the prompt \(who is nobody\?\)"):
         data.row(1)
+
+
+@pytest.mark.parametrize("broken", [{"prompt": "smile \ud83d"}, {"label": "\udc00"}])
+def test_a_row_with_half_a_character_gives_no_prompt_and_is_named(tmp_path, tokenizer, broken):
+    """JSON can write what no tokenizer and no table takes: `"\\ud83d"`, as where an emoji was cut in two."""
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, {**GOOD, **broken}, {**GOOD, "metadata": {"k": "\ud83d"}}])
+    data = PromptData.open(PLAIN, path, tokenizer)
+    with pytest.raises(BadPrompt, match="row 2 holds half of a surrogate pair"):
+        data.row(1)
+    assert data.row(2).metadata == {"k": "\ud83d"}
 
 
 def test_a_tokenizer_without_a_template_is_refused_unless_none_is_wanted(tmp_path, tokenizer):

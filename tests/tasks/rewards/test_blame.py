@@ -63,6 +63,12 @@ def grade(response, label, metadata):
                 pass
         if response == "connection":
             raise ConnectionResetError("by peer")
+        if response == "group of connections":
+            raise ExceptionGroup("tasks", [ConnectionResetError("by peer"), TimeoutError()])
+        if response == "group with a mistake":
+            raise ExceptionGroup("tasks", [ConnectionResetError("by peer"), KeyError("score")])
+        if response == "no text":
+            raise ValueError("half a pair: \\ud83d")
         if response == "try again":
             raise TryAgain("the judge rests")
         if response.startswith("status"):
@@ -172,7 +178,7 @@ def test_a_process_that_is_stopped_is_given_up_without_blame(struck: Any) -> Non
     assert struck(rm_timeout=0.5)(f"signal {signal.SIGSTOP:d}", 1).reward == 0.5
 
 
-@pytest.mark.parametrize("response", ["connection", "try again", "status 429", "status 503"])
+@pytest.mark.parametrize("response", ["connection", "try again", "status 429", "status 503", "group of connections"])
 def test_what_may_pass_is_tried_again_before_the_sample_fails(struck: Any, response: str) -> None:
     grade = struck()
     one = grade(response, 3)
@@ -183,10 +189,15 @@ def test_what_may_pass_is_tried_again_before_the_sample_fails(struck: Any, respo
 
 
 def test_what_does_not_pass_is_not_tried_again(struck: Any) -> None:
-    one = struck()("status 404", 1)
-    assert (one.reward, one.tries) == (None, 1)
+    for response in ("status 404", "group with a mistake"):
+        one = struck()(response, 1)
+        assert (one.reward, one.tries) == (None, 1)
     named = struck(GraderRetries(retry_delay_seconds=0.01, errors=("Refused",)))
     assert named("status 403", 1).reward == 0.5
+
+
+def test_an_error_is_told_in_text_that_can_be_stored(struck: Any) -> None:
+    assert str(struck()("no text", 1).error).startswith(r"ValueError: half a pair: \ud83d (strikes.py:")
 
 
 def test_a_service_that_is_gone_fails_no_sample_and_one_that_refuses_a_sample_does(tmp_path: Path) -> None:
@@ -264,6 +275,45 @@ def test_a_grader_of_other_arguments_is_refused_before_anything_starts(tmp_path:
     (tmp_path / "two.py").write_text("def grade(response, label):\n    return 1.0\n")
     with pytest.raises(BadPlugin, match=r"takes \(response, label\): let it take \(response, label, metadata\)"):
         GraderPool(RewardConfig(custom_rm_path=f"{tmp_path}/two.py:grade"))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("async def grade(sample):\n    return 1.0\n", "is a coroutine function: let it wait for its answer"),
+        ("class Judge:\n    async def __call__(self, sample):\n        return 1.0\ngrade = Judge()\n", "coroutine"),
+        ("def grade(sample):\n    yield 1.0\n", "is a generator function"),
+    ],
+)
+def test_a_grader_that_returns_a_promise_is_refused_before_anything_starts(
+    tmp_path: Path, source: str, says: str
+) -> None:
+    (tmp_path / "later.py").write_text(source)
+    with pytest.raises(BadPlugin, match=says):
+        GraderPool(RewardConfig(custom_rm_path=f"{tmp_path}/later.py:grade"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reward"),
+    [
+        ("sample, strict=True, penalty=0.5", 3.0),
+        ("sample: Sample, *more", 3.0),
+        ("response, label=None, metadata=None", 1.0),
+        ("*given", 1.0),
+    ],
+)
+def test_a_grader_with_options_of_its_own_gets_what_its_first_parameter_is_called_for(
+    tmp_path: Path, parameters: str, reward: float
+) -> None:
+    (tmp_path / "options.py").write_text(
+        "from tasks.rewards.sample import Sample\n"
+        f"def grade({parameters}):\n"
+        "    first = next(iter(locals().values()))\n"
+        "    return float(first.length if isinstance(first, Sample) else 1)\n"
+    )
+    with GraderPool(RewardConfig(custom_rm_path=f"{tmp_path}/options.py:grade")) as pool:
+        (graded,) = pool.grade([Sample("a", None, response_ids=(1, 2, 3))])
+    assert graded.reward == reward
 
 
 def spent(code: str, until: Callable[[OwnTime], bool], stop: bool = False) -> OwnTime:
