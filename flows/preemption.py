@@ -4,7 +4,7 @@
 |---|---|
 | SIGINT | stops its work and gives the run back as stopped |
 | SIGTERM, SIGUSR1, Ray drains a machine of it, Cancel in Prefect | the same as preempted, after a checkpoint |
-| another of these signals after that | gives the run back, if that is done in a moment, and ends at once |
+| another of these after that, or a second SIGINT | gives the run back, if that takes a moment, and ends at once |
 | the end of `operations.grace_period` seconds | the same |
 
 Work stops so: no step begins or is tried again; generations are aborted, after what finished in them is durable; a call
@@ -19,13 +19,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
 
 from flows.iteration import last_selection
-from flows.signals import EXIT_CODE, NOTICES, leave
+from flows.signals import EXIT_CODE, INTERRUPTED, NOTICES, leave
 from storage.commits import Commit, Step
 from storage.leases import Lease, Outcome
 from tasks.checkpoint import checkpoint
@@ -37,6 +38,9 @@ GRACE = 30.0
 
 A_MOMENT = 2.0
 """Seconds that giving the run back may take at the very end."""
+
+SAME_KEY = 0.5
+"""Seconds within which a second SIGINT is the same Ctrl-C, passed on by a program that started the driver."""
 
 ABORT_INTERVAL = 1.0
 """Seconds after which generations are aborted that began meanwhile."""
@@ -59,8 +63,10 @@ class Ending:
     def __init__(self) -> None:
         self._begun = threading.Event()
         self._changing = threading.Lock()
-        self._stopped = self._interrupted = False
+        self._stopped = False
+        self._raised: set[type[BaseException]] = set()
         self._over = threading.Event()
+        self._first_interrupt: float | None = None
         self._lease: Lease | None = None
         self._grace = GRACE
         self._run: RunContext | None = None
@@ -133,15 +139,19 @@ class Ending:
             self._end_now()
         elif signum in NOTICES:
             self.begin()
+        elif self._first_interrupt is None:
+            self._first_interrupt = time.monotonic()
+        elif time.monotonic() - self._first_interrupt > SAME_KEY:
+            self._end_now()
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread: break off what it does, once."""
         # A notice that came before may not have been heard yet by the thread that hears them.
-        if signum == signal.SIGINT and not (self._interrupted or self._begun.is_set()):
-            raise KeyboardInterrupt
-        if not self._interrupted:
-            self._interrupted = True
-            raise Preempted
+        noticed = signum in NOTICES or Preempted in self._raised or self._begun.is_set()
+        error = Preempted if noticed else KeyboardInterrupt
+        if error not in self._raised:
+            self._raised.add(error)
+            raise error
 
     def finish(self) -> None:
         """The driver has ended in order."""
@@ -161,16 +171,20 @@ class Ending:
     def _end_now(self) -> None:
         if self._over.is_set():
             return
-        releasing = threading.Thread(target=self._release, daemon=True)
+        told = self._begun.is_set()
+        releasing = threading.Thread(
+            target=self._release, args=(Outcome.PREEMPTED if told else Outcome.STOPPED,), daemon=True
+        )
         releasing.start()
         releasing.join(A_MOMENT)
-        print("preempted: ended at once; nothing committed is lost", file=sys.stderr, flush=True)
-        os._exit(EXIT_CODE)
+        word = "preempted" if told else "interrupted"
+        print(f"{word}: ended at once; nothing committed is lost", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE if told else INTERRUPTED)
 
-    def _release(self) -> None:
+    def _release(self, outcome: Outcome) -> None:
         if self._lease is not None:
             with suppress(Exception):  # then it looks like one that was killed
-                self._lease.release(Outcome.PREEMPTED)
+                self._lease.release(outcome)
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from flows.signals import INTERRUPTED
 from flows.terminal import printable, printable_json
 
 FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130
 TERMINATED = 143
 
 StoreOption = Annotated[

@@ -256,7 +256,9 @@ class GraderProcess:
     def _kill_group(self) -> None:
         # Until it is waited for, the process keeps its number, dead or alive.
         if self._process is not None and self._process.returncode is None:
-            with suppress(PermissionError):  # macOS, where all of the group has ended
+            # PermissionError: macOS, where all of the group has ended. ProcessLookupError: a Ctrl-C ended the process
+            # before it had a group of its own.
+            with suppress(PermissionError, ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 

@@ -13,7 +13,7 @@ import pytest
 from configs.schema.run import RunConfig
 from engines.types import Completion, GenerateRequest
 from flows.iteration import iteration
-from flows.preemption import Ending, Preempted, save
+from flows.preemption import SAME_KEY, Ending, Preempted, save
 from flows.signals import EXIT_CODE
 from flows.views import run_status
 from storage.commits import Step
@@ -194,6 +194,18 @@ def test_the_second_signal_ends_a_driver_at_once_and_gives_the_run_back(tmp_path
         process.send_signal(signum)
         assert process.wait(60) == EXIT_CODE
     assert outcome(tmp_path) is Outcome.PREEMPTED
+
+
+def test_the_second_ctrl_c_ends_a_driver_at_once_and_gives_the_run_back(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "linger")
+    with driver as process:
+        process.send_signal(signal.SIGINT)
+        driver.says("stopping")
+        process.send_signal(signal.SIGINT)  # the same key, as `uv run` passes it on
+        time.sleep(SAME_KEY + 0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert outcome(tmp_path) is Outcome.STOPPED
 
 
 @pytest.mark.parametrize("then", ["deaf", pytest.param("linger", marks=pytest.mark.slow)])

@@ -15,9 +15,11 @@ import pytest
 from configs.schema.operations import GraderRetries
 from configs.schema.reward import RewardConfig
 from tasks.plugins import BadPlugin
+from tasks.rewards import get_grader
 from tasks.rewards import pool as pool_module
 from tasks.rewards.clock import OwnTime, _thread_states
 from tasks.rewards.pool import FRESH, KILLED, Graded, GraderFailed, GraderPool, GraderUnavailable
+from tasks.rewards.process import GraderProcess
 from tasks.rewards.sample import Sample
 from tests.waiting import wait_for
 
@@ -365,3 +367,18 @@ def test_a_process_that_ends_while_it_is_looked_at_has_no_threads(monkeypatch: p
     started.communicate(b"\n")
     monkeypatch.setattr(Path, "is_dir", lambda path: True)
     assert list(_thread_states(process)) == []
+
+
+def test_a_process_that_ended_before_it_had_a_group_of_its_own_is_ended_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed_between_fork_and_exec(command: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+        started = popen(["false"], **options | {"start_new_session": False})
+        os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+        return started
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", killed_between_fork_and_exec)
+    process = GraderProcess(get_grader(RewardConfig(rm_type="exact_match")), 1.0, None, ())
+    with process._launch():
+        process.stop()
