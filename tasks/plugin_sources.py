@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from engines.syntax import parsed
 from storage import canonical
 from tasks.plugins import BadPlugin, load_callable, module_of, specs
 
@@ -105,7 +106,7 @@ def _defining(function: Callable[..., Any]) -> Iterator[ModuleType]:
 def _imported(file: Path, package: str) -> Iterator[str]:
     """Absolute names that a source file imports; of `from a import b` both `a` and `a.b`, which may be no module."""
     try:
-        tree = ast.parse(file.read_bytes(), str(file))
+        tree = parsed(file.read_bytes(), str(file))
     except SyntaxError:  # whoever imports it will be told
         return
     for node in ast.walk(tree):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engines.errors import EngineError
+from engines.syntax import parsed
 
 TESTED_VERSION = "0.5.21"
 """The version that `cpu/` stands in for; other versions are refused without a GPU."""
@@ -272,7 +273,7 @@ def _flag(name: str) -> str:
 
 
 def _parsed(*sources: Path) -> list[ast.Module]:
-    return [ast.parse(file.read_text()) for file in sources]
+    return [parsed(file.read_text()) for file in sources]
 
 
 def _fields(trees: Iterable[ast.Module]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engines.errors import EngineError
+from engines.syntax import parsed
 
 TESTED_VERSION = "0.16.1"
 """Of megatron-core; `backend.py` refuses any other."""
@@ -202,7 +203,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        tree = _OnCpu().visit(ast.parse(self.get_data(path), path))
+        tree = _OnCpu().visit(parsed(self.get_data(path), path))
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:

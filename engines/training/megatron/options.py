@@ -15,6 +15,7 @@ from typing import Any
 from configs.schema.training import TrainingConfig
 from engines.errors import BadModel
 from engines.models import check_model_folder
+from engines.syntax import parsed
 from engines.training.megatron.families import family_of
 from engines.training.megatron.permitted import PERMITTED
 
@@ -187,7 +188,7 @@ def _gpu_problems(training: TrainingConfig) -> Iterator[str]:
 
 
 def _fields(file: Path, name: str) -> Iterator[str]:
-    for node in ast.parse(file.read_text()).body:
+    for node in parsed(file.read_text()).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for field in node.body:
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
