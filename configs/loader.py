@@ -58,10 +58,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> RunConfig:
     """Check a nested mapping of options, as from YAML. `context`: of the validation, see `configs.schema.base`.
     ConfigError lists every problem at once."""
-    values = _without_empty_sections(values, RunConfig)
+    try:
+        text = json.dumps(_without_empty_sections(values, RunConfig), default=str)
+    except (ValueError, RecursionError):  # by an anchor, `&a [*a]`
+        raise ConfigError(["the configuration cannot be written out: something in it holds itself"]) from None
     try:
         # Strict JSON mode takes no text for a number and no truth value for a count, but any list for a tuple.
-        return RunConfig.model_validate_json(json.dumps(values, default=str), strict=True, context=context)
+        return RunConfig.model_validate_json(text, strict=True, context=context)
     except ValidationError as error:
         raise ConfigError([_sentence(details) for details in error.errors(include_url=False)]) from None
 
@@ -229,6 +232,8 @@ def _sentence(error: ErrorDetails) -> str:
             return message
         case "value_error":
             return f"{field.name}: {message}" if field.is_section else f"{field.name} {message}"
+        case "json_invalid":  # as JSON it was written by this module
+            return "the configuration holds half of a surrogate pair, which is no character: correct its text"
         case "model_type" | "model_attributes_type":
             return f"{field.name} is {_spell(error['input'])}; it must be a section with options under it"
     must = re.sub(r"^\w+ should ", "must ", message)

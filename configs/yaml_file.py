@@ -37,7 +37,11 @@ for _tag, _pattern, _first in [
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
-    return int(node.value, 16 if node.value.startswith("0x") else 10)
+    try:
+        return int(node.value, 16 if node.value.startswith("0x") else 10)
+    except ValueError:  # Python limits what it converts
+        problem = f"the number has {len(node.value)} digits"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
@@ -45,4 +49,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 def parse_yaml(text: str) -> Any:
     """The value of a YAML document. yaml.YAMLError, with its place, where the text is none."""
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None

@@ -40,10 +40,10 @@ def fork(
     layout.check_name(name, "run")
     _check_there_is_something_to_share(parent, iteration)
     _check_there_is_something_to_do(parent, iteration, config)
-    _check_buffer(parent, iteration, config)
     _check_critic(parent, iteration, config)
     _check_adapters(parent, iteration, config)
     require_restorable(parent, iteration)
+    _check_buffer(parent, iteration, config)
     require_trusted(config, parent.store, given)
     sources = Sources.open(config)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
@@ -102,14 +102,28 @@ def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
 
 
 def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
-    """The critic is part of the state that a fork goes on from."""
-    before = from_manifest(parent.owner(iteration).manifest.config).algorithm
+    """The critic is part of the state that a fork goes on from, and so is how often the actor was updated: engines
+    tell it from the weight version."""
+    was = from_manifest(parent.owner(iteration).manifest.config)
+    before = was.algorithm
     if config.algorithm.use_critic != before.use_critic:
         raise CannotFork(
             f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was trained "
             f"with {before.advantage_estimator}, {'with' if before.use_critic else 'without'} a critic: keep "
             f"{before.advantage_estimator}, or start a new run with `cairn train`"
         )
+    if _critic_only_updates(config) != _critic_only_updates(was):
+        raise CannotFork(
+            f"algorithm.num_critic_only_steps and training.num_steps_per_rollout must be as in {parent.run}, "
+            f"{before.num_critic_only_steps} and {was.training.num_steps_per_rollout}: they say which updates so far "
+            "were the critic's alone; leave them out, or start a new run with `cairn train`"
+        )
+
+
+def _critic_only_updates(config: RunConfig) -> tuple[int, int]:
+    """In so many iterations, so many each."""
+    iterations = config.algorithm.num_critic_only_steps
+    return iterations, config.training.num_steps_per_rollout if iterations else 0
 
 
 def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:

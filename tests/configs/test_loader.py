@@ -285,6 +285,24 @@ def test_broken_yaml_is_an_error_with_its_line(recipe: Path) -> None:
     assert sentence.startswith(f"{recipe} is not YAML: line 3: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: &m {path: x, ref_path: *m}\n", "something in it holds itself"),
+        (f"model: {'[' * 2000}{']' * 2000}\n", "is not YAML: it is nested too deeply"),
+        (f"seed: {'9' * 5000}\n", "is not YAML: line 1: the number has 5000 digits"),
+        ('model: {path: "\\ud83d"}\n', "half of a surrogate pair"),
+    ],
+)
+def test_what_yaml_can_write_and_no_configuration_can_hold_is_one_sentence(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    (sentence,) = problems(recipe)
+    assert says in sentence
+
+
 def test_a_file_that_is_missing_or_holds_no_options_is_an_error(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
     assert problems(missing) == (f"{missing} does not exist; recipes lie in configs/recipes/",)

@@ -20,6 +20,7 @@ from storage.manifest import Parent
 from storage.store import open_store
 from storage.verification import verify
 from storage.version import CodeVersion
+from tests.flows.written_runs import new_run, write_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 4
@@ -158,6 +159,16 @@ def test_a_fork_that_trains_otherwise_needs_the_weights_its_parent_left(store: s
     config = RunConfig.model_validate(ledger.manifest.config)
     assert needs_restore_point(ledger, config)
     assert total_steps(ledger, config) == 3 * 1 + 1 * 2
+
+
+@pytest.mark.parametrize("override", ["algorithm.num_critic_only_steps=0", "training.num_steps_per_rollout=2"])
+def test_a_fork_counts_the_updates_of_its_actor_as_its_parent_did(tmp_path: Path, override: str) -> None:
+    """How many there were, which Adam and the learning rate follow, is told from the weight version alone."""
+    algorithm = {"advantage_estimator": "ppo", "num_critic_only_steps": 1}
+    parent = new_run(str(tmp_path), algorithm=algorithm)
+    write_run(parent, 2)
+    with pytest.raises(CannotFork, match=r"num_critic_only_steps .* as in toy"):
+        fork(parent, 1, "younger", [override])
 
 
 @pytest.mark.parametrize(
