@@ -101,6 +101,7 @@ class Placement:
             self._groups[role.name] = _Group(role, name, kept.get(name) or self._reserve(role, name))
         for group in self._groups.values():
             if not group.handle.wait(deadline.remaining):
+                self.require_held()  # or they are a later driver's by now, which waits for the same room
                 self.remove(Deadline(10))
                 raise ClusterError(_no_room(roles, f"did not make room within {deadline.seconds:g} s"))
 

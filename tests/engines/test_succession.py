@@ -9,18 +9,21 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
+from engines.actors import RolloutActor
 from engines.calls import Deadline, result
 from engines.cluster import Cluster
 from engines.errors import EngineDied, Superseded
 from engines.fencing import Claim, Tenure
 from engines.fleet import Fleet
+from engines.placement import Placement
+from engines.roles import Bundle, Role
 from engines.types import Completion, GenerateRequest, SamplingParams
 from storage.errors import LeaseLost
 from storage.leases import Lease, Outcome
 from storage.ledger import Ledger
 from storage.store import open_store
 from tests.engines.training.builders import make_batch, model_folder
-from tests.ray_fixtures import fleet_config
+from tests.ray_fixtures import NUM_CPUS, fleet_config
 
 ASKED = [GenerateRequest(index, [5 + index, 6, 7], (1, 2), SamplingParams(8)) for index in range(3)]
 
@@ -121,6 +124,24 @@ def test_a_driver_that_loses_its_run_while_it_gives_its_fleet_back_ends_nothing(
     (new,) = successors
     assert works(new) == pids
     assert groups() == ["rollout", "training"]
+
+
+def test_a_driver_that_loses_its_run_while_it_waits_for_room_leaves_its_groups_to_its_successor(
+    run: Run, ray_cluster: Cluster
+) -> None:
+    def pending() -> list[str]:
+        table = placement_group_table().values()
+        return [e["name"] for e in table if e["name"].startswith("cairn:waits:") and e["state"] == "PENDING"]
+
+    def look() -> None:
+        if pending():
+            raise LeaseLost("taken over")
+
+    role = Role("rollout", RolloutActor, (Bundle(NUM_CPUS), Bundle(NUM_CPUS)), 1, "digest", "fleet.num_cpus_per_engine")
+    with pytest.raises(LeaseLost):
+        Placement("waits", [role], ray_cluster, Deadline(1.0), Tenure(Claim("run", 1), look))
+    (name,) = pending()
+    remove_placement_group(ray.util.get_placement_group(name))
 
 
 def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
