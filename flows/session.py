@@ -31,7 +31,7 @@ from flows.trust import recorded_config, user_code
 from flows.validation import load_tokenizer, setup_problems
 from storage import canonical, layout
 from storage.commits import FORMAT, Environment, Step
-from storage.errors import RunDiffers
+from storage.errors import RunDiffers, StoreError
 from storage.leases import Lease, Outcome
 from storage.ledger import Ledger
 from storage.store import Store, open_store, probe
@@ -264,10 +264,19 @@ def _releasing(
     lease: Lease,
 ) -> Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], None]:
     def release(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None and issubclass(kind, Preempted):
-            lease.release(Outcome.PREEMPTED)
-            return
-        stopped = kind is not None and not issubclass(kind, Exception)
-        lease.release(Outcome.STOPPED if stopped else Outcome.FAILED if kind is not None else Outcome.COMPLETED)
+        try:
+            lease.release(_outcome(kind))
+        except StoreError as second:
+            if error is None:
+                raise
+            error.add_note(f"{type(second).__name__} meanwhile: {second}")  # its caller must hear of the first
 
     return release
+
+
+def _outcome(kind: type[BaseException] | None) -> Outcome:
+    if kind is None:
+        return Outcome.COMPLETED
+    if issubclass(kind, Preempted):
+        return Outcome.PREEMPTED
+    return Outcome.FAILED if issubclass(kind, Exception) else Outcome.STOPPED

@@ -133,6 +133,9 @@ def _as_lines(file: Binary, url: str, required: Mapping[str, str], optional: Col
         present = parquet.schema_arrow.names
         _require(present, required, url)
         read = [name for name in present if name in required or name in optional]
+        for name in read:
+            if not _is_plain(parquet.schema_arrow.field(name).type):  # it may read its values by unpickling
+                raise BadData(f"{url} has a column {name!r} of a type of some library's own: write it as a plain one")
         for batch in parquet.iter_batches(_PARQUET_ROWS, columns=read):
             for row in batch.to_pylist():
                 lines.write(json.dumps(row, default=str).encode() + b"\n")
@@ -140,6 +143,11 @@ def _as_lines(file: Binary, url: str, required: Mapping[str, str], optional: Col
     except pa.ArrowException as error:
         raise BadData(f"{url} is not a whole Parquet file ({error}): copy it again") from error
     return lines
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    inner = (kind.field(number).type for number in range(kind.num_fields))
+    return not isinstance(kind, pa.ExtensionType) and all(map(_is_plain, inner))
 
 
 def _index(file: Binary, url: str, unit: str, required: Mapping[str, str], check: Check) -> array:

@@ -14,10 +14,12 @@ from configs.schema.run import RunConfig
 from engines.types import Completion, GenerateRequest
 from flows.iteration import iteration
 from flows.preemption import SAME_KEY, Ending, Preempted, save
+from flows.session import _releasing
 from flows.signals import EXIT_CODE
 from flows.views import run_status
 from storage.commits import Step
-from storage.leases import Outcome, newest_lease
+from storage.errors import StoreError
+from storage.leases import Lease, Outcome, newest_lease
 from storage.ledger import Ledger
 from storage.store import open_store
 from tasks.events import Message
@@ -113,9 +115,24 @@ def test_weights_are_saved_once_and_only_where_the_engine_holds_those_of_the_led
         assert save(run) is None
 
 
+def test_a_store_that_is_away_does_not_hide_what_ended_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*arguments: object) -> bool:
+        raise StoreError("the store is away")
+
+    store = open_store(str(tmp_path))
+    lease = Lease.acquire(store, "run-1")
+    monkeypatch.setattr(store, "create", away)
+    ended = KeyboardInterrupt()
+    assert not _releasing(lease)(KeyboardInterrupt, ended, None)
+    assert ended.__notes__ == ["StoreError meanwhile: the store is away"]
+
+
 DRIVER = """
 import signal, sys, time
 from flows.preemption import Preempted, ending_in_order
+from flows.session import _releasing
 from flows.signals import EXIT_CODE
 from storage.leases import Lease
 from storage.store import open_store

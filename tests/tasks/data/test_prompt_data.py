@@ -167,6 +167,40 @@ def test_a_bad_row_is_named_when_the_file_is_opened(tmp_path, tokenizer, rows, o
         PromptData.open(PLAIN.model_copy(update=options), path, tokenizer)
 
 
+class Unpickles(pa.ExtensionType):
+    """As libraries have them for objects of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.string(), "cairn.test.unpickles")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> "Unpickles":
+        return cls()
+
+    def __arrow_ext_scalar_class__(self) -> type[pa.ExtensionScalar]:
+        class Scalar(pa.ExtensionScalar):
+            def as_py(self, **options: Any) -> Any:
+                raise AssertionError("it could run anything here")
+
+        return Scalar
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_values_of_a_librarys_own_type_are_not_made_into_objects(tmp_path, tokenizer, nested):
+    column = pa.ExtensionArray.from_storage(Unpickles(), pa.array(["p"]))
+    column = pa.StructArray.from_arrays([column], ["text"]) if nested else column
+    pq.write_table(pa.table({"prompt": column, "label": ["x"], "unread": column}), tmp_path / "a.parquet")
+    pa.register_extension_type(Unpickles())
+    try:
+        with pytest.raises(BadData, match="has a column 'prompt' of a type of some library's own"):
+            PromptData.open(PLAIN, str(tmp_path / "a.parquet"), tokenizer)
+    finally:
+        pa.unregister_extension_type("cairn.test.unpickles")
+
+
 def test_a_bad_parquet_row_is_named_when_the_file_is_opened(tmp_path, tokenizer):
     missing = write_parquet(tmp_path / "a.parquet", [{"prompt": "p", "other": 1}])
     with pytest.raises(BadData, match=r"a\.parquet has no field 'label'.*it has other, prompt"):
