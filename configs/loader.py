@@ -4,7 +4,7 @@ import copy
 import difflib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.errors import ConfigError
-from configs.options import LIST_ITEM, item_of, options, section_of
+from configs.options import LIST_ITEM, Option, item_of, options, section_of
 from configs.recorded import in_todays_words
 from configs.schema.base import RECORDED
 from configs.schema.run import RunConfig
@@ -77,13 +77,12 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     """
     parent = from_manifest(recorded).model_dump(mode="json")
     values = _overridden(parent, overrides)
+    given = {override.partition("=")[0].strip() for override in overrides}
     try:
         return parse(values)
-    except ConfigError as error:
-        known = _problems(parent)
-        new = [problem for problem in error.problems if problem not in known]
+    except ConfigError:
+        new = _new_problems(values, parent, given)
     if new:
-        given = {override.partition("=")[0].strip() for override in overrides}
         raise ConfigError([problem + _way_back(problem, parent, given) for problem in new])
     return parse(values, RECORDED)
 
@@ -107,6 +106,22 @@ def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConf
     return config.model_copy(update={"algorithm": algorithm})
 
 
+def _new_problems(values: dict[str, Any], parent: dict[str, Any], given: Collection[str]) -> Sequence[str]:
+    """What today's rules have against a fork and not against its parent. A rule that is broken hides others: what the
+    parent breaks is taken back for another look, where that can be."""
+    values, parent = copy.deepcopy(values), copy.deepcopy(parent)
+    while True:
+        problems, known = _problems(values), _problems(parent)
+        new = [problem for problem in problems if problem not in known]
+        idle = {option.name: option.default for problem in problems for option in _idle(problem, parent, given)}
+        if new or not idle:
+            return new
+        for name, default in idle.items():
+            *sections, last = name.split(".")
+            for owner in (values, parent):
+                reduce(getitem, sections, owner)[last] = default
+
+
 def _problems(values: dict[str, Any]) -> Sequence[str]:
     """What today's rules have against a configuration."""
     try:
@@ -119,14 +134,18 @@ def _problems(values: dict[str, Any]) -> Sequence[str]:
 def _way_back(problem: str, parent: dict[str, Any], given: Collection[str]) -> str:
     """Where options are said to have no effect: the overrides that take those of them that a fork has from its parent
     back to their defaults."""
-    ways = []
+    ways = [f"--set {option.name}={_spell(option.default)}" for option in _idle(problem, parent, given)]
+    return f" (inherited from the parent; back to the default by {' '.join(ways)})" if ways else ""
+
+
+def _idle(problem: str, parent: dict[str, Any], given: Collection[str]) -> Iterator[Option]:
+    """Options that a sentence says have no effect, and that a fork has from its parent, with other than their default
+    values."""
     for option in options(RunConfig) if _NO_EFFECT.search(problem) else ():
         if option.required or option.name in given or LIST_ITEM in option.name or not _names(problem, option.name):
             continue
-        default = _spell(option.default)
-        if _spell(reduce(getitem, option.name.split("."), parent)) != default:
-            ways.append(f"--set {option.name}={default}")
-    return f" (inherited from the parent; back to the default by {' '.join(ways)})" if ways else ""
+        if _spell(reduce(getitem, option.name.split("."), parent)) != _spell(option.default):
+            yield option
 
 
 def _names(problem: str, option: str) -> bool:

@@ -363,6 +363,16 @@ def test_a_fork_inherits_what_a_rule_that_was_added_since_is_against(recipe: Pat
         inherit(values, ["training.lrr=1"])
 
 
+def test_what_a_fork_inherits_hides_no_mistake_of_its_own(recipe: Path) -> None:
+    """Manifests of the first format name k1, which is refused as a loss."""
+    values = without_rules(recipe, kl_loss_type="k1", tis_clip=5.0, opd_kl_coef=2.0, eps_clip_high=0.28)
+    assert inherit(values, ["training.lr=1e-5"]).algorithm.opd_kl_coef == 2.0
+    with pytest.raises(ConfigError, match=r"kl_loss_type \(k1\) has a gradient of 0 on average"):
+        inherit(values, ["algorithm.use_kl_loss=true", "algorithm.kl_loss_coef=0.1"])
+    with pytest.raises(ConfigError, match=r"algorithm.eps_clip_c \(3.0\) has no effect"):
+        inherit(values, ["algorithm.eps_clip_c=3.0"])
+
+
 def test_a_fork_that_takes_the_effect_of_what_it_inherits_is_told_what_to_set_besides(recipe: Path) -> None:
     values = load(recipe, ["training.num_steps_per_rollout=2", "algorithm.eps_clip_high=0.28"]).model_dump(mode="json")
     one_step = ["training.num_steps_per_rollout=1"]
