@@ -10,6 +10,7 @@ from prefect.runtime import task_run
 
 from storage.commits import Commit
 from tasks.context import RunContext
+from tasks.events import Message
 from tasks.step import DurableStep
 
 
@@ -51,20 +52,20 @@ def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":
         try:
             return step(run, index, shard, *args, **kwargs)
         except Exception as error:
-            run.retries.ask(place, error)
+            if run.retries.ask(place, error) and not run.stopping.is_set():
+                run.emit(Message(f"Iteration {index}: {run_name(shard)} is tried again: {error}", "warning"))
             raise
 
     def is_tried_again(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
         return not run.stopping.is_set() and run.retries.granted(state.result(raise_on_failure=False))
 
-    def run_name() -> str:
-        shard = task_run.parameters["shard"]
+    def run_name(shard: str | None) -> str:
         return str(step.name) if shard is None else f"{step.name} {shard}"
 
     return Task(
         execute,
         name=str(step.name),
-        task_run_name=run_name,
+        task_run_name=lambda: run_name(task_run.parameters["shard"]),
         description=step.body.__doc__,
         cache_policy=NO_CACHE,
         persist_result=False,

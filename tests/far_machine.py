@@ -4,8 +4,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -37,13 +37,31 @@ class Far:
 
     machine: Machine
     host: Host
-    address: str
-    """Of the head."""
-    head: psutil.Process
-    """The raylet there."""
+    here: int
+    """CPUs of the head's machine."""
     cpus: int
     log: Path
     """Of what starts Ray there."""
+    _heads: ExitStack
+    address: str = field(init=False)
+    """Of the head."""
+    head: psutil.Process = field(init=False)
+    """Its raylet."""
+
+    def start_head(self, port: int = 0) -> None:
+        """Start the head, on a port that is free unless one is given."""
+        options = [f"--node-ip-address={self.host.here}", f"--num-cpus={self.here}", f"--port={port}"]
+        self.address = self._heads.enter_context(ray_head(*options, f"--system-config={json.dumps(OPTIONS)}"))
+        raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
+        (self.head,) = [raylet for raylet in raylets if option(raylet, "--node_ip_address") == self.host.here]
+
+    def lose_head(self) -> None:
+        """Kill all of it at once."""
+        start = self.head.parent()
+        assert start is not None
+        for process in (start, *start.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def join(self) -> psutil.Process:
         """Start Ray there, as whoever runs the machine does when it is gone; returns its raylet."""
@@ -69,7 +87,7 @@ class Far:
     def misses(self, raylet: psutil.Process) -> bool:
         """Whether the head has noticed that a machine is out of reach."""
         log = Path(option(self.head, "--log_dir"), "gcs_server.out").read_text()
-        return any("Removing node" in line and option(raylet, "--node_id") in line for line in log.splitlines())
+        return any("Node is dead" in line and option(raylet, "--node_id") in line for line in log.splitlines())
 
 
 def option(process: psutil.Process, name: str) -> str:
@@ -80,8 +98,7 @@ def option(process: psutil.Process, name: str) -> str:
 @contextmanager
 def cluster(folder: Path, here: int, far: int) -> Iterator[Far]:
     """A head here and a machine elsewhere, with so many CPUs."""
-    with host() as other:
-        options = [f"--node-ip-address={other.here}", f"--num-cpus={here}", f"--system-config={json.dumps(OPTIONS)}"]
-        with ray_head(*options) as address, machine("far", folder, other) as there:
-            (head,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
-            yield Far(there, other, address, head, far, folder / "far.log")
+    with host() as other, machine("far", folder, other) as there, ExitStack() as heads:
+        made = Far(there, other, here, far, folder / "far.log", heads)
+        made.start_head()
+        yield made

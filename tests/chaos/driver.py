@@ -16,6 +16,7 @@ import tasks.rollout
 from configs.schema.run import RunConfig
 from engines.types import GenerateRequest
 from flows.cli.app import describe, exit_code
+from flows.events import Event, Message
 from flows.preemption import Preempted
 from flows.signals import EXIT_CODE
 from flows.train import start
@@ -32,8 +33,14 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
     note_what_is_generated(Path(folder) / "generated.jsonl")
     note_what_is_committed(Path(folder) / "committed.jsonl")
     striker = Striker([Fault(**fault) for fault in fields], Path(folder) / "witness.jsonl", store, run)
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, Message):
+            print(event.text, flush=True)
+        striker(event)
+
     try:
-        start(store, run, config, "takeover" in flags, striker)
+        start(store, run, config, "takeover" in flags, on_event)
     except Exception as error:  # as the command line ends
         code = exit_code(error)
         if code is None:

@@ -109,6 +109,13 @@ class Disturbed:
         """Of the servers that its drivers start."""
         return self.folder / PREFECT_HOME
 
+    def join(self, address: str) -> None:
+        """Make its drivers join a cluster."""
+        config = json.loads(self.config_file.read_text())
+        config["fleet"]["ray_address"] = address
+        self.config_file = self.folder / "config.json"
+        self.config_file.write_text(json.dumps(config))
+
     def start(
         self,
         faults: Sequence[Fault] = (),

@@ -40,6 +40,7 @@ from flows.preemption import Preempted
 from flows.steps import PrefectSteps
 from storage.commits import Step
 from storage.errors import LeaseLost, NoSpace, StoreError, StoreRefused
+from tasks.events import Message
 from tasks.retries import RetryTally
 from tasks.rewards.pool import GraderUnavailable
 from tests.waiting import wait_for
@@ -107,9 +108,9 @@ def make(*inputs: Any) -> Made:
     return Made()
 
 
-def prefect_steps(**policy: Any) -> Any:
+def prefect_steps(emit: Callable[[Message], None] = lambda message: None, **policy: Any) -> Any:
     """Steps as Prefect tasks, outside of a run."""
-    run = SimpleNamespace(retries=RetryTally(RetryConfig(**policy)), stopping=threading.Event())
+    run = SimpleNamespace(retries=RetryTally(RetryConfig(**policy)), stopping=threading.Event(), emit=emit)
     return PrefectSteps(cast(Any, run))
 
 
@@ -199,6 +200,7 @@ def test_a_step_is_tried_again_only_after_errors_that_a_new_try_can_mend(
     url: str, error: Exception, calls: int
 ) -> None:
     times: list[float] = []
+    told: list[Message] = []
 
     def fail(*inputs: Any) -> None:
         times.append(time.monotonic())
@@ -207,11 +209,13 @@ def test_a_step_is_tried_again_only_after_errors_that_a_new_try_can_mend(
     @prefect.flow
     def train() -> None:
         rules = [{"errors": ["disk"], "retries": 1, "retry_delay_seconds": 0.2}]
-        prefect_steps(retries=2, retry_delay_seconds=0.2, rules=rules).call(NamedStep(Step.TRAIN, fail), 0, None)
+        steps = prefect_steps(told.append, retries=2, retry_delay_seconds=0.2, rules=rules)
+        steps.call(NamedStep(Step.TRAIN, fail), 7, None)
 
     with pytest.raises(type(error), match=re.escape(str(error))):
         train()
     assert len(times) == calls
+    assert told == [Message(f"Iteration 7: train is tried again: {error}", "warning")] * (calls - 1)
     waited = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert all(waited[attempt] >= 0.2 * 2**attempt for attempt in range(calls - 1))
 

@@ -1,7 +1,6 @@
 """A network that parts machines of a joined Ray cluster while the store is in reach of all: a driver from its engines,
-and one from the head."""
+for so long that Ray gives them up too, and one from the head."""
 
-import json
 import subprocess
 import sys
 import time
@@ -13,8 +12,8 @@ import pytest
 
 from storage.commits import Step
 from tests.chaos.faults import Fault, engines_of
-from tests.chaos.oracle import differences
-from tests.chaos.runs import Disturbed, Driver, chaos_config
+from tests.chaos.oracle import differences, survivors
+from tests.chaos.runs import Disturbed, Driver
 from tests.far_machine import Far, cluster, why_not
 from tests.waiting import wait_for
 
@@ -26,7 +25,7 @@ if reason := why_not():
 BORNE = 5.0
 """Seconds without a network that Ray does not take for the loss of a machine, with the options of that cluster."""
 
-PLACES = ((1, Step.ROLLOUT), (2, Step.TRAIN))
+PLACES = ((1, Step.ROLLOUT), (2, Step.TRAIN), (3, Step.TRAIN))
 EVENTS = [Fault(*place, moment, "event") for place in PLACES for moment in ("before", "during")]
 
 
@@ -52,36 +51,29 @@ joined.close()
 """
 
 
-def joining(run: Disturbed, assets: Path, far: Far) -> None:
-    """Make the run's drivers join the cluster."""
-    config = chaos_config(assets).model_dump(mode="json")
-    config["fleet"]["ray_address"] = far.address
-    run.config_file = run.folder / "config.json"
-    run.config_file.write_text(json.dumps(config))
-
-
-@pytest.fixture
-def joined(disturbed: Disturbed, tiny_assets: Path, monkeypatch: pytest.MonkeyPatch) -> Disturbed:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would have to be in the home folder
-    return disturbed
-
-
-def test_engines_that_are_out_of_reach_for_a_while_cost_time_alone(
-    joined: Disturbed, undisturbed: Disturbed, tiny_assets: Path, tmp_path: Path
+def test_engines_out_of_reach_cost_time_and_those_that_ray_gives_up_are_made_again_when_their_machine_is_back(
+    joined: Disturbed, undisturbed: Disturbed, tmp_path: Path
 ) -> None:
     run, engines = joined, []
     with cluster(tmp_path, here=0, far=8) as far:
-        run.cluster = far.join()
-        joining(run, tiny_assets, far)
+        run.join(far.address)
+        run.cluster = lost = far.join()
         driver = run.start(EVENTS)
-        for events in (EVENTS[:2], EVENTS[2:]):
+        for events in (EVENTS[:2], EVENTS[2:4]):
             engines.append(part(run, driver, events, far))
             time.sleep(BORNE)
             far.host.mend()
+        engines.append(part(run, driver, EVENTS[4:], far))
+        wait_for(lambda: far.misses(lost))
+        assert engines[0] == engines[1] == engines[2]
+        assert survivors([*engines[2]], 0) == [*engines[2]]  # they work on, and nobody will ask them
+        far.host.mend()
+        assert survivors([lost, *engines[2]], 60) == []
+        run.cluster = far.join()
         run.exits.append(driver.wait(400))
         assert run.exits == [0], run.log()
-        assert engines[0] == engines[1]
         assert differences(run, undisturbed) == []
+    assert "1 committed step(s) to replay" in run.whole_log()
     for place in PLACES:  # of a rollout's shards one may have ended before
         took = [commit.timings["run"] for commit in run.commits() if (commit.iteration, commit.step) == place]
         assert max(took) > BORNE
