@@ -41,6 +41,7 @@ from tasks.data import PromptData
 from tasks.events import Message
 from tasks.plugin_sources import defining_file_digest, source_digest
 from tasks.plugins import load_callable
+from tasks.recovery import ReplayDiverged
 from tasks.rewards.pool import GraderPool
 from tasks.rules import untold
 from tasks.staleness import stale_steps
@@ -88,6 +89,7 @@ def open_run(
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
         stack.push(_releasing(lease))
+        stack.enter_context(_divergence_is_the_holders(lease))
         on_lease(lease, config.operations.grace_period)
         if why := untold(config.rollout, began):
             emit(Message(UNTOLD.format(run=name, why=why), "warning"))
@@ -258,6 +260,17 @@ def fleet_name(store: Store, run: str) -> str:
 def environment() -> Environment:
     """Where the driver and its graders compute, as far as it changes bits; engines tell their own."""
     return Environment(device=cpu_model(), threads=1, host=platform.node(), versions=installed(DRIVER))
+
+
+@contextmanager
+def _divergence_is_the_holders(lease: Lease) -> Iterator[None]:
+    """Raise LeaseLost in the place of ReplayDiverged where another driver has the run by now: what becomes of it is for
+    that one to decide."""
+    try:
+        yield
+    except ReplayDiverged:
+        lease.check()
+        raise
 
 
 def _releasing(

@@ -121,11 +121,7 @@ def opened(
             board(event)
             watcher(event)
 
-        try:
-            yield context, tell, ending
-        except ReplayDiverged:
-            context.ledger.require_held()  # whoever has the run by now decides what becomes of it
-            raise
+        yield context, tell, ending
 
 
 def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.Event) -> float | None:

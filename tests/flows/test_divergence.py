@@ -19,7 +19,6 @@ from storage.errors import LeaseLost
 from storage.ledger import Ledger
 from storage.manifest import list_runs
 from storage.store import open_store
-from tasks.context import RunContext
 from tasks.events import Message
 from tasks.recovery import ReplayDiverged, restore_trainer
 from tests.tasks.test_self_test import OtherBitsAfterARestart
@@ -90,20 +89,26 @@ def test_a_checkpoint_that_diverges_itself_is_forked_no_further(tiny_assets: Pat
     assert set(list_runs(open_store(str(tmp_path)))) == {"tiny", name}
 
 
+@pytest.mark.parametrize("restores", [True, False])
 def test_a_driver_that_has_lost_the_run_forks_nothing(
-    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    restores: bool, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def with_engines_in_this_process(*args: Any, **options: Any) -> Iterator[RunContext]:
-        with tiny_context(str(tmp_path), tiny_config(tiny_assets, recovery=DIVERGES)) as (run, _):
-            yield run
+    def without_engines(*args: Any) -> Iterator[None]:
+        yield
+
+    def diverge_too_late(*args: Any) -> None:
+        Ledger.open(open_store(str(tmp_path)), "tiny").acquire(takeover=True)
+        raise ReplayDiverged("000001/train: other bits")
 
     def drive_too_long() -> None:
-        with opened(str(tmp_path), "tiny", None, False, lambda event: None, Ending()) as (run, _, _):
-            Ledger.open(run.ledger.store, "tiny").acquire(takeover=True)
-            raise ReplayDiverged("000001/train: other bits")
+        config = tiny_config(tiny_assets, recovery=DIVERGES)
+        with opened(str(tmp_path), "tiny", config, False, lambda event: None, Ending()):
+            diverge_too_late()
 
-    monkeypatch.setattr("flows.train.open_run", with_engines_in_this_process)
+    monkeypatch.setattr("flows.session.starting_fleet", without_engines)
+    monkeypatch.setattr("flows.session.needs_restore_point", lambda ledger, config: restores)
+    monkeypatch.setattr("flows.session.make_restore_point", diverge_too_late)
     with pytest.raises(LeaseLost):
         drive_too_long()
 
