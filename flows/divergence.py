@@ -35,6 +35,11 @@ def fork_after_divergence(
         raise ReplayDiverged(
             f"{error}. Nothing was replayed: the checkpoint itself diverges, for a fork of the run too"
         )
+    if saved.iteration < ledger.first_iteration - 1:
+        raise ReplayDiverged(
+            f"{error}. The newest checkpoint, of iteration {saved.iteration}, lies before {run} was forked: a fork there "
+            f"would do iterations of {ledger.owner(saved.iteration + 1).run} again with the options of {run}"
+        )
     name = f"{run}-from-{layout.digits(saved.iteration)}"
     try:
         if not _is_there(ledger, name, saved.iteration):

@@ -10,6 +10,7 @@ import pytest
 
 from configs.loader import from_manifest
 from flows.divergence import fork_after_divergence, newest_restore_point
+from flows.fork import fork
 from flows.iteration import iteration
 from flows.preemption import Ending
 from flows.train import opened
@@ -87,6 +88,17 @@ def test_a_checkpoint_that_diverges_itself_is_forked_no_further(tiny_assets: Pat
     with pytest.raises(ReplayDiverged, match="the checkpoint itself diverges"):
         fork_after_divergence(str(tmp_path), name, error, lambda event: None)
     assert set(list_runs(open_store(str(tmp_path)))) == {"tiny", name}
+
+
+def test_iterations_of_a_parent_are_not_done_again_with_the_options_of_its_fork(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2}, recovery=DIVERGES)
+    store = open_store(str(tmp_path))
+    fork(Ledger.open(store, "tiny"), 2, "hotter", ["training.lr=0.1"])
+    with pytest.raises(ReplayDiverged, match="of iteration 1, lies before hotter was forked"):
+        fork_after_divergence(str(tmp_path), "hotter", error, lambda event: None)
+    assert set(list_runs(store)) == {"tiny", "hotter"}
 
 
 @pytest.mark.parametrize("restores", [True, False])
