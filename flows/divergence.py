@@ -37,8 +37,8 @@ def fork_after_divergence(
         )
     if saved.iteration < ledger.first_iteration - 1:
         raise ReplayDiverged(
-            f"{error}. The newest checkpoint, of iteration {saved.iteration}, lies before {run} was forked: a fork there "
-            f"would do iterations of {ledger.owner(saved.iteration + 1).run} again with the options of {run}"
+            f"{error}. The newest checkpoint, of iteration {saved.iteration}, lies before {run} was forked: a fork "
+            f"there would do iterations of {ledger.owner(saved.iteration + 1).run} again with the options of {run}"
         )
     name = f"{run}-from-{layout.digits(saved.iteration)}"
     try:
