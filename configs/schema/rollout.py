@@ -7,6 +7,9 @@ from pydantic import Field, ValidationInfo, model_validator
 from configs.schema.base import Section, is_recorded
 from configs.schema.servers import ServerGroup
 
+MOST_ITERATIONS = 1_000_000
+"""`storage.layout.LAST_NUMBER` is that of the last."""
+
 
 class RolloutConfig(Section):
     """Generation: what is sampled, in what amounts, by which engine."""
@@ -133,6 +136,15 @@ class RolloutConfig(Section):
     rollout_health_check_first_wait: float = Field(0, ge=0)
     """Seconds after an SGLang server is up in which no silence counts: one that compiles kernels for its first batches,
     as DeepGEMM's do, answers nothing meanwhile. slime: `--rollout-health-check-first-wait`."""
+
+    @model_validator(mode="after")
+    def _iterations_can_be_numbered(self, info: ValidationInfo) -> "RolloutConfig":
+        if self.num_rollout > MOST_ITERATIONS and not is_recorded(info):
+            raise ValueError(
+                f"num_rollout ({self.num_rollout}) is above {MOST_ITERATIONS}, the most iterations that a ledger can "
+                "number"
+            )
+        return self
 
     @model_validator(mode="after")
     def _something_can_be_drawn(self, info: ValidationInfo) -> "RolloutConfig":

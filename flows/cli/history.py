@@ -8,6 +8,7 @@ import typer
 from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
 from flows.cli.reading import open_ledger
 from flows.cli.training import SetOption
+from storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
     from flows.diff import Parting
@@ -62,7 +63,9 @@ def fork(
 
 def replay(
     run: RunArgument,
-    iteration: Annotated[int, typer.Argument(metavar="ITER", min=0, help="Number of the iteration, from 0.")],
+    iteration: Annotated[
+        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    ],
     step: Annotated[
         str, typer.Argument(metavar="STEP", help="rollout, reward, filter, …, or one shard of it: reward.00-000.")
     ],

@@ -6,6 +6,7 @@ import typer
 
 from flows.cli import tables
 from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json
+from storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
     from storage.ledger import Ledger
@@ -54,7 +55,9 @@ def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
 
 def show(
     run: RunArgument,
-    iteration: Annotated[int, typer.Argument(metavar="ITER", min=0, help="Number of the iteration, from 0.")],
+    iteration: Annotated[
+        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    ],
     sample: Annotated[int | None, typer.Option("--sample", metavar="N", min=0, help="Only sample number N.")] = None,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="At most N samples.")] = 4,
     json: JsonOption = False,

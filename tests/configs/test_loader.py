@@ -217,6 +217,10 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "reference model in the rewards of advantage_estimator=ppo, by kl_coef",
         ),
         (
+            "rollout.num_rollout=1000001",
+            "rollout: num_rollout (1000001) is above 1000000, the most iterations that a ledger can number",
+        ),
+        (
             "rollout.rollout_top_k=0",
             "rollout: rollout_top_k is 0, which leaves nothing to draw from; set it to -1 to keep all tokens",
         ),

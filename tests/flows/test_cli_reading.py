@@ -149,6 +149,12 @@ def test_samples_that_do_not_exist_are_one_sentence(store: str) -> None:
     assert (result.exit_code, result.stderr) == (2, "iteration 0 of run 'toy' has samples 0 to 5, no 6\n")
 
 
+@pytest.mark.parametrize("command", [["show", "toy", "1000000"], ["replay", "toy", "1000000", "reward"]])
+def test_an_iteration_that_no_ledger_can_number_is_bad_input(store: str, command: list[str]) -> None:
+    result = cairn(*command, "--store", store)
+    assert (result.exit_code, type(result.exception)) == (2, SystemExit)
+
+
 def test_damage_is_named_and_fails(store: str) -> None:
     file = next((Path(store) / "runs/toy/iterations/000001/reward").rglob("*.parquet"))
     file.unlink()
