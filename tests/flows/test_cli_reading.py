@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from configs.schema.rollout import MOST_ITERATIONS
 from flows.cli import app
+from storage.layout import LAST_NUMBER
 from storage.leases import Outcome
 from tests.flows.written_runs import new_run, write_iteration, write_run
 
@@ -151,6 +153,7 @@ def test_samples_that_do_not_exist_are_one_sentence(store: str) -> None:
 
 @pytest.mark.parametrize("command", [["show", "toy", "1000000"], ["replay", "toy", "1000000", "reward"]])
 def test_an_iteration_that_no_ledger_can_number_is_bad_input(store: str, command: list[str]) -> None:
+    assert MOST_ITERATIONS == LAST_NUMBER + 1
     result = cairn(*command, "--store", store)
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
 
