@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
@@ -33,6 +34,16 @@ def load_callable(path: str) -> Callable[..., Any]:
         place = module.__file__ or module.__name__
         raise BadPlugin(f"{path!r} cannot be loaded: {name} {what} in {place}; correct the name")
     return function
+
+
+def deferred(function: Callable[..., Any]) -> str | None:
+    """`coroutine` or `generator` where calling a function returns one in place of a result."""
+    for called in (function, type(function).__call__):
+        if inspect.iscoroutinefunction(called):
+            return "coroutine"
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            return "generator"
+    return None
 
 
 def module_of(path: str) -> ModuleType:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.plugins import BadPlugin, load_callable
+from tasks.plugins import BadPlugin, deferred, load_callable
 
 if TYPE_CHECKING:
     from configs.schema.reward import RewardConfig
@@ -92,13 +92,11 @@ def _version_of_built_in(name: str) -> str:
 def _takes_whole_sample(path: str) -> bool:
     """Whether a grader takes one argument rather than three: where it may take either, its first is called `sample`."""
     grader = load_callable(path)
-    for function in (grader, type(grader).__call__):
-        if inspect.iscoroutinefunction(function):
-            raise BadPlugin(
-                f"the grader {path!r} is a coroutine function: let it wait for its answer itself, with asyncio.run"
-            )
-        if inspect.isgeneratorfunction(function):
-            raise BadPlugin(f"the grader {path!r} is a generator function: let it return its reward")
+    if kind := deferred(grader):
+        raise BadPlugin(
+            f"the grader {path!r} is a {kind} function: let it wait for its answer itself, with asyncio.run, and "
+            "return its reward"
+        )
     try:
         signature = inspect.signature(grader)
     except ValueError:  # it is not written in Python

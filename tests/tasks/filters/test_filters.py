@@ -1,11 +1,12 @@
 """Which groups are worth training on."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tasks.filters import FilterDecision, get_filter
+from tasks.filters import Filter, FilterDecision, get_filter
 from tasks.plugins import BadPlugin
 
 
@@ -54,3 +55,27 @@ def test_a_filter_of_ones_own_is_found_by_file(tmp_path: Path):
 def test_an_unknown_filter_is_named_beside_the_known_ones():
     with pytest.raises(BadPlugin, match="no filter 'nonzero_std': use one of check_reward_nonzero_std"):
         get_filter("nonzero_std")
+
+
+def own_filter(tmp_path: Path, code: str) -> Filter:
+    file = tmp_path / f"mine_{hashlib.sha256(code.encode()).hexdigest()[:8]}.py"
+    file.write_text(code)
+    return get_filter(f"{file}:keep")
+
+
+def test_a_filter_of_ones_own_may_say_yes_or_no(tmp_path: Path) -> None:
+    keep = own_filter(tmp_path, "def keep(rewards):\n    return rewards.std() > 0\n")
+    assert keep(np.array([0.0, 1.0])) == FilterDecision(keep=True)
+    assert keep(np.array([1.0, 1.0])) == FilterDecision(keep=False, reason="not_kept")
+
+
+def test_a_filter_that_says_nothing_is_named(tmp_path: Path) -> None:
+    keep = own_filter(tmp_path, "def keep(rewards):\n    pass\n")
+    with pytest.raises(BadPlugin, match=r"keep' returned None: let it return true, false or a tasks.filters"):
+        keep(np.zeros(2))
+
+
+@pytest.mark.parametrize("code", ["def keep(args, samples):\n    pass\n", "async def keep(rewards):\n    pass\n"])
+def test_a_filter_of_another_kind_is_refused_before_anything_starts(tmp_path: Path, code: str) -> None:
+    with pytest.raises(BadPlugin, match="let it take one array of rewards and return its decision"):
+        own_filter(tmp_path, code)
