@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,28 +121,40 @@ class Cluster:
 
         At once: whoever touches the object store of a dead raylet first is ended by Ray without a word.
         """
+        name = self._first_to_die(_head(), HEAD)
+        if name is not None:
+            self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
+            reaper.end_processes_with_files_in(str(self.folder))
+
+    def watch_raylet(self, address: str, raylet: psutil.Process) -> None:
+        """Give up a joined cluster whose process on this machine has died, at once for the same reason."""
+        if self._first_to_die([raylet], HEAD[1:]) is not None:
+            self.lost = (
+                f"the Ray cluster at {address} is out of reach: its raylet on this machine died; what is committed is "
+                "kept: start Ray here again and resume"
+            )
+
+    def _first_to_die(self, processes: Sequence[psutil.Process], names: Sequence[str]) -> str | None:
+        """Name of the first of these processes, one of each name, that dies or is dead; None if the cluster is closed
+        before."""
         with contextlib.ExitStack() as stack:
             ends = select.poll()
-            names: dict[int, str] = {}
-            for process in _head():
+            found: dict[int, str] = {}
+            for process in processes:
                 with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
                     descriptor = os.pidfd_open(process.pid)
                     stack.callback(os.close, descriptor)
-                    names[descriptor] = process.name()
+                    found[descriptor] = process.name()
                     ends.register(descriptor, select.POLLIN)
-            died = [name for name in HEAD if name not in names.values()]
+            died = [name for name in names if name not in found.values()]
             while not died and not self._closing.is_set():
-                died = [names[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
-        if self._closing.is_set():
-            return
-        name = died[0]
-        self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
-        reaper.end_processes_with_files_in(str(self.folder))
+                died = [found[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
+        return None if self._closing.is_set() else died[0]
 
     def watch_head(self, address: str) -> None:
         """Give up a joined cluster whose head is silent for long."""
         silent_since: float | None = None
-        while not self._closing.wait(HEAD_INTERVAL):
+        while not self._closing.wait(HEAD_INTERVAL) and self.lost is None:
             asked = time.monotonic()
             try:
                 _require_listener(address, HEAD_INTERVAL)
@@ -213,7 +225,19 @@ def _join(address: str) -> Cluster:
     cluster = Cluster(address)
     head = ray.get_runtime_context().gcs_address
     threading.Thread(target=cluster.watch_head, args=(head,), name="ray-head", daemon=True).start()
+    for raylet in _raylet_here():
+        watching = threading.Thread(target=cluster.watch_raylet, args=(head, raylet), name="raylet", daemon=True)
+        watching.start()
     return cluster
+
+
+def _raylet_here() -> Iterator[psutil.Process]:
+    """The raylet by which this process takes part in a cluster, where it can be seen."""
+    node = f"--node_id={ray.get_runtime_context().get_node_id()}"
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.name() == "raylet" and node in process.cmdline():
+                yield process
 
 
 def _require_listener(address: str, timeout: float = 10) -> None:

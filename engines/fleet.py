@@ -11,7 +11,7 @@ then on the earlier driver, should it still be there, changes nothing of them: s
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class Fleet:
         total_steps: int,
         model_digests: Mapping[str, str] | None = None,
         tenure: Tenure | None = None,
+        tell: Callable[[str], None] = lambda sentence: None,
     ) -> "Fleet":
         """Start or join the cluster, make all engines at the same time, and wait for them.
 
@@ -93,6 +94,7 @@ class Fleet:
             model_digests: of the models of `config.model.folders`; every engine's machine must have these.
             tenure: the driver's right to a fleet that its successors take over. None: nobody else will have it, and
                 it ends with this process on a joined cluster too.
+            tell: told which engine is lost and made again, and why.
 
         Raises:
             BadModel: an engine cannot use the model folder, or its machine has another model there.
@@ -142,6 +144,8 @@ class Fleet:
             training = TrainingHandle("training", placement.actors(training_role), config, total_steps, model_digests)
             engines = [*([router] if router else []), *rollout, training]
             started += engines
+            for made in engines:
+                made.tell = tell
             turns = Turns(rollout, training, config.fleet)
             if config.fleet.colocate:  # before servers that take what memory is free
                 training.start(deadline, adopt=True)

@@ -138,6 +138,8 @@ class EngineHandle:
         """How often this driver replaced the engine."""
         self.make_room: Callable[[], None] = lambda: None
         """Called before a restart: takes the memory that the engine shares from those who have it."""
+        self.tell: Callable[[str], None] = lambda sentence: None
+        """Told why the engine is made again."""
         self._suspect = False
         """Set where the engine may be hung, or its ranks apart: it answers, perhaps, but is of no use."""
 
@@ -166,12 +168,14 @@ class EngineHandle:
     def ensure_alive(self) -> None:
         """Restart the engine if an actor of it is dead, or does not answer, or did not end a call in time."""
         with self._replacing:
+            why = "a call of it failed, or did not end in time"
             if not self._suspect:
                 try:
                     self.health()
                     return
-                except (EngineDied, EngineTimeout):
-                    pass
+                except (EngineDied, EngineTimeout) as error:
+                    why = str(error)
+            self.tell(f"Engine {self.name} is made again: {why}")
             self.restart()
 
     def health(self) -> dict[str, Any]:

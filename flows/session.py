@@ -97,8 +97,12 @@ def open_run(
         if needs_restore_point(ledger, config):
             make_restore_point(ledger, config, sources, emit, given)
         tenure = Tenure(Claim(ledger.manifest.identity, lease.epoch), lease.check)
+
+        def tell(sentence: str) -> None:
+            emit(Message(sentence, "warning"))
+
         fleet = stack.enter_context(
-            starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure)
+            starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, tell)
         )
         yield sources.context(config, ledger, fleet, graders, emit)
 
@@ -234,16 +238,21 @@ def open_graders(config: RunConfig, stack: ExitStack) -> dict[str | None, Grader
 
 @contextmanager
 def starting_fleet(
-    config: RunConfig, name: str, total_steps: int, digests: Mapping[str, str], tenure: Tenure | None
+    config: RunConfig,
+    name: str,
+    total_steps: int,
+    digests: Mapping[str, str],
+    tenure: Tenure | None,
+    tell: Callable[[str], None] = lambda sentence: None,
 ) -> "Iterator[Callable[[], Fleet]]":
     """Engines that start beside whatever the block does, and are closed with it; calling what it yields awaits them.
-    Their models must have these digests. `tenure`: see `Fleet.start`."""
+    Their models must have these digests. `tenure`, `tell`: see `Fleet.start`."""
     from engines.fleet import Fleet  # Ray takes a second to import
 
     deadline = config.fleet.start_timeout * 2
     with ThreadPoolExecutor(1, thread_name_prefix="fleet") as pool:
         fleet = pool.submit(
-            Fleet.start, config, name=name, total_steps=total_steps, model_digests=digests, tenure=tenure
+            Fleet.start, config, name=name, total_steps=total_steps, model_digests=digests, tenure=tenure, tell=tell
         )
         try:
             yield lambda: fleet.result(timeout=deadline)

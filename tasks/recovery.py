@@ -8,7 +8,7 @@ anything else                     it is discarded: restarted, restored from the 
 """
 
 from configs.schema.run import RunConfig
-from engines.errors import EngineDied, EngineError, EngineTimeout
+from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 from engines.types import Position, TrainBatch
 from storage.commits import Commit, Step
 from storage.retention import is_retired
@@ -43,7 +43,7 @@ def current_position(run: RunContext) -> Position | None:
     training.ensure_alive()
     try:
         return training.position()
-    except (EngineDied, EngineTimeout):
+    except (EngineDied, EngineTimeout, ClusterLost):
         raise
     except EngineError as error:
         run.emit(Message(f"The training engine is discarded: {error}", "warning"))

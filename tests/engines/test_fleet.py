@@ -186,7 +186,11 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
     with pytest.raises(EngineDied, match="cairn:fleet:rollout:0"):
         list(stream)
     assert isinstance(fleet.health()["rollout:0"], EngineDied)
+    told: list[str] = []
+    engine.tell = told.append
     engine.ensure_alive()
+    (sentence,) = told
+    assert sentence.startswith("Engine rollout:0 is made again: cairn:fleet:rollout:0.health(): ")
     assert fleet.rollout_versions() == [0, version]
     assert fleet.sync_weights() == [version, version]
     assert {int(v) for completion in generate(engine, requests()) for v in completion.weight_versions} == {version}

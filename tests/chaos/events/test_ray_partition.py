@@ -73,6 +73,7 @@ def test_engines_out_of_reach_cost_time_and_those_that_ray_gives_up_are_made_aga
         run.exits.append(driver.wait(400))
         assert run.exits == [0], run.log()
         assert differences(run, undisturbed) == []
+    assert "\nEngine training is made again: cairn:run-" in run.whole_log()
     assert "1 committed step(s) to replay" in run.whole_log()
     for place in PLACES:  # of a rollout's shards one may have ended before
         took = [commit.timings["run"] for commit in run.commits() if (commit.iteration, commit.step) == place]
