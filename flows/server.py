@@ -274,6 +274,18 @@ def _smallest_trust_store(home: Path) -> Path:
 
 def _serve(listener: socket.socket, parent: int) -> None:
     """Serve Prefect's application on `listener` until told to stop or until process `parent` is gone."""
+    server: Any = None
+
+    def leave_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        if server is not None and server.started:
+            server.should_exit = True  # it writes what it holds first
+            time.sleep(STOP_TIMEOUT)
+        os._exit(1)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+
     import uvicorn
     from prefect.server.api.server import create_app
     from prefect.server.database.configurations import AioSqliteConfiguration
@@ -298,15 +310,6 @@ def _serve(listener: socket.socket, parent: int) -> None:
     if database_url.startswith("sqlite"):
         set_database_config(ImmediateTransactions(database_url))
     server = OneAtATime(uvicorn.Config(create_app(final=True), log_level="warning", timeout_graceful_shutdown=3))
-
-    def leave_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        server.should_exit = True
-        time.sleep(STOP_TIMEOUT)
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
     asyncio.run(server.serve(sockets=[listener]))
 
 

@@ -106,7 +106,7 @@ class Chaos:
         self._report.runs.append(report)
         self._report.write()
         verdict = "[red]" + report.findings[0] if report.findings else "as it must be"
-        self._console.print(f"{name}: {len(report.faults)} faults, {report.seconds:.0f} s, {verdict}")
+        self._console.print(f"{name}: {len(report.faults)} faults, {report.seconds:.0f} s, {verdict}", markup=False)
         if not report.findings:
             shutil.rmtree(run.folder)
         return report

@@ -79,7 +79,7 @@ TRAINING, ROLLOUT = "ray::TrainingActor", "ray::RolloutActor"
 FAILED = "failed:"
 """How the account of a command begins that ended in an error."""
 
-PATIENCE = 5.0
+PATIENCE = 30.0
 """Seconds in which a victim must be found: one that is being replaced, or given another title by Ray, is not seen."""
 
 OUTAGE = 2.0
@@ -201,11 +201,15 @@ class Striker:
             return
         raylet = os.environ.get(CLUSTER)
         cluster = None if raylet is None else psutil.Process(int(raylet))
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + (0 if fault.moment == "halfway" else PATIENCE)
         while not (victims := processes(psutil.Process(), fault.victim, cluster)):
             if fault.victim == "store" or time.monotonic() > end:
                 break
             time.sleep(0.02)
+        if not victims and fault.moment == "halfway":  # a group of one that has ended meanwhile: others will finish
+            with self._lock:
+                self._pending.append(fault)
+            return
         if fault.victim == "store":
             account["met_before"] = outages_met(os.environ["AWS_ENDPOINT_URL"])
         bear_witness(self._witness, victims, **account)

@@ -19,7 +19,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -148,9 +147,9 @@ def strays_after_gc(ledger: Ledger) -> list[str]:
     with redirect_stdout(io.StringIO()):
         gc(ledger.run, apply=True, json=True, store=ledger.store.url)
     store, folder = ledger.store, layout.run(ledger.run)
-    iterations = [index for index in ledger.iterations() if index >= ledger.first_iteration]
-    known = set(chain.from_iterable(ledger.markers(index) for index in iterations))
-    for index in iterations:
+    known = set()
+    for index in ledger.iterations():  # a fork may have a checkpoint of its own in one that it shares
+        known |= set(ledger.markers(index))
         for commit in ledger.commits(index):
             if not is_retired(ledger, commit):
                 known |= {layout.in_run(commit.run, output.path) for output in commit.outputs}

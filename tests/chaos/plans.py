@@ -49,8 +49,13 @@ JOINED_PARTIAL = Plan(
 
 _AT_TRAINING = (
     Driver((case(0, Step.TRAIN, "during", "training"), case(0, Step.TRAIN, "uncommitted", "driver"))),
-    Driver((case(1, Step.TRAIN, "during", "rank"), case(1, Step.CHECKPOINT, "during", "rank"))),
-    Driver((case(2, Step.TRAIN, "after", "driver"),)),
+    Driver(
+        (
+            case(1, Step.TRAIN, "during", "rank"),
+            case(1, Step.CHECKPOINT, "during", "rank"),
+            case(2, Step.TRAIN, "after", "driver"),
+        )
+    ),
     Driver((case(1, Step.CHECKPOINT, "loading", "rank"), case(2, Step.TRAIN, "replaying", "rank"))),
 )
 """What becomes of a training engine of several models or ranks, or of one."""
@@ -82,7 +87,7 @@ FURTHER: tuple[Plan, ...] = (
             ),
             Driver((case(1, Step.CHECKPOINT, "loading", "driver"),)),
             Driver((case(2, Step.TRAIN, "replaying", "ray"),)),
-            Driver((case(2, Step.TRAIN, "replaying", "rollout"), case(2, Step.SYNC, "during", "driver"))),
+            Driver((case(2, Step.TRAIN, "replaying", "rollout"), case(2, Step.SYNC, "uncommitted", "driver"))),
             Driver(),
         ),
     ),

@@ -37,7 +37,7 @@ class Family:
 
     configuration: str
     victims: Mapping[AnyVictim, float]
-    """How often each is drawn, relatively."""
+    """How often each is drawn, relatively; who is there for part of a run only has to be drawn more often."""
     faults: int
     """After as many a run is left in peace to end."""
     weight: float
@@ -65,9 +65,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "head": Family("short", {"ray": 3, "driver": 1, "grader": 1}, faults=5, weight=4),
     "store": Family("short", {"store": 6, "driver": 1, "training": 1}, faults=8, weight=2, on_s3=True),
-    "ranks": Family("tensor", {"rank": 3, "training": 1, "driver": 1}, faults=6, weight=4),
+    "ranks": Family("tensor", {"rank": 12, "training": 4, "driver": 1}, faults=6, weight=4),
     "sglang": Family(
-        "sglang", {"server": 2, "scheduler": 3, "stopped": 1, "router": 2, "driver": 1}, faults=12, weight=4, pace=2
+        "sglang", {"server": 1, "scheduler": 6, "stopped": 0.5, "router": 2, "driver": 0.5}, faults=12, weight=4, pace=2
     ),
 }
 

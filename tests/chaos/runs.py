@@ -238,7 +238,7 @@ class Disturbed:
         end = time.monotonic() + patience
         while (found := self._processes(engines)) and time.monotonic() < end:
             time.sleep(0.2)
-        return list(found.values())
+        return [[Path(command[0]).name, *command[1:]] for command in found.values() if command]
 
     def kill_what_is_left(self) -> None:
         """End all that its drivers started, and themselves."""
