@@ -12,7 +12,7 @@ tensor          two ranks of Megatron with half of every layer each
 joined          engines that outlive their driver, on a cluster that somebody else started
 long            the same over more iterations, for kills by the hundred
 fork            weights that only the parent's configuration makes, where the parent has no checkpoint
-single          one engine, whose deaths all strike the same groups, which finish one after the other
+single          one engine, whose deaths all strike the same groups
 mixed           `filtered`, `retained` and `critic` at once
 joined-partial  `joined` and `partial` at once
 sglang          servers behind a router
@@ -107,7 +107,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "long": Configuration(
         {**_LESS, "rollout": {**_LESS["rollout"], "num_rollout": 16}, "checkpoint": {"save_interval": 4}}, joined=True
     ),
-    "single": Configuration({"rollout": {"num_engines": 1, "rollout_batch_size": 24, "max_running_requests": 4}}),
+    "single": Configuration({"rollout": {"num_engines": 1}}),
     "sglang": Configuration({"rollout": _SGLANG, "fleet": {"call_timeout": 60}}, repeatable=False),
     "sglang-partial": Configuration(
         {"rollout": {**_SGLANG, **_PARTIAL, "rollout_max_response_len": 48}, "fleet": {"call_timeout": 60}},

@@ -73,7 +73,9 @@ FURTHER: tuple[Plan, ...] = (
         ),
     ),
     Plan("four-deaths", (Driver((case(1, Step.ROLLOUT, "during", "rollout"),) * 4), Driver()), "single"),
-    Plan("four-deaths-halfway", (Driver((case(1, Step.ROLLOUT, "halfway", "rollout"),) * 4), Driver()), "single"),
+    Plan(
+        "a-death-each", (Driver(tuple(case(turn, Step.ROLLOUT, "halfway", "rollout") for turn in range(4))),), "single"
+    ),
     Plan(
         "restores",
         (
