@@ -14,6 +14,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
@@ -52,14 +53,11 @@ def main(
 
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     grader: Grader = load_callable(path)
-    connection.send(None)
-    while True:
-        try:
-            samples = connection.recv()
-        except EOFError:
-            return
-        for sample in samples:
-            connection.send(grade(grader, (sample,) if whole_sample else sample, transient, memory is not None))
+    with suppress(EOFError, ConnectionError):  # the pool is gone, perhaps before it had read the last answer
+        connection.send(None)
+        while True:
+            for sample in connection.recv():
+                connection.send(grade(grader, (sample,) if whole_sample else sample, transient, memory is not None))
 
 
 def grade(grader: Grader, arguments: Sequence[Any], transient: Sequence[str] = (), limited: bool = False) -> Answer:

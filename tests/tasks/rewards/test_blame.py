@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,20 @@ def test_a_process_that_ends_itself_is_tried_afresh_before_its_sample_fails(stru
 def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.rewards.process._TO_END", 0.5)
     assert struck()("hang up", FRESH + 1).error == "the grader closed the connection of its process"
+
+
+def test_a_process_whose_pool_died_before_it_heard_of_it_ends_without_a_word() -> None:
+    here, there = Pipe()
+    words = (there.fileno(), os.getpid(), "tasks.rewards.exact_match.grade", True, None, ())
+    code = f"from tasks.rewards.worker import main; main(*{words!r})"
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[there.fileno()], stderr=subprocess.PIPE, text=True
+        )
+    assert here.poll(60)
+    here.close()  # what was sent is not read: the other end is reset
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0
 
 
 def test_a_sample_fails_when_it_sleeps_in_every_process_or_computes_in_a_fresh_one(struck: Any) -> None:
