@@ -81,7 +81,7 @@ def is_at_hand(source: Path, store: Store) -> bool:
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
     others = [Path(sys.prefix), Path(sys.base_prefix), _runs(store), Path(store.url) / layout.self_tests()]
     root = Path(store.url).resolve()
-    around = [folder for folder in folders if not (_lies_in(source, root) and not _lies_in(folder.resolve(), root))]
+    around = [folder for folder in folders if _lies_in(folder.resolve(), root) or not _lies_in(source, root)]
     return any(_lies_in(source, folder) for folder in around) and not any(_lies_in(source, other) for other in others)
 
 

@@ -5,6 +5,7 @@ import os
 import pty
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -188,6 +189,22 @@ def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(t
     with sqlite3.connect(home / "prefect.db") as database:
         states = database.execute("SELECT state_type FROM flow_run ORDER BY created").fetchall()
     assert states == [("RUNNING",), ("COMPLETED",)]
+
+
+def test_a_server_whose_driver_is_gone_before_it_serves_ends_without_a_database(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    database = tmp_path / "prefect.db"
+    environment = os.environ | {
+        "PREFECT_HOME": str(tmp_path),
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{database}",
+    }
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        command = [sys.executable, "-m", "flows.server", str(descriptor), str(gone.pid)]
+        ended = subprocess.run(command, env=environment, pass_fds=[descriptor], timeout=120)
+    assert ended.returncode == 1
+    assert not database.exists()
 
 
 def test_nothing_is_reported_to_the_makers_of_prefect(tmp_path: Path) -> None:
