@@ -6,6 +6,7 @@ SGLANG := .venv-sglang
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 KILLS ?= 100
+ROOMS := flows tasks engines storage configs
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-env quickstart tiny lint test test-all test-ceph chaos bench clean
@@ -40,6 +41,7 @@ quickstart: tiny ## Train the tiny model with the whole pipeline and show what c
 	$(BIN)/python -m examples.quickstart.report
 
 lint: setup ## Lint and check types
+	mkdir -p build/types/cairn && ln -sfn $(foreach room,$(ROOMS),../../../$(room)) ../../../cairn/__init__.py build/types/cairn/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -23,20 +23,20 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.command import SMALL_RUN, parse, say
-from configs.loader import load
-from configs.schema.evaluation import BenchmarkConfig
-from configs.schema.rollout import RolloutConfig
-from configs.schema.run import RunConfig
-from engines.rollout.transformers import TransformersEngine
-from engines.training.torch import TorchEngine
-from engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
-from tasks.advantages import get_estimator
-from tasks.data import PromptData, draw
-from tasks.evaluate import eval_seed
-from tasks.groups import sample_seed
-from tasks.rewards.pool import GraderPool
-from tasks.rewards.sample import Sample
-from tasks.rollout import shard_rows
+from cairn.configs.loader import load
+from cairn.configs.schema.evaluation import BenchmarkConfig
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
+from cairn.tasks.advantages import get_estimator
+from cairn.tasks.data import PromptData, draw
+from cairn.tasks.evaluate import eval_seed
+from cairn.tasks.groups import sample_seed
+from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rollout import shard_rows
 
 
 @dataclass(frozen=True)

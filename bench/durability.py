@@ -25,12 +25,12 @@ from rich.table import Table
 
 from bench.bare_loop import BareLoop
 from bench.command import SMALL_RUN, parse, say
-from configs.loader import load
-from configs.schema.run import RunConfig
-from flows.events import Event, IterationDone, RunDone, StepCommitted
-from flows.metrics import step_seconds
-from flows.train import start
-from storage.commits import Commit, Step
+from cairn.configs.loader import load
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted
+from cairn.flows.metrics import step_seconds
+from cairn.flows.train import start
+from cairn.storage.commits import Commit, Step
 
 WARM_UP = 3
 """Iterations that are not counted."""

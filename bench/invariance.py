@@ -27,11 +27,10 @@ from rich.table import Table
 
 from bench.command import parse, say
 from bench.rollout import NEW_TOKENS, build_model, make_requests, run_engine
-from configs.schema.rollout import RolloutConfig
-from engines.rollout import decoder
-from engines.rollout.decoder import Decoder
-from engines.rollout.transformers import TransformersEngine
-from engines.types import Completion, GenerateRequest
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.rollout.transformers.decoder import Decoder
+from cairn.engines.rollout.transformers.engine import TransformersEngine, decoder
+from cairn.engines.types import Completion, GenerateRequest
 
 
 class FreeDecoder(Decoder):

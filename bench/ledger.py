@@ -33,21 +33,21 @@ from rich.table import Table
 
 from bench.command import parse
 from bench.gateway import STORE_HELP, bucket
-from configs import loader
-from configs.schema.run import RunConfig
-from flows.iteration import last_selection
-from flows.train import report_changed_environment
-from flows.views import all_runs, run_status
-from storage import layout
-from storage.collector import garbage
-from storage.commits import Commit, Environment, Step
-from storage.leases import Lease, Outcome
-from storage.ledger import Ledger
-from storage.s3 import S3Store
-from storage.verification import verify
-from tasks.context import RunContext
-from tasks.evaluate import eval_due, eval_shard
-from tasks.recovery import checkpoint_due, newest_checkpoint
+from cairn.configs import loader
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.iteration import last_selection
+from cairn.flows.train import report_changed_environment
+from cairn.flows.views import all_runs, run_status
+from cairn.storage import layout
+from cairn.storage.collector import garbage
+from cairn.storage.commits import Commit, Environment, Step
+from cairn.storage.leases import Lease, Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.s3 import S3Store
+from cairn.storage.verification import verify
+from cairn.tasks.context import RunContext
+from cairn.tasks.evaluate import eval_due, eval_shard
+from cairn.tasks.recovery import checkpoint_due, newest_checkpoint
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"python": "3.11", "torch": "2.13"})
 SHARDS = ("00-000", "00-001")

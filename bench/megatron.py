@@ -25,12 +25,12 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.command import parse, say
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.training.batching import pack_micro_batches
-from engines.training.factory import make_engine
-from engines.types import TrainBatch
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.batching import pack_micro_batches
+from cairn.engines.training.factory import make_engine
+from cairn.engines.types import TrainBatch
 
 SAMPLES, VOCABULARY, MAX_TOKENS = 64, 384, 2048
 
@@ -118,8 +118,8 @@ def engine_step(engine: str, folder: str, batch: TrainBatch) -> Callable[[], Any
 
 def bare_loop(folder: str, batch: TrainBatch) -> Callable[[], Any]:
     """Megatron's own pieces in a loop of a few lines, over micro-batches that were packed beforehand."""
-    from engines.training.megatron.backend import backend_for
-    from engines.training.process import join_process_group, prepare_process
+    from cairn.engines.training.megatron.backend import backend_for
+    from cairn.engines.training.process import join_process_group, prepare_process
 
     config, device = training("megatron"), torch.device("cpu")
     backend = backend_for(device)
@@ -129,7 +129,7 @@ def bare_loop(folder: str, batch: TrainBatch) -> Callable[[], Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from engines.training.megatron.model import build_optimizer, join_groups, load_model, wrap
+    from cairn.engines.training.megatron.model import build_optimizer, join_groups, load_model, wrap
 
     join_groups(config)
     model = load_model(Path(folder), config, backend)

@@ -4,7 +4,7 @@
 
   direct   the steps, called one after the other: what the other shapes are compared with.
   tasks    the same as Prefect tasks of the driver's flow run: no graph of its own for each iteration.
-  subflow  what `train` does: those tasks inside `flows.orchestration.subflow`, on `flows.server`.
+  subflow  what `train` does: those tasks inside `cairn.flows.orchestration.subflow`, on `cairn.flows.server`.
   plain    a flow and tasks as Prefect's decorators make them, on the same server.
 
 Each round runs every shape once and the order turns, so that whatever else the machine does falls on all alike; the
@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.command import parse, say
-from configs.schema.operations import RetryConfig
-from flows.orchestration import driving, silence_console, subflow
-from flows.server import prefect_api
-from flows.steps import PrefectSteps
-from storage.commits import Commit, Environment, OutputFile, Step
-from tasks.retries import RetryTally
+from cairn.configs.schema.operations import RetryConfig
+from cairn.flows.orchestration import driving, silence_console, subflow
+from cairn.flows.prefect_steps import PrefectSteps
+from cairn.flows.server import prefect_api
+from cairn.storage.commits import Commit, Environment, OutputFile, Step
+from cairn.tasks.retries import RetryTally
 
 STEPS = [step for step in Step if step is not Step.EVAL]
 

@@ -44,19 +44,19 @@ DEADLINE = 600.0
 def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     """In the driver's process: go on with the run, and print every mark as a line of JSON."""
     mark("start", at=psutil.Process().create_time())
-    import flows.train
-    from configs.loader import load
-    from engines.cluster import Cluster
-    from engines.fleet import Fleet
-    from flows.events import Event, RunStarted, StepCommitted
-    from flows.server import Server
+    import cairn.flows.train
+    from cairn.configs.loader import load
+    from cairn.engines.fleet.cluster import Cluster
+    from cairn.engines.fleet.fleet import Fleet
+    from cairn.flows.events import Event, RunStarted, StepCommitted
+    from cairn.flows.server import Server
 
     mark("Python")
-    span(flows.train, "open_run", "open", enters=True)
+    span(cairn.flows.train, "open_run", "open", enters=True)
     span(Server, "wait_ready", "Prefect")
     span(Cluster, "open", "ray", is_static=True)
     span(Fleet, "start", "fleet", is_static=True)
-    span(sys.modules["tasks.sync"], "restore_trainer", "restore")
+    span(sys.modules["cairn.tasks.sync"], "restore_trainer", "restore")
 
     def on_event(event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -64,8 +64,8 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
         elif isinstance(event, StepCommitted) and not event.adopted:
             mark(event.commit.name)
 
-    flows.train.PREFECT_HOME = Path(store) / "prefect"
-    flows.train.start(store, run, load(recipe, overrides), on_event=on_event)
+    cairn.flows.train.PREFECT_HOME = Path(store) / "prefect"
+    cairn.flows.train.start(store, run, load(recipe, overrides), on_event=on_event)
 
 
 def mark(name: str, at: float | None = None, **more: float) -> None:

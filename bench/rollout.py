@@ -32,9 +32,9 @@ from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bench.command import parse, say
-from configs.schema.rollout import RolloutConfig
-from engines.rollout.transformers import TransformersEngine
-from engines.types import GenerateRequest, SamplingParams
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.types import GenerateRequest, SamplingParams
 
 VOCAB_SIZE = 384
 NEW_TOKENS = 64

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from bench.command import parse, say
 from bench.rollout import GROUP_SIZE, NEW_TOKENS, VOCAB_SIZE, build_model
-from configs.schema.rollout import RolloutConfig
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.types import GenerateRequest, SamplingParams
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.types import GenerateRequest, SamplingParams
 
 START_TIMEOUT = 600.0
 

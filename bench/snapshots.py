@@ -16,12 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from bench.command import parse
-from storage.commits import Step
-from storage.leases import Outcome
-from storage.ledger import Ledger
-from storage.schemas import ADVANTAGE, REWARD, ROLLOUT
-from storage.snapshots import read_table
-from storage.store import open_store
+from cairn.storage.commits import Step
+from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import ADVANTAGE, REWARD, ROLLOUT
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import open_store
 
 TEXT = "the sum is so we get answer therefore let x = 12 7 + find each cost total of apples"
 WORDS = TEXT.split(" ")

@@ -22,10 +22,10 @@ from safetensors import safe_open
 
 from bench.command import parse, say
 from bench.rollout import build_model
-from configs.schema.operations import FleetConfig
-from configs.schema.run import RunConfig
-from engines.fleet import Fleet
-from engines.weights.send import send_weights
+from cairn.configs.schema.operations import FleetConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.weights.send import send_weights
 
 TRANSPORTS = ("tensor", "disk", "distributed")
 START_TIMEOUT = 600.0

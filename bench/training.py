@@ -26,12 +26,12 @@ from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.command import parse, say
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.training.digest import state_digest
-from engines.training.torch import TorchEngine
-from engines.types import TrainBatch
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.digest import state_digest
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types import TrainBatch
 
 VOCAB_SIZE = 384
 SAMPLES = 256

@@ -36,19 +36,19 @@ from transformers import AutoTokenizer
 from bench.command import SMALL_RUN, parse, say
 from bench.meter import Meter
 from bench.trl_process import Step, TrlProcess, install
-from configs.loader import load
-from configs.schema.run import RunConfig
-from engines.rollout.transformers import TransformersEngine
-from engines.training.torch import TorchEngine
-from engines.types import GenerateRequest, SamplingParams, TrainBatch
-from flows.events import Event, IterationDone
-from flows.train import start
-from tasks.advantages import get_estimator
-from tasks.data import Draw, PromptData, draw
-from tasks.groups import sample_seed
-from tasks.plugins import load_callable
-from tasks.rewards import get_grader
-from tasks.rewards.sample import Sample
+from cairn.configs.loader import load
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
+from cairn.flows.events import Event, IterationDone
+from cairn.flows.train import start
+from cairn.tasks.advantages import get_estimator
+from cairn.tasks.data import Draw, PromptData, draw
+from cairn.tasks.groups import sample_seed
+from cairn.tasks.plugins import load_callable
+from cairn.tasks.rewards import get_grader
+from cairn.tasks.rewards.sample import Sample
 
 WARM_UP = 3
 """Rounds that are not counted, and iterations of the durable run that follow each other."""

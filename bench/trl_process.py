@@ -8,9 +8,9 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
 
-from configs.schema.run import RunConfig
-from tasks.data import Draw
-from tasks.rewards import get_grader
+from cairn.configs.schema.run import RunConfig
+from cairn.tasks.data import Draw
+from cairn.tasks.rewards import get_grader
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = Path(__file__).with_name("trl-requirements.txt")

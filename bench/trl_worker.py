@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.meter import Meter
-from tasks.plugins import load_callable
-from tasks.rewards.sample import Sample
+from cairn.tasks.plugins import load_callable
+from cairn.tasks.rewards.sample import Sample
 
 
 class MeteredTrainer(GRPOTrainer):

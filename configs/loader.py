@@ -14,12 +14,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.errors import ConfigError
-from configs.options import LIST_ITEM, Option, item_of, options, section_of
-from configs.recorded import in_todays_words
-from configs.schema.base import RECORDED
-from configs.schema.run import RunConfig
-from configs.yaml_file import parse_yaml
+from cairn.configs.errors import ConfigError
+from cairn.configs.options import LIST_ITEM, Option, item_of, options, section_of
+from cairn.configs.recorded import in_todays_words
+from cairn.configs.schema.base import RECORDED
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.yaml_file import parse_yaml
 
 __all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse"]
 
@@ -56,7 +56,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> RunConfig:
-    """Check a nested mapping of options, as from YAML. `context`: of the validation, see `configs.schema.base`.
+    """Check a nested mapping of options, as from YAML. `context`: of the validation, see `cairn.configs.schema.base`.
     ConfigError lists every problem at once."""
     try:
         text = json.dumps(_without_empty_sections(values, RunConfig), default=str)

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from configs.options import LIST_ITEM, Option, options
-from configs.schema.run import RunConfig
-from flows.metrics import METRICS
+from cairn.configs.options import LIST_ITEM, Option, options
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.metrics import METRICS
 
 DOCS = Path(__file__).parent
 GENERATED = "<!-- Written by docs/generate.py; change the code, not this file. -->"

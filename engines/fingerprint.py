@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from storage.commits import Environment
-from storage.version import code_version
+from cairn.storage.commits import Environment
+from cairn.storage.version import code_version
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from engines.errors import BadModel
-from storage import canonical
+from cairn.engines.errors import BadModel
+from cairn.storage import canonical
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

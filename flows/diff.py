@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from configs.loader import from_manifest
-from storage.commits import Commit, Record, Step, causal_order
-from storage.comparison import Comparison, compare
-from storage.ledger import Ledger
-from storage.terms import differences as differing_fields
+from cairn.configs.loader import from_manifest
+from cairn.storage.commits import Commit, Record, Step, causal_order
+from cairn.storage.comparison import Comparison, compare
+from cairn.storage.ledger import Ledger
+from cairn.storage.terms import differences as differing_fields
 
 _BESIDE = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)
 """Steps that nothing else is made from: whether a run has them is a matter of its options."""

@@ -1,18 +1,18 @@
 """What a driver does when replay gives other weights than were committed (`recovery.on_divergence`)."""
 
-from configs.errors import ConfigError
-from configs.loader import from_manifest
-from configs.schema.run import RunConfig
-from flows.events import OnEvent
-from flows.fork import CannotFork, fork
-from storage import layout
-from storage.commits import Commit, Step
-from storage.errors import Retired
-from storage.ledger import Ledger
-from storage.retention import is_retired
-from storage.store import open_store
-from tasks.events import Message
-from tasks.recovery import ReplayDiverged
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.events import OnEvent
+from cairn.flows.fork import CannotFork, fork
+from cairn.storage import layout
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import Retired
+from cairn.storage.ledger import Ledger
+from cairn.storage.retention import is_retired
+from cairn.storage.store import open_store
+from cairn.tasks.events import Message
+from cairn.tasks.recovery import ReplayDiverged
 
 
 def fork_after_divergence(

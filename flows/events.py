@@ -1,4 +1,5 @@
-"""What a driver tells while it works: `on_event` of `flows.train.start` receives these, in the order of the events.
+"""What a driver tells while it works: `on_event` of `cairn.flows.train.start` receives these, in the order of the
+events.
 
 A run of three steps over two iterations tells: RunStarted, (StepStarted, StepCommitted) × steps, IterationDone, …,
 RunDone. A step that was already in the ledger has no StepStarted: its StepCommitted says `adopted`. Shards of one step
@@ -8,8 +9,8 @@ may interleave.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from storage.commits import Commit
-from tasks.events import Message, StepCommitted, StepStarted
+from cairn.storage.commits import Commit
+from cairn.tasks.events import Message, StepCommitted, StepStarted
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class IterationDone:
-    """Every step of the iteration is committed. All else is a view of its commits: see `flows.metrics`."""
+    """Every step of the iteration is committed. All else is a view of its commits: see `cairn.flows.metrics`."""
 
     iteration: int
     commits: tuple[Commit, ...]

@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 
-from configs.errors import ConfigError
-from configs.loader import from_manifest, inherit
-from configs.schema.run import RunConfig
-from flows.session import Sources
-from flows.trust import require_trusted
-from storage import layout
-from storage.commits import Commit, Step
-from storage.deletion import delete_run
-from storage.errors import BeingDeleted, Retired
-from storage.ledger import Ledger
-from storage.manifest import Parent
-from storage.retention import require_restorable
-from tasks.filter import number
-from tasks.steps import RULES
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, inherit
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.session import Sources
+from cairn.flows.trust import require_trusted
+from cairn.storage import layout
+from cairn.storage.commits import Commit, Step
+from cairn.storage.deletion import delete_run
+from cairn.storage.errors import BeingDeleted, Retired
+from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import Parent
+from cairn.storage.retention import require_restorable
+from cairn.tasks.filter import number
+from cairn.tasks.steps import RULES
 
 
 class CannotFork(Exception):

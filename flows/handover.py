@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from flows.events import OnEvent
-from flows.preemption import Ending
-from tasks.context import RunContext
+from cairn.flows.events import OnEvent
+from cairn.flows.preemption import Ending
+from cairn.tasks.context import RunContext
 
 OpenedRun = tuple[RunContext, OnEvent, Ending]
 """A live run, whom to tell what happens, and whether it is to end."""

@@ -5,20 +5,20 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from storage.commits import Commit, Step
-from tasks.advantage import advantage
-from tasks.batch import trained_shards
-from tasks.checkpoint import checkpoint
-from tasks.context import RunContext
-from tasks.evaluate import eval_due, eval_shard, evaluate
-from tasks.filter import buffered_groups, filter_groups, number
-from tasks.recovery import checkpoint_due
-from tasks.reward import reward
-from tasks.rollout import resumed_groups, rollout
-from tasks.score import needs_scores, score
-from tasks.step import DurableStep
-from tasks.sync import sync
-from tasks.train import train
+from cairn.storage.commits import Commit, Step
+from cairn.tasks.advantage import advantage
+from cairn.tasks.batch import trained_shards
+from cairn.tasks.checkpoint import checkpoint
+from cairn.tasks.context import RunContext
+from cairn.tasks.evaluate import eval_due, eval_shard, evaluate
+from cairn.tasks.filter import buffered_groups, filter_groups, number
+from cairn.tasks.recovery import checkpoint_due
+from cairn.tasks.reward import reward
+from cairn.tasks.rollout import resumed_groups, rollout
+from cairn.tasks.score import needs_scores, score
+from cairn.tasks.step import DurableStep
+from cairn.tasks.sync import sync
+from cairn.tasks.train import train
 
 
 class Pending(Protocol):

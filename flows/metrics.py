@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from configs.schema.run import RunConfig
-from storage.commits import Commit, Step
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.commits import Commit, Step
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from configs.schema.run import RunConfig
-from flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
-from flows.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
-from flows.terminal import printable
-from storage.commits import Step
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
+from cairn.flows.terminal import printable
+from cairn.storage.commits import Step
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40

@@ -11,23 +11,23 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from flows.events import Event
-from flows.iteration import iteration
-from flows.session import Sources, fleet_name, open_graders, starting_fleet, telling_what_is_stale, total_steps
-from flows.trust import recorded_config
-from storage.commits import Commit, Record, Step
-from storage.comparison import compare
-from storage.errors import RunDiffers
-from storage.ledger import Ledger
-from storage.snapshots import Attempt
-from storage.store import Store, open_store
-from storage.terms import input_differences
-from tasks.context import RunContext
-from tasks.environment import changes
-from tasks.step import DurableStep, StepCall, input_digest
+from cairn.flows.events import Event
+from cairn.flows.iteration import iteration
+from cairn.flows.session import Sources, fleet_name, open_graders, starting_fleet, telling_what_is_stale, total_steps
+from cairn.flows.trust import recorded_config
+from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.comparison import compare
+from cairn.storage.errors import RunDiffers
+from cairn.storage.ledger import Ledger
+from cairn.storage.snapshots import Attempt
+from cairn.storage.store import Store, open_store
+from cairn.storage.terms import input_differences
+from cairn.tasks.context import RunContext
+from cairn.tasks.environment import changes
+from cairn.tasks.step import DurableStep, StepCall, input_digest
 
 if TYPE_CHECKING:
-    from engines.fleet import Fleet
+    from cairn.engines.fleet.fleet import Fleet
 
 
 class NothingToReplay(Exception):

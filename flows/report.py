@@ -5,10 +5,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from configs.loader import from_manifest
-from flows.views import benchmark_scores, generated_reward
-from storage.commits import Step
-from storage.ledger import Ledger
+from cairn.configs.loader import from_manifest
+from cairn.flows.views import benchmark_scores, generated_reward
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
 
 _REQUESTS = 8
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pyarrow as pa
 
-from storage.commits import Commit, Record, Step
-from storage.ledger import Ledger
-from storage.schemas import Disposition
-from storage.snapshots import read_table
+from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import Disposition
+from cairn.storage.snapshots import read_table
 
 _ROLLOUT = [
     "group_id", "sample_index", "prompt_text", "prompt_ids", "response_text", "response_ids", "label", "finish_reason"

@@ -146,7 +146,7 @@ class Server:
     def _spawn(self) -> "subprocess.Popen[bytes]":
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "flows.server", str(self._listener.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "cairn.flows.server", str(self._listener.fileno()), str(os.getpid())],
                 env=_environment(self.home, self.api_url),
                 pass_fds=[self._listener.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -314,7 +314,7 @@ def _serve(listener: socket.socket, parent: int) -> None:
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(prog="flows.server")
+    parser = argparse.ArgumentParser(prog="cairn.flows.server")
     parser.add_argument("listener", type=int, help="file descriptor of a listening socket")
     parser.add_argument("parent", type=int, help="process id of the driver")
     arguments = parser.parse_args()

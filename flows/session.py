@@ -17,40 +17,40 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from configs.digest import digest
-from configs.errors import ConfigError
-from configs.loader import from_manifest, in_recorded_words
-from configs.schema.run import RunConfig
-from engines.fencing import Claim, Tenure
-from engines.fingerprint import cpu_model, installed
-from engines.models import check_model_folder, context_length, folder_digest
-from flows.events import Event
-from flows.iteration import last_selection
-from flows.preemption import OnLease, Preempted
-from flows.trust import recorded_config, user_code
-from flows.validation import load_tokenizer, setup_problems
-from storage import canonical, layout
-from storage.commits import FORMAT, Environment, Step
-from storage.errors import RunDiffers, StoreError
-from storage.leases import Lease, Outcome
-from storage.ledger import Ledger
-from storage.store import Store, open_store, probe
-from tasks.checkpoint import checkpoint
-from tasks.context import RunContext
-from tasks.data import PromptData
-from tasks.events import Message
-from tasks.plugin_sources import defining_file_digest, source_digest
-from tasks.plugins import load_callable
-from tasks.recovery import ReplayDiverged
-from tasks.rewards.pool import GraderPool
-from tasks.rules import untold
-from tasks.staleness import stale_steps
-from tasks.steps import RULES
-from tasks.train import train
-from tasks.versions import weight_version_after
+from cairn.configs.digest import digest
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, in_recorded_words
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fingerprint import cpu_model, installed
+from cairn.engines.fleet.fencing import Claim, Tenure
+from cairn.engines.models import check_model_folder, context_length, folder_digest
+from cairn.flows.events import Event
+from cairn.flows.iteration import last_selection
+from cairn.flows.preemption import OnLease, Preempted
+from cairn.flows.trust import recorded_config, user_code
+from cairn.flows.validation import load_tokenizer, setup_problems
+from cairn.storage import canonical, layout
+from cairn.storage.commits import FORMAT, Environment, Step
+from cairn.storage.errors import RunDiffers, StoreError
+from cairn.storage.leases import Lease, Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import Store, open_store, probe
+from cairn.tasks.checkpoint import checkpoint
+from cairn.tasks.context import RunContext
+from cairn.tasks.data import PromptData
+from cairn.tasks.events import Message
+from cairn.tasks.plugin_sources import defining_file_digest, source_digest
+from cairn.tasks.plugins import load_callable
+from cairn.tasks.recovery import ReplayDiverged
+from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.rules import untold
+from cairn.tasks.stale_commits import stale_steps
+from cairn.tasks.steps import RULES
+from cairn.tasks.train import train
+from cairn.tasks.versions import weight_version_after
 
 if TYPE_CHECKING:
-    from engines.fleet import Fleet
+    from cairn.engines.fleet.fleet import Fleet
 
 DRIVER = ("numpy", "pyarrow", "tokenizers", "transformers", "math-verify", "latex2sympy2-extended", "sympy", "prefect")
 """Packages that the steps of the driver and its graders rest on."""
@@ -247,7 +247,7 @@ def starting_fleet(
 ) -> "Iterator[Callable[[], Fleet]]":
     """Engines that start beside whatever the block does, and are closed with it; calling what it yields awaits them.
     Their models must have these digests. `tenure`, `tell`: see `Fleet.start`."""
-    from engines.fleet import Fleet  # Ray takes a second to import
+    from cairn.engines.fleet.fleet import Fleet  # Ray takes a second to import
 
     deadline = config.fleet.start_timeout * 2
     with ThreadPoolExecutor(1, thread_name_prefix="fleet") as pool:

@@ -21,13 +21,13 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.scalar.summary import scalar_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
-from flows.events import Event, IterationDone, OnEvent, RunStarted
-from flows.metrics import eval_metrics, iteration_metrics
-from storage.commits import Commit
-from storage.ledger import Ledger
-from storage.space import naming_full
+from cairn.configs.errors import ConfigError
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.events import Event, IterationDone, OnEvent, RunStarted
+from cairn.flows.metrics import eval_metrics, iteration_metrics
+from cairn.storage.commits import Commit
+from cairn.storage.ledger import Ledger
+from cairn.storage.space import naming_full
 
 
 @contextmanager

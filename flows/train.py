@@ -13,12 +13,12 @@ from uuid import UUID
 from prefect import flow
 from prefect.exceptions import TerminationSignal
 
-from configs.schema.run import RunConfig
-from flows.divergence import fork_after_divergence
-from flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
-from flows.handover import OpenedRun, handed_over, handing_over
-from flows.iteration import iteration
-from flows.orchestration import (
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.divergence import fork_after_divergence
+from cairn.flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
+from cairn.flows.handover import OpenedRun, handed_over, handing_over
+from cairn.flows.iteration import iteration
+from cairn.flows.orchestration import (
     confirm_cancel,
     current_flow_run,
     driving,
@@ -26,19 +26,19 @@ from flows.orchestration import (
     subflow,
     wait_for_cancel,
 )
-from flows.preemption import Ending, Preempted, ending_in_order
-from flows.server import prefect_api
-from flows.session import open_run
-from flows.steps import PrefectSteps
-from flows.tracking import tracked
-from storage.commits import Commit, Step
-from storage.errors import Damaged, StoreError
-from storage.retention import retire
-from tasks.context import RunContext
-from tasks.environment import tell_changed_environment
-from tasks.events import Message
-from tasks.recovery import ReplayDiverged, checkpoint_due
-from tasks.self_test import self_test_once
+from cairn.flows.preemption import Ending, Preempted, ending_in_order
+from cairn.flows.prefect_steps import PrefectSteps
+from cairn.flows.server import prefect_api
+from cairn.flows.session import open_run
+from cairn.flows.tracking import tracked
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import Damaged, StoreError
+from cairn.storage.retention import retire
+from cairn.tasks.context import RunContext
+from cairn.tasks.environment import tell_changed_environment
+from cairn.tasks.events import Message
+from cairn.tasks.recovery import ReplayDiverged, checkpoint_due
+from cairn.tasks.self_test import self_test_once
 
 PREFECT_HOME = Path(".cairn/prefect")
 """Database and log of the embedded Prefect server, below the folder one stands in."""
@@ -55,7 +55,7 @@ def start(
     name of the run that was trained: that of a fork where `recovery.on_divergence` made one.
 
     `config` creates the run or must equal the one it has; None takes the ledger's. Raises what `open_run` raises, and
-    what a step raised after its last try. Raises Preempted if the driver was told to end; see flows.preemption.
+    what a step raised after its last try. Raises Preempted if the driver was told to end; see cairn.flows.preemption.
     """
     silence_console()
     try:

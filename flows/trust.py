@@ -15,16 +15,16 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from configs.errors import ConfigError
-from configs.loader import from_manifest
-from configs.schema.base import Section
-from configs.schema.run import RunConfig
-from engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED, refused
-from engines.training.megatron.permitted import PERMITTED as MEGATRON_PERMITTED
-from storage import layout
-from storage.ledger import Ledger
-from storage.store import Store
-from tasks.plugins import code_files
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.base import Section
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED, refused
+from cairn.engines.training.megatron.permitted import PERMITTED as MEGATRON_PERMITTED
+from cairn.storage import layout
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import Store
+from cairn.tasks.plugins import code_files
 
 Rule = Callable[[Any, Store], str | None]
 """(value, store that it comes from) → why a store may not set it, and the way out; None if it may."""

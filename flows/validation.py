@@ -8,25 +8,25 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from configs.schema.data import DataConfig
-from configs.schema.evaluation import BenchmarkConfig
-from configs.schema.rollout import RolloutConfig
-from configs.schema.run import RunConfig
-from engines.errors import BadModel
-from engines.machines import placement_problems
-from engines.models import check_model_folder, context_length
-from engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
-from engines.rollout.sglang.kept import kept_problems, version_problems
-from engines.rollout.sglang.launch_plan import plan_problems
-from engines.rollout.sglang.model_code import code_problem
-from engines.training.megatron.options import problems as megatron_problems
-from engines.weights.options import weight_problems
-from storage.commits import FORMAT
-from tasks.data import BadData, PromptData
-from tasks.filters import get_filter
-from tasks.plugins import BadPlugin
-from tasks.rewards import get_grader
-from tasks.rules import untold
+from cairn.configs.schema.data import DataConfig
+from cairn.configs.schema.evaluation import BenchmarkConfig
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.fleet.machines import placement_problems
+from cairn.engines.models import check_model_folder, context_length
+from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
+from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
+from cairn.engines.rollout.sglang.launch_plan import plan_problems
+from cairn.engines.rollout.sglang.model_code import code_problem
+from cairn.engines.training.megatron.options import problems as megatron_problems
+from cairn.engines.weights.options import weight_problems
+from cairn.storage.commits import FORMAT
+from cairn.tasks.data import BadData, PromptData
+from cairn.tasks.filters import get_filter
+from cairn.tasks.plugins import BadPlugin
+from cairn.tasks.rewards import get_grader
+from cairn.tasks.rules import untold
 
 
 def setup_problems(config: RunConfig, began: int = FORMAT) -> list[str]:
@@ -39,7 +39,7 @@ def setup_problems(config: RunConfig, began: int = FORMAT) -> list[str]:
         for path in filter(None, (model.path, model.ref_path, model.teacher_path, model.critic_path)):
             problems += megatron_problems(config.training, path)
     if config.training.lora.r and not problems:
-        from engines.training.lora import lora_problems  # imports peft, which only those runs need
+        from cairn.engines.training.torch.lora import lora_problems  # imports peft, which only those runs need
 
         problems += lora_problems(config.training.lora, config.model.path)
     try:

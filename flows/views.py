@@ -11,22 +11,22 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from configs.loader import from_manifest
-from configs.schema.evaluation import BenchmarkConfig
-from configs.schema.run import RunConfig
-from storage.commits import Commit, Record, Step
-from storage.errors import BeingDeleted, Damaged
-from storage.leases import LeaseState, Outcome, newest_lease
-from storage.ledger import Ledger
-from storage.manifest import Parent, list_runs
-from storage.self_tests import find_self_test
-from storage.store import Store
-from storage.write_ahead import waiting_groups
-from tasks.evaluate import eval_due, eval_shard
-from tasks.recovery import checkpoint_due
-from tasks.score import needs_scores
-from tasks.self_test import fingerprint
-from tasks.versions import weight_version_after
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.evaluation import BenchmarkConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.errors import BeingDeleted, Damaged
+from cairn.storage.leases import LeaseState, Outcome, newest_lease
+from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import Parent, list_runs
+from cairn.storage.self_tests import find_self_test
+from cairn.storage.store import Store
+from cairn.storage.write_ahead import waiting_groups
+from cairn.tasks.evaluate import eval_due, eval_shard
+from cairn.tasks.recovery import checkpoint_due
+from cairn.tasks.score import needs_scores
+from cairn.tasks.self_test import fingerprint
+from cairn.tasks.versions import weight_version_after
 
 _RUNS_AT_A_TIME = 8
 
@@ -100,7 +100,7 @@ class Retries(Record):
     """What was tried again in an iteration."""
 
     by_error: dict[str, int] = Field(default_factory=dict)
-    """New tries of steps, by the class of the error; `tasks.retries` names the classes."""
+    """New tries of steps, by the class of the error; `cairn.tasks.retries` names the classes."""
     samples: int = 0
     """That were graded more than once."""
     waited: float = 0.0

@@ -4,7 +4,7 @@
 |---|---|
 | a file of an attempt at a step that another attempt was committed for | yes |
 | a file that its own attempt's commit does not name, such as a write-ahead part | yes |
-| a file that retention removes (`storage.retention`), between its marker and its removal | yes |
+| a file that retention removes (`cairn.storage.retention`), between its marker and its removal | yes |
 | an attempt at a step without a commit, in the newest iteration | no: a driver writes it or takes it over |
 | the same in an earlier iteration | yes, unless it is the live driver's |
 | a write that did not end: a hidden temporary file, an upload in parts | yes, but a live driver's after a day only |
@@ -17,12 +17,12 @@ import time
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
-from storage import layout
-from storage.commits import Record, Step
-from storage.layout import Kind
-from storage.leases import newest_lease
-from storage.ledger import Ledger
-from storage.retention import remove, retired, shared_with_forks
+from cairn.storage import layout
+from cairn.storage.commits import Record, Step
+from cairn.storage.layout import Kind
+from cairn.storage.leases import newest_lease
+from cairn.storage.ledger import Ledger
+from cairn.storage.retention import remove, retired, shared_with_forks
 
 _DAY = 24 * 3600.0
 

@@ -35,9 +35,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
 
-from storage import canonical, layout
-from storage.errors import Damaged
-from storage.paths import check_path
+from cairn.storage import canonical, layout
+from cairn.storage.errors import Damaged
+from cairn.storage.paths import check_path
 
 FORMAT = 3
 """Of the commits and manifests that this version writes."""
@@ -85,8 +85,8 @@ class OutputFile(Record):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of the file's bytes."""
     content: str | None = None
-    """SHA-256 of a table without the columns that say how it came about (`storage.schemas.MEASURED`); None where it has
-    none of these."""
+    """SHA-256 of a table without the columns that say how it came about (`cairn.storage.schemas.MEASURED`); None where
+    it has none of these."""
 
     @field_validator("path")
     @classmethod
@@ -112,7 +112,7 @@ class Commit(Record):
     schema_version: int = FORMAT
     run: str
     terms: int = Field(0, ge=0)
-    """Number of the terms that it was made under, see `storage.terms`."""
+    """Number of the terms that it was made under, see `cairn.storage.terms`."""
     iteration: int = Field(ge=0)
     step: Step
     shard: str | None = None

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from storage.commits import Commit, OutputFile
-from storage.errors import Retired
-from storage.schemas import MEASURED, SCHEMAS
-from storage.snapshots import read_recorded_table
-from storage.store import Store
+from cairn.storage.commits import Commit, OutputFile
+from cairn.storage.errors import Retired
+from cairn.storage.schemas import MEASURED, SCHEMAS
+from cairn.storage.snapshots import read_recorded_table
+from cairn.storage.store import Store
 
 _COMPARED = ("weight_version_in", "weight_version_out", "state_digest")
 _TABLE = ".parquet"

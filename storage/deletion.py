@@ -16,11 +16,11 @@ whether the note is its own before each few files.
 
 import time
 
-from storage import canonical, layout
-from storage.errors import LeaseLost, SharedWithForks
-from storage.leases import Lease, Outcome
-from storage.retention import delete_all, forks
-from storage.store import Store
+from cairn.storage import canonical, layout
+from cairn.storage.errors import LeaseLost, SharedWithForks
+from cairn.storage.leases import Lease, Outcome
+from cairn.storage.retention import delete_all, forks
+from cairn.storage.store import Store
 
 
 def delete_run(store: Store, run: str) -> None:

@@ -53,7 +53,7 @@ class LeaseHeld(Exception):
     """A live driver owns the run."""
 
     def __init__(self, message: str, holder: Any):
-        """`holder`: the `storage.holders.Holder` that owns the run."""
+        """`holder`: the `cairn.storage.holders.Holder` that owns the run."""
         self.holder = holder
         super().__init__(message)
 

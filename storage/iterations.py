@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from storage import layout
-from storage.store import Store
+from cairn.storage import layout
+from cairn.storage.store import Store
 
 _PAGE = 1000
 """Names that an object store lists at a time, at most."""

@@ -22,7 +22,7 @@ belongs to the folder, and leaves out what it does not know.
 import re
 from enum import StrEnum
 
-from storage.paths import check_path
+from cairn.storage.paths import check_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NUMBER = re.compile(r"\d{6}")

@@ -33,11 +33,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from storage import canonical, layout
-from storage.commits import Record
-from storage.errors import Damaged, LeaseHeld, LeaseLost, StoreError
-from storage.holders import Holder
-from storage.store import Store
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Record
+from cairn.storage.errors import Damaged, LeaseHeld, LeaseLost, StoreError
+from cairn.storage.holders import Holder
+from cairn.storage.store import Store
 
 TIME_TO_LIVE = 30.0
 """Seconds without renewal after which a holder on another machine counts as dead."""

@@ -1,4 +1,5 @@
-"""All commits of a run, read as one history. See `storage.commits` for the layout and `storage.layout` for every path.
+"""All commits of a run, read as one history. See `cairn.storage.commits` for the layout and `cairn.storage.layout` for
+every path.
 
 A step is made once: look its commit up with `find`; if there is none, write files into an `attempt` and `commit` them.
 
@@ -14,17 +15,17 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from storage import layout
-from storage.commits import Commit, Environment, OutputFile, Step
-from storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
-from storage.iterations import iterations_with_files, newest_iteration_with_files
-from storage.leases import Lease
-from storage.manifest import Manifest, Parent, create_manifest, read_manifest
-from storage.snapshots import Attempt
-from storage.store import Store
-from storage.terms import Rules, Terms, Upgrade, input_differences, plain
-from storage.upgrades import RunTerms
-from storage.version import code_version
+from cairn.storage import layout
+from cairn.storage.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
+from cairn.storage.iterations import iterations_with_files, newest_iteration_with_files
+from cairn.storage.leases import Lease
+from cairn.storage.manifest import Manifest, Parent, create_manifest, read_manifest
+from cairn.storage.snapshots import Attempt
+from cairn.storage.store import Store
+from cairn.storage.terms import Rules, Terms, Upgrade, input_differences, plain
+from cairn.storage.upgrades import RunTerms
+from cairn.storage.version import code_version
 
 _REQUESTS = 8
 """Commits read at a time: an object store answers one after tens of milliseconds."""

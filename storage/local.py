@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from storage.errors import NoSpace, StoreError, StoreRefused
-from storage.paths import check_path, is_path
-from storage.space import NO_SPACE, naming_full
-from storage.store import Unfinished
+from cairn.storage.errors import NoSpace, StoreError, StoreRefused
+from cairn.storage.paths import check_path, is_path
+from cairn.storage.space import NO_SPACE, naming_full
+from cairn.storage.store import Unfinished
 
 _REFUSALS = {
     errno.ENOSPC: "no space is left on the device; free some",
@@ -88,7 +88,7 @@ def _copy_synced(source: Path, target: Path) -> None:
 
 
 class LocalStore:
-    """See `storage.store.Store`."""
+    """See `cairn.storage.store.Store`."""
 
     def __init__(self, url: str):
         self.root = Path(url).expanduser().resolve()

@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import field_validator
 
-from storage import canonical, layout
-from storage.commits import Record, require_readable
-from storage.errors import BeingDeleted, Damaged
-from storage.store import Store
-from storage.terms import Terms
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Record, require_readable
+from cairn.storage.errors import BeingDeleted, Damaged
+from cairn.storage.store import Store
+from cairn.storage.terms import Terms
 
 _REQUESTS = 8
 """Looks at manifests at a time."""

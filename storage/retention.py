@@ -5,7 +5,7 @@ runs/<run>/retired/000042.checkpoint.json    the files of iteration 42's checkpo
 runs/<run>/retired/000042.snapshots.json     those of all its other steps
 ```
 Commits stay: the Merkle chain is whole. Markers are created, exclusively, before the first file is removed; what a
-crash leaves in between is garbage, which `storage.collector` finds.
+crash leaves in between is garbage, which `cairn.storage.collector` finds.
 
 Someone may fork the run meanwhile. Each side says first what it is about to do and then looks what the other has said:
 
@@ -33,15 +33,15 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from configs.schema.operations import CheckpointConfig
-from storage import canonical, layout
-from storage.commits import Commit, Record, Step
-from storage.errors import BeingDeleted, Retired
-from storage.layout import Kind
-from storage.ledger import Ledger
-from storage.schemas import Disposition
-from storage.snapshots import read_table
-from storage.store import Store
+from cairn.configs.schema.operations import CheckpointConfig
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.errors import BeingDeleted, Retired
+from cairn.storage.layout import Kind
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import Disposition
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import Store
 
 _REQUESTS = 8
 _WAITING = frozenset({Disposition.BUFFER, Disposition.CONTINUE})

@@ -27,11 +27,11 @@ import s3fs
 from botocore.exceptions import BotoCoreError
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
-from storage.errors import StoreError, StoreRefused
-from storage.paths import check_path, is_path
-from storage.s3_errors import KEYS, REQUEST_ERRORS, in_our_words
-from storage.space import naming_full
-from storage.store import Unfinished
+from cairn.storage.errors import StoreError, StoreRefused
+from cairn.storage.paths import check_path, is_path
+from cairn.storage.s3_errors import KEYS, REQUEST_ERRORS, in_our_words
+from cairn.storage.space import naming_full
+from cairn.storage.store import Unfinished
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def _send_a_creation_once(request: Any, **_: Any) -> None:
 
 
 class S3Store:
-    """See `storage.store.Store`."""
+    """See `cairn.storage.store.Store`."""
 
     def __init__(self, url: str):
         parts = urlsplit(url)

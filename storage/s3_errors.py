@@ -12,7 +12,7 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as NoConnection
 from botocore.parsers import ResponseParserError
 
-from storage.errors import NoSpace, StoreError, StoreRefused
+from cairn.storage.errors import NoSpace, StoreError, StoreRefused
 
 REQUEST_ERRORS = (OSError, BotoCoreError, ClientError, BrokenConnection, ResponseParserError)
 """What s3fs raises."""

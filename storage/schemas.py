@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import pyarrow as pa
 
-from storage.commits import Step
+from cairn.storage.commits import Step
 
 
 class Status(StrEnum):
@@ -61,7 +61,7 @@ ROLLOUT = _schema(
     ("log_probs", _FLOATS),  # of the response tokens under the rollout engine
     ("loss_mask", pa.list_(pa.uint8())),  # 1: trained on, unless the group's max_age in `filter` says otherwise
     ("weight_versions", _IDS),  # that each response token was sampled from
-    ("finish_reason", pa.string()),  # engines.types.FinishReason
+    ("finish_reason", pa.string()),  # cairn.engines.types.FinishReason
     ("status", pa.string()),  # Status
     ("error", pa.string()),
     ("seed", pa.uint64()),

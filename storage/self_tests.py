@@ -3,10 +3,10 @@ the runs: all runs of a store share what one of them found."""
 
 from collections.abc import Callable
 
-from storage import canonical, layout
-from storage.commits import Environment, Record
-from storage.errors import Damaged
-from storage.store import Store
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Environment, Record
+from cairn.storage.errors import Damaged
+from cairn.storage.store import Store
 
 
 class SelfTest(Record):

@@ -7,15 +7,15 @@ from contextlib import suppress
 
 import pyarrow as pa
 
-from storage import layout, tables
-from storage.commits import OutputFile
-from storage.errors import Damaged, Retired, StoreError
-from storage.paths import check_path
-from storage.schemas import SCHEMAS, complete
-from storage.store import Store, StoredFile
+from cairn.storage import layout, tables
+from cairn.storage.commits import OutputFile
+from cairn.storage.errors import Damaged, Retired, StoreError
+from cairn.storage.paths import check_path
+from cairn.storage.schemas import SCHEMAS, complete
+from cairn.storage.store import Store, StoredFile
 
 PARTS = "write_ahead"
-"""Folder within an attempt's, of groups that are finished: see `storage.write_ahead`."""
+"""Folder within an attempt's, of groups that are finished: see `cairn.storage.write_ahead`."""
 
 
 class Attempt:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from storage.errors import NoSpace
+from cairn.storage.errors import NoSpace
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """The system's numbers of a full file system and of a quota that is used up."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from storage.errors import StoreRefused
+from cairn.storage.errors import StoreRefused
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StoredFile:
 
 
 class Store(Protocol):
-    """Paths are relative to the root, with "/" between names (see `storage.paths`).
+    """Paths are relative to the root, with "/" between names (see `cairn.storage.paths`).
 
     Any method raises StoreRefused (credentials, missing bucket, permissions: a new try will not help), its kind NoSpace
     (a new try helps when somebody has freed some) or StoreError (no right answer after bounded retries). A store may be
@@ -122,12 +122,12 @@ def open_store(url: str) -> Store:
     """
     scheme = urlsplit(url).scheme
     if scheme == "s3":
-        from storage.s3 import S3Store  # s3fs takes a second to import
+        from cairn.storage.s3 import S3Store  # s3fs takes a second to import
 
         return S3Store(url)
     if "://" in url:
         raise StoreRefused(f"store {scheme}://… is of an unknown kind; give a folder or s3://bucket/prefix")
-    from storage.local import LocalStore
+    from cairn.storage.local import LocalStore
 
     return LocalStore(url)
 

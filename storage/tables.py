@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.schemas import MEASURED
+from cairn.storage.schemas import MEASURED
 
 _NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
 """Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""

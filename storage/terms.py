@@ -15,11 +15,11 @@ from typing import Any, Self
 
 from pydantic import BaseModel, JsonValue
 
-from configs.recorded import in_todays_words
-from configs.schema.base import RECORDED
-from storage import canonical
-from storage.commits import FORMAT, Record, require_readable
-from storage.version import CodeVersion
+from cairn.configs.recorded import in_todays_words
+from cairn.configs.schema.base import RECORDED
+from cairn.storage import canonical
+from cairn.storage.commits import FORMAT, Record, require_readable
+from cairn.storage.version import CodeVersion
 
 
 class Rules(Record):
@@ -43,7 +43,7 @@ class Terms(Record):
     """Digest of everything read from outside the ledger, such as `data` and `model`. What a name's digest is taken of
     never changes: a version that looks further adds a name, such as `reward.custom_rm_path:modules`."""
     rules: dict[str, Rules] | None = None
-    """By step; None where the format had none (`tasks.rules`)."""
+    """By step; None where the format had none (`cairn.tasks.rules`)."""
     code_version: CodeVersion
 
     @classmethod

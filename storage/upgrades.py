@@ -1,4 +1,4 @@
-"""All terms of a run, from its manifest's to those that the running code commits under. See `storage.terms`."""
+"""All terms of a run, from its manifest's to those that the running code commits under. See `cairn.storage.terms`."""
 
 import itertools
 import threading
@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from storage import canonical, layout
-from storage.errors import Damaged, RunDiffers
-from storage.leases import Lease
-from storage.store import Store
-from storage.terms import Rules, Terms, Upgrade, as_read_now, differences, input_differences, plain
-from storage.version import code_version
+from cairn.storage import canonical, layout
+from cairn.storage.errors import Damaged, RunDiffers
+from cairn.storage.leases import Lease
+from cairn.storage.store import Store
+from cairn.storage.terms import Rules, Terms, Upgrade, as_read_now, differences, input_differences, plain
+from cairn.storage.version import code_version
 
 
 class RunTerms:

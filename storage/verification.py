@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Final, Literal
 
-from storage import canonical, layout
-from storage.commits import Commit, OutputFile, Record
-from storage.errors import Damaged
-from storage.ledger import Ledger
-from storage.snapshots import is_retired
-from storage.store import Store
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Commit, OutputFile, Record
+from cairn.storage.errors import Damaged
+from cairn.storage.ledger import Ledger
+from cairn.storage.snapshots import is_retired
+from cairn.storage.store import Store
 
 _REQUESTS = 8
 _RETIRED: Final = "retired"

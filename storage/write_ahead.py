@@ -27,12 +27,12 @@ from types import TracebackType
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage import layout, tables
-from storage.commits import Step
-from storage.errors import Damaged, StoreError
-from storage.schemas import ROLLOUT, complete
-from storage.snapshots import PARTS, Attempt
-from storage.store import Store
+from cairn.storage import layout, tables
+from cairn.storage.commits import Step
+from cairn.storage.errors import Damaged, StoreError
+from cairn.storage.schemas import ROLLOUT, complete
+from cairn.storage.snapshots import PARTS, Attempt
+from cairn.storage.store import Store
 
 _INPUTS_KEY = b"inputs_digest"
 _READERS = 8

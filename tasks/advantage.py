@@ -7,16 +7,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.training.losses.kl import kl_divergence
-from storage.commits import Commit, Step
-from storage.schemas import ADVANTAGE
-from tasks.advantages import get_estimator
-from tasks.advantages.distillation import distil, reverse_kl
-from tasks.advantages.normalization import normalise
-from tasks.batch import arrays, rows_of_groups, trained_tokens
-from tasks.sample_metrics import sample_metrics
-from tasks.step import Outcome, StepCall, durable
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.losses.kl import kl_divergence
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import ADVANTAGE
+from cairn.tasks.advantages import get_estimator
+from cairn.tasks.advantages.distillation import distil, reverse_kl
+from cairn.tasks.advantages.normalization import normalise
+from cairn.tasks.batch import arrays, rows_of_groups, trained_tokens
+from cairn.tasks.sample_metrics import sample_metrics
+from cairn.tasks.step import Outcome, StepCall, durable
 
 
 @durable(

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
-from engines.types import KeptTokens, TrainBatch
-from storage.commits import Commit, Step
-from storage.schemas import KEPT
-from tasks.context import RunContext
-from tasks.filter import max_ages, trained_groups
-from tasks.versions import token_ages
+from cairn.engines.types import KeptTokens, TrainBatch
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import KEPT
+from cairn.tasks.context import RunContext
+from cairn.tasks.filter import max_ages, trained_groups
+from cairn.tasks.versions import token_ages
 
 
 def trained_shards(run: RunContext, selection: Commit) -> tuple[list[Commit], list[Commit]]:
@@ -98,7 +98,7 @@ def train_batch(
 
 
 def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
-    """What the tokens of each sample were drawn from, as `storage.schemas.KEPT` has it."""
+    """What the tokens of each sample were drawn from, as `cairn.storage.schemas.KEPT` has it."""
     counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
     ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
     ends = np.cumsum([0, *map(len, kept)], dtype=np.int32)

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from storage.commits import Step
-from storage.layout import commit_name
+from cairn.storage.commits import Step
+from cairn.storage.layout import commit_name
 
 if TYPE_CHECKING:
-    from tasks.step import StepCall
+    from cairn.tasks.step import StepCall
 
 _SHOWN = 8
 """Rows that are named; of more it cannot be told which."""

@@ -1,8 +1,8 @@
 """`checkpoint`: a restore point. Data cursor and buffer are its inputs by digest, so one commit holds them all."""
 
-from storage.commits import Commit, Step
-from tasks.recovery import prepare_trainer
-from tasks.step import Outcome, StepCall, durable
+from cairn.storage.commits import Commit, Step
+from cairn.tasks.recovery import prepare_trainer
+from cairn.tasks.step import Outcome, StepCall, durable
 
 
 @durable(Step.CHECKPOINT, reads=("training.optimizer",))

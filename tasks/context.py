@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from configs.loader import from_manifest
-from configs.schema.run import RunConfig
-from storage.commits import Commit, Environment, OutputFile, Step
-from storage.errors import Damaged
-from storage.ledger import Ledger
-from storage.snapshots import read_table
-from tasks.casualties import Casualties
-from tasks.data import Draw, PromptData, draw
-from tasks.events import Message, StepCommitted, StepStarted
-from tasks.retries import RetryTally
-from tasks.rewards.pool import GraderPool
-from tasks.rules import untold
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.errors import Damaged
+from cairn.storage.ledger import Ledger
+from cairn.storage.snapshots import read_table
+from cairn.tasks.casualties import Casualties
+from cairn.tasks.data import Draw, PromptData, draw
+from cairn.tasks.events import Message, StepCommitted, StepStarted
+from cairn.tasks.retries import RetryTally
+from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.rules import untold
 
 if TYPE_CHECKING:
-    from engines.fleet import Fleet
+    from cairn.engines.fleet.fleet import Fleet
 
 TABLE_BYTES_KEPT = 2 << 30
 """Of snapshots that stay in memory after they were written or read, since later steps of the iteration read them again;
@@ -86,7 +86,7 @@ class RunContext:
         self.stopping = threading.Event()
         """Set when the driver ends before its time: no step is to begin, or to be tried again."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()
-        """How often an engine itself failed on a group, by step and request: see tasks.generation."""
+        """How often an engine itself failed on a group, by step and request: see cairn.tasks.generation."""
         self.casualties = Casualties()
         """What engines had before them when they were lost."""
         self.retries = RetryTally(config.retry)

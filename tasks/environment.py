@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from storage.commits import Commit, Environment
-from tasks.context import RunContext
-from tasks.events import Message
+from cairn.storage.commits import Commit, Environment
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import Message
 
 
 def changes(then: Environment, now: Environment) -> Iterator[str]:

@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from configs.schema.evaluation import BenchmarkConfig
-from configs.schema.run import RunConfig
-from engines.fingerprint import combined
-from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
-from storage.commits import Commit, Step
-from storage.schemas import EVAL, GENERATED_EVAL, Status
-from storage.write_ahead import WriteAhead
-from tasks.generation import generate_groups
-from tasks.groups import completion_status
-from tasks.recovery import version_of
-from tasks.reward import given_samples, grade_generated, graded_again
-from tasks.step import Outcome, StepCall, durable
-from tasks.sync import bring_up_to_date
+from cairn.configs.schema.evaluation import BenchmarkConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fingerprint import combined
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import EVAL, GENERATED_EVAL, Status
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.generation import generate_groups
+from cairn.tasks.groups import completion_status
+from cairn.tasks.recovery import version_of
+from cairn.tasks.reward import given_samples, grade_generated, graded_again
+from cairn.tasks.step import Outcome, StepCall, durable
+from cairn.tasks.sync import bring_up_to_date
 
 
 def eval_due(config: RunConfig, iteration: int) -> bool:

@@ -1,9 +1,9 @@
-"""What a step tells while it works. `flows.events` adds what a driver tells about a whole run."""
+"""What a step tells while it works. `cairn.flows.events` adds what a driver tells about a whole run."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from storage.commits import Commit, Step
+from cairn.storage.commits import Commit, Step
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ sample is dropped; the dynamic-sampling filter judges the rest; `rollout_batch_s
 youngest first. A group that was aborted unfinished is judged by nobody: it waits for a later round of rollout, of this
 iteration or the next, that continues it.
 
-The age of a group is that of its newest tokens, in publications (`tasks.versions`). `rollout.max_age` bounds it:
+The age of a group is that of its newest tokens, in publications (`cairn.tasks.versions`). `rollout.max_age` bounds it:
 
 | a kept group that the batch has no room for | becomes of it |
 |---|---|
@@ -25,12 +25,12 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
-from storage.commits import Commit, Step
-from storage.schemas import FILTER, Disposition, Status
-from tasks.context import RunContext
-from tasks.filters import FilterDecision, get_filter
-from tasks.sample_metrics import generated_metrics
-from tasks.step import Outcome, StepCall, durable
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import FILTER, Disposition, Status
+from cairn.tasks.context import RunContext
+from cairn.tasks.filters import FilterDecision, get_filter
+from cairn.tasks.sample_metrics import generated_metrics
+from cairn.tasks.step import Outcome, StepCall, durable
 
 AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for which groups that the filter kept are dropped."""

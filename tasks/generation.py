@@ -9,7 +9,7 @@
 
 Only what the engine says of a prompt counts against it. Anything else leaves the group as it was: the step is tried
 again as often as `retry` says, and then the run ends with the error, to be resumed. Where an engine was lost time after
-time, the error names the prompts that were there each time (`tasks.casualties`).
+time, the error names the prompts that were there each time (`cairn.tasks.casualties`).
 
 All samples of a failed group carry the error and no token: they are graded by nobody, and the filter drops the group
 and asks for another. A suspect whose engine did not fail is a group like any other. So processes, machines and networks
@@ -22,13 +22,13 @@ as they are. Every token must be of the weights that the step wants: an engine t
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
-from engines.types import Completion, FinishReason, GenerateRequest
-from storage.commits import Commit
-from storage.layout import commit_name
-from tasks.recovery import version_of
-from tasks.step import StepCall
-from tasks.sync import bring_up_to_date
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
+from cairn.engines.types import Completion, FinishReason, GenerateRequest
+from cairn.storage.commits import Commit
+from cairn.storage.layout import commit_name
+from cairn.tasks.recovery import version_of
+from cairn.tasks.step import StepCall
+from cairn.tasks.sync import bring_up_to_date
 
 
 class Engine(Protocol):
@@ -37,10 +37,10 @@ class Engine(Protocol):
     name: str
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        """See `engines.rollout.base.RolloutEngine`."""
+        """See `cairn.engines.rollout.base.RolloutEngine`."""
 
     def abort(self) -> None:
-        """See `engines.rollout.base.RolloutEngine`; from the thread that reads the stream."""
+        """See `cairn.engines.rollout.base.RolloutEngine`; from the thread that reads the stream."""
 
 
 TOGETHER = 2

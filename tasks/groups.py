@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from engines.types import Completion, FinishReason, GenerateRequest, KeptTokens, SamplingParams
-from storage.schemas import KEPT, ROLLOUT, Status, rollout_schema
-from tasks.batch import kept_column
-from tasks.context import RunContext
-from tasks.data import DrawnRow
-from tasks.data.prompts import PromptRow
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, KeptTokens, SamplingParams
+from cairn.storage.schemas import KEPT, ROLLOUT, Status, rollout_schema
+from cairn.tasks.batch import kept_column
+from cairn.tasks.context import RunContext
+from cairn.tasks.data import DrawnRow
+from cairn.tasks.data.prompts import PromptRow
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def completion_status(completion: Completion) -> Status:
 
 def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Completion]) -> pa.Table:
     """The rows of a group that an engine generated, or continued. Every token may be trained on as far as the rollout
-    knows; whether it is too old is seen when a batch is made of it (`tasks.batch`)."""
+    knows; whether it is too old is seen when a batch is made of it (`cairn.tasks.batch`)."""
     row, n = group.drawn.row, len(samples)
     schema = rollout_schema(cut=run.records_kept)
     texts = run.tokenizer.batch_decode([s.response_ids.tolist() for s in samples], skip_special_tokens=True)

@@ -16,16 +16,23 @@ import hashlib
 import inspect
 import sysconfig
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from engines.syntax import parsed
-from storage import canonical
-from tasks.plugins import BadPlugin, load_callable, module_of, specs
+from cairn.engines.fleet.syntax import parsed
+from cairn.storage import canonical
+from cairn.tasks.plugins import BadPlugin, load_callable, module_of, specs
 
-_HERE = Path(__file__).resolve().parents[1]
-_OURS = [_HERE / name for name in ("flows", "tasks", "engines", "storage", "configs")]
+_OURS = [
+    Path(folder).resolve()
+    for spec in map(
+        find_spec, ("cairn", *(f"cairn.{room}" for room in ("flows", "tasks", "engines", "storage", "configs")))
+    )
+    if spec is not None
+    for folder in spec.submodule_search_locations or ()
+]
 _INSTALLED = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 

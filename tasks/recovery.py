@@ -7,15 +7,15 @@ anything else                     it is discarded: restarted, restored from the 
                                   are replayed from their snapshots, each checked against its state digest
 """
 
-from configs.schema.run import RunConfig
-from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
-from engines.types import Position, TrainBatch
-from storage.commits import Commit, Step
-from storage.retention import is_retired
-from tasks.batch import train_batch
-from tasks.context import RunContext
-from tasks.events import Message
-from tasks.step import input_digest
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
+from cairn.engines.types import Position, TrainBatch
+from cairn.storage.commits import Commit, Step
+from cairn.storage.retention import is_retired
+from cairn.tasks.batch import train_batch
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import Message
+from cairn.tasks.step import input_digest
 
 
 class ReplayDiverged(Exception):

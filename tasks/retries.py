@@ -17,12 +17,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import get_args
 
-from configs.schema.operations import ErrorClass, RetryConfig
-from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
-from storage.commits import Step
-from storage.errors import NoSpace, StoreError, StoreRefused
-from storage.space import NO_SPACE
-from tasks.rewards.pool import GraderUnavailable
+from cairn.configs.schema.operations import ErrorClass, RetryConfig
+from cairn.engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
+from cairn.storage.commits import Step
+from cairn.storage.errors import NoSpace, StoreError, StoreRefused
+from cairn.storage.space import NO_SPACE
+from cairn.tasks.rewards.pool import GraderUnavailable
 
 Place = tuple[int, Step, str | None]
 """Iteration, step and shard."""

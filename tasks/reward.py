@@ -6,11 +6,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.commits import Commit, Step
-from storage.schemas import REWARD, Status
-from tasks.rewards.pool import Graded, GraderPool
-from tasks.rewards.sample import Sample
-from tasks.step import Outcome, StepCall, durable
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import REWARD, Status
+from cairn.tasks.rewards.pool import Graded, GraderPool
+from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.step import Outcome, StepCall, durable
 
 
 @durable(

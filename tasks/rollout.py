@@ -11,17 +11,17 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engines.types import SamplingParams
-from storage.commits import Commit, Step
-from storage.schemas import Status, rollout_schema
-from storage.write_ahead import WriteAhead
-from tasks.context import RunContext
-from tasks.data import Draw, DrawnRow
-from tasks.filter import GroupPlace, unfinished_groups
-from tasks.generation import generate_groups
-from tasks.groups import Group, fresh_group, group_table, unfinished_group
-from tasks.step import Outcome, StepCall, durable
-from tasks.sync import bring_up_to_date
+from cairn.engines.types import SamplingParams
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import Status, rollout_schema
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.context import RunContext
+from cairn.tasks.data import Draw, DrawnRow
+from cairn.tasks.filter import GroupPlace, unfinished_groups
+from cairn.tasks.generation import generate_groups
+from cairn.tasks.groups import Group, fresh_group, group_table, unfinished_group
+from cairn.tasks.step import Outcome, StepCall, durable
+from cairn.tasks.sync import bring_up_to_date
 
 
 @durable(

@@ -1,16 +1,16 @@
 """What steps read and do, by the version of the code that committed them or began the run.
 
-`storage.terms` keeps with every run what its steps read. Runs of format 2 carry none: theirs are here, for ever.
+`cairn.storage.terms` keeps with every run what its steps read. Runs of format 2 carry none: theirs are here, for ever.
 """
 
 from collections.abc import Mapping
 
-from configs.digest import recorded_digest
-from configs.schema.rollout import RolloutConfig
-from engines.rollout.sglang.kept import kept_problems
-from storage import canonical
-from storage.commits import Step
-from storage.terms import Rules, Terms
+from cairn.configs.digest import recorded_digest
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.rollout.sglang.kept import kept_problems
+from cairn.storage import canonical
+from cairn.storage.commits import Step
+from cairn.storage.terms import Rules, Terms
 
 _FORMAT_2: dict[Step, Rules] = {
     Step.ROLLOUT: Rules(
@@ -139,7 +139,7 @@ def untold(rollout: RolloutConfig, began: int) -> str | None:
 
     Runs of format 2 (`began`: that of the manifest) did not ask for it, and scored over the whole vocabulary. They do
     now, with an engine that says; with another one they go on as they began. A run that begins today is refused there
-    (`flows.validation`), a fork of such a run too.
+    (`cairn.flows.validation`), a fork of such a run too.
     """
     return next(kept_problems(rollout), None) if began == 2 and rollout.engine == "sglang" else None
 

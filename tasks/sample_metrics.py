@@ -1,7 +1,8 @@
 """Metrics of samples: of all that an iteration generated, and of those among them that it trained on.
 
 With a dynamic filter the two part: what is trained on was chosen by its reward, so its mean says little about the
-policy. The filter step tells the first, the advantage step the second, under the same names (see `flows.metrics`).
+policy. The filter step tells the first, the advantage step the second, under the same names (see
+`cairn.flows.metrics`).
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.commits import Commit
-from storage.schemas import Status
-from tasks.context import RunContext
+from cairn.storage.commits import Commit
+from cairn.storage.schemas import Status
+from cairn.tasks.context import RunContext
 
 
 def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[str]) -> dict[str, float]:

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from configs.schema.run import RunConfig
-from engines.types import Role
-from storage.commits import Commit, Step
-from storage.schemas import SCORE
-from tasks.batch import rows_of_groups, train_batch
-from tasks.recovery import prepare_trainer
-from tasks.step import Outcome, StepCall, durable
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types import Role
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import SCORE
+from cairn.tasks.batch import rows_of_groups, train_batch
+from cairn.tasks.recovery import prepare_trainer
+from cairn.tasks.step import Outcome, StepCall, durable
 
 
 def needs_old_log_probs(config: RunConfig) -> bool:

@@ -15,16 +15,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from configs.digest import digest as config_digest
-from configs.schema.run import RunConfig
-from engines.errors import EngineError
-from storage import canonical
-from storage.commits import Commit, Environment, Step
-from storage.errors import Damaged, StoreError
-from storage.self_tests import SelfTest, find_self_test, record_self_test
-from tasks.context import RunContext
-from tasks.events import Message
-from tasks.recovery import committed_batch, prepare_trainer, version_of
+from cairn.configs.digest import digest as config_digest
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError
+from cairn.storage import canonical
+from cairn.storage.commits import Commit, Environment, Step
+from cairn.storage.errors import Damaged, StoreError
+from cairn.storage.self_tests import SelfTest, find_self_test, record_self_test
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import Message
+from cairn.tasks.recovery import committed_batch, prepare_trainer, version_of
 
 OPTIONS = (
     "training.engine",

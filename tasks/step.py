@@ -3,7 +3,7 @@
 A step is a pure function of commits. Calling it looks its commit up in the ledger:
 
     there, same inputs and configuration   -> returned as it is; nothing runs. What a version of the code wrote is
-                                              held against what that version read (`storage.terms`)
+                                              held against what that version read (`cairn.storage.terms`)
     there, other inputs or configuration   -> StaleCommits; the run must not go on
     not there                              -> the body runs, writes files into a fresh attempt folder, and the commit
                                               is created exclusively; whoever loses that race adopts the winner's
@@ -18,18 +18,18 @@ from typing import Any, Concatenate, Generic, ParamSpec
 
 import pyarrow as pa
 
-from configs.digest import digest as config_digest_of
-from configs.schema.run import RunConfig
-from storage import canonical
-from storage.commits import Commit, Environment, OutputFile, Step
-from storage.errors import StaleCommits, StoreError, StoreRefused
-from storage.snapshots import Attempt
-from storage.terms import Rules
-from tasks.context import RunContext
-from tasks.environment import tell_changed_environment
-from tasks.events import StepCommitted, StepStarted
-from tasks.rules import config_digest as recorded_config
-from tasks.rules import external_inputs
+from cairn.configs.digest import digest as config_digest_of
+from cairn.configs.schema.run import RunConfig
+from cairn.storage import canonical
+from cairn.storage.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.errors import StaleCommits, StoreError, StoreRefused
+from cairn.storage.snapshots import Attempt
+from cairn.storage.terms import Rules
+from cairn.tasks.context import RunContext
+from cairn.tasks.environment import tell_changed_environment
+from cairn.tasks.events import StepCommitted, StepStarted
+from cairn.tasks.rules import config_digest as recorded_config
+from cairn.tasks.rules import external_inputs
 
 Args = ParamSpec("Args")
 

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from storage.commits import Step
-from storage.terms import Rules
-from tasks.advantage import advantage
-from tasks.checkpoint import checkpoint
-from tasks.evaluate import evaluate
-from tasks.filter import filter_groups
-from tasks.reward import reward
-from tasks.rollout import rollout
-from tasks.score import score
-from tasks.step import DurableStep
-from tasks.sync import sync
-from tasks.train import train
+from cairn.storage.commits import Step
+from cairn.storage.terms import Rules
+from cairn.tasks.advantage import advantage
+from cairn.tasks.checkpoint import checkpoint
+from cairn.tasks.evaluate import evaluate
+from cairn.tasks.filter import filter_groups
+from cairn.tasks.reward import reward
+from cairn.tasks.rollout import rollout
+from cairn.tasks.score import score
+from cairn.tasks.step import DurableStep
+from cairn.tasks.sync import sync
+from cairn.tasks.train import train
 
 STEPS: dict[Step, DurableStep[Any]] = {
     step.name: step for step in (rollout, reward, filter_groups, score, advantage, train, checkpoint, sync, evaluate)

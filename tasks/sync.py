@@ -2,10 +2,10 @@
 
 import time
 
-from storage.commits import Commit, Step
-from tasks.context import RunContext
-from tasks.recovery import restore_trainer, version_of
-from tasks.step import Outcome, StepCall, durable
+from cairn.storage.commits import Commit, Step
+from cairn.tasks.context import RunContext
+from cairn.tasks.recovery import restore_trainer, version_of
+from cairn.tasks.step import Outcome, StepCall, durable
 
 
 @durable(Step.SYNC, reads=("rollout.num_engines", "rollout.server_groups", "rollout.external_urls"))

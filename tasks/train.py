@@ -5,13 +5,13 @@ that is to be trained now, its result is committed and nothing is trained again.
 back to the committed weights first.
 """
 
-from configs.schema.training import TrainingConfig
-from engines.types import TrainResult
-from storage.commits import Commit, Step
-from tasks.batch import train_batch
-from tasks.events import Message
-from tasks.recovery import current_position, prepare_trainer, version_of
-from tasks.step import Outcome, StepCall, durable
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.types import TrainResult
+from cairn.storage.commits import Commit, Step
+from cairn.tasks.batch import train_batch
+from cairn.tasks.events import Message
+from cairn.tasks.recovery import current_position, prepare_trainer, version_of
+from cairn.tasks.step import Outcome, StepCall, durable
 
 READS = (
     "algorithm",

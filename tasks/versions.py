@@ -7,8 +7,8 @@ and those that are trained on it. In the iteration that samples it, it is 0.
 
 import numpy as np
 
-from configs.loader import from_manifest
-from storage.ledger import Ledger
+from cairn.configs.loader import from_manifest
+from cairn.storage.ledger import Ledger
 
 
 def weight_version_after(ledger: Ledger, iteration: int) -> int:

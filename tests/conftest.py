@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from storage.leases import Lease
+from cairn.storage.leases import Lease
 
 # Ray's workers give way to every other process by default: a test beside them would starve them.
 os.environ.setdefault("RAY_worker_niceness", "0")

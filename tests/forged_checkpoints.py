@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema.run import RunConfig
-from flows import replay, session
-from flows.fork import fork
-from flows.iteration import iteration
-from storage import canonical, layout
-from storage.commits import Step
-from storage.leases import Outcome
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from tasks.recovery import restore_trainer
+from cairn.configs.schema.run import RunConfig
+from cairn.flows import replay, session
+from cairn.flows.fork import fork
+from cairn.flows.iteration import iteration
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Step
+from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.tasks.recovery import restore_trainer
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, write_assets
 
@@ -213,7 +213,7 @@ def _restore_point(forked: Ledger, config: RunConfig) -> None:
 
 
 def convert(store: LocalStore, folder: str, config: RunConfig, target: Path) -> None:
-    from engines.training.megatron.convert import export_checkpoint
+    from cairn.engines.training.megatron.convert import export_checkpoint
 
     export_checkpoint(store, folder, Path(config.model.path), target, dtype="float32", device=torch.device("cpu"))
 

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from configs.schema.run import RunConfig
-from engines.colocation import Turns
-from engines.rollout.transformers import TransformersEngine
-from engines.training.factory import make_engine
-from engines.types import Completion, GenerateRequest
-from storage.commits import Environment
-from storage.store import StoredFile, open_store
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.colocation import Turns
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.factory import make_engine
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.storage.commits import Environment
+from cairn.storage.store import StoredFile, open_store
 
 
 class LocalRollout:
@@ -75,7 +75,7 @@ class LocalTraining:
 
 
 class LocalFleet:
-    """`engines.fleet.Fleet` without actors: its processes cannot die, so nothing here restarts them."""
+    """`cairn.engines.fleet.fleet.Fleet` without actors: its processes cannot die, so nothing here restarts them."""
 
     def __init__(self, config: RunConfig) -> None:
         self.rollout = [LocalRollout(config, index) for index in range(config.rollout.num_engines)]

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.reaper import end_processes_with_files_in
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.reaper import end_processes_with_files_in
 from tests.waiting import wait_for
 
 if TYPE_CHECKING:
-    from engines.cluster import Cluster
+    from cairn.engines.fleet.cluster import Cluster
 
 NUM_CPUS = 16
 """CPUs that the session's cluster offers to reservations, whatever the machine has."""
@@ -29,7 +29,7 @@ _RAY = str(Path(sys.executable).parent / "ray")
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> "Iterator[Cluster]":
-    from engines.cluster import Cluster  # tests without it need not wait for Ray's import
+    from cairn.engines.fleet.cluster import Cluster  # tests without it need not wait for Ray's import
 
     cluster = Cluster.open(None, num_cpus=NUM_CPUS, object_store_memory=512 * 1024**2, timeout=240)
     yield cluster

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from configs.schema.rollout import RolloutConfig
-from engines.rollout.sglang.engine import SGLangEngine
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.rollout.sglang.engine import SGLangEngine
 from tests.waiting import wait_for
 
 START_TIMEOUT = 240.0

@@ -11,24 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.errors import EngineError, EngineTimeout, GenerationFailed
-from engines.types import Completion, GenerateRequest, TrainBatch
-from flows.iteration import iteration, last_selection
-from flows.session import Sources
-from flows.validation import data_problems
-from storage.commits import Commit, Step
-from storage.errors import RunDiffers, StoreError
-from storage.ledger import Ledger
-from storage.schemas import Status
-from storage.snapshots import read_table
-from storage.store import StoredFile, open_store
-from storage.verification import verify
-from tasks.context import RunContext
-from tasks.data import BadData
-from tasks.filter import number, trained_groups
-from tasks.recovery import newest_checkpoint
-from tasks.step import DurableStep
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.types import Completion, GenerateRequest, TrainBatch
+from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.session import Sources
+from cairn.flows.validation import data_problems
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import RunDiffers, StoreError
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import Status
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import StoredFile, open_store
+from cairn.storage.verification import verify
+from cairn.tasks.context import RunContext
+from cairn.tasks.data import BadData
+from cairn.tasks.filter import number, trained_groups
+from cairn.tasks.recovery import newest_checkpoint
+from cairn.tasks.step import DurableStep
 from tests.local_fleet import LocalFleet, LocalRollout
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context, train_digests
 

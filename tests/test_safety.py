@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError
-from configs.loader import parse
-from engines.training.checkpoint import STATE
-from flows.cli.app import say, tell
-from flows.cli.tables import print_status
-from flows.iteration import iteration
-from flows.session import open_run
-from flows.trust import recorded_config, require_trusted
-from flows.views import run_status
-from storage import canonical, layout
-from storage.commits import Commit, Step
-from storage.errors import Damaged, StoreRefused
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.manifest import list_runs
-from storage.s3 import S3Store
-from storage.snapshots import read_bytes
-from storage.store import open_store
-from storage.verification import verify
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import parse
+from cairn.engines.training.checkpoint import STATE
+from cairn.flows.cli.app import say, tell
+from cairn.flows.cli.tables import print_status
+from cairn.flows.iteration import iteration
+from cairn.flows.session import open_run
+from cairn.flows.trust import recorded_config, require_trusted
+from cairn.flows.views import run_status
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import Damaged, StoreRefused
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.manifest import list_runs
+from cairn.storage.s3 import S3Store
+from cairn.storage.snapshots import read_bytes
+from cairn.storage.store import open_store
+from cairn.storage.verification import verify
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 ROOT = Path(__file__).parents[1]

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from configs.schema.run import RunConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.session import environment, input_digests, load_tokenizer, open_graders
+from cairn.storage.commits import Commit
+from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.tasks.context import RunContext
+from cairn.tasks.data import PromptData
+from cairn.tasks.events import Message, StepCommitted, StepStarted
+from cairn.tasks.step import DurableStep
+from cairn.tasks.steps import RULES
 from examples.quickstart.model import build_model, build_tokenizer
-from flows.session import environment, input_digests, load_tokenizer, open_graders
-from storage.commits import Commit
-from storage.leases import Outcome
-from storage.ledger import Ledger
-from storage.store import open_store
-from tasks.context import RunContext
-from tasks.data import PromptData
-from tasks.events import Message, StepCommitted, StepStarted
-from tasks.step import DurableStep
-from tasks.steps import RULES
 from tests.local_fleet import LocalFleet
 
 PROMPTS = [f"Sort the digits {a} {b} {(a * b) % 10} in increasing order." for a in range(6) for b in range(4)]
@@ -141,6 +141,6 @@ def tiny_context(
 
 def train_digests(run: RunContext, iterations: Sequence[int]) -> list[str | None]:
     """State digests of the train steps."""
-    from storage.commits import Step
+    from cairn.storage.commits import Step
 
     return [run.committed(index, Step.TRAIN).state_digest for index in iterations]

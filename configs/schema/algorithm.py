@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from configs.schema.base import Section, is_recorded
+from cairn.configs.schema.base import Section, is_recorded
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from configs.schema.base import Section
-from configs.schema.location import Location
+from cairn.configs.schema.base import Section
+from cairn.configs.schema.location import Location
 
 
 class RowFormat(Section):

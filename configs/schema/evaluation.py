@@ -2,9 +2,9 @@
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from configs.schema.base import Section, is_recorded
-from configs.schema.data import RowFormat
-from configs.schema.location import Location
+from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.data import RowFormat
+from cairn.configs.schema.location import Location
 
 
 class BenchmarkConfig(RowFormat):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from configs.schema.base import Section
+from cairn.configs.schema.base import Section
 
 
 class LoraConfig(Section):

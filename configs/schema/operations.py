@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import Section
+from cairn.configs.schema.base import Section
 
 
 class CheckpointConfig(Section):
@@ -176,7 +176,7 @@ class GraderRetries(Retries):
 
     errors: tuple[str, ...] = ("ConnectionError", "TimeoutError", "Timeout", "TransportError", "APIConnectionError")
     """Names of exception classes, with or without their module, that a new try may mend; subclasses are meant too.
-    `tasks.rewards.TryAgain` always is, and so is an exception with an HTTP status of 408, 429 or 500 to 599."""
+    `cairn.tasks.rewards.TryAgain` always is, and so is an exception with an HTTP status of 408, 429 or 500 to 599."""
 
 
 class RetryConfig(Retries):

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from configs.schema.base import Section
+from cairn.configs.schema.base import Section
 
 
 class RewardConfig(Section):

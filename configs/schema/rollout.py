@@ -4,11 +4,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from configs.schema.base import Section, is_recorded
-from configs.schema.servers import ServerGroup
+from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.servers import ServerGroup
 
 MOST_ITERATIONS = 1_000_000
-"""`storage.layout.LAST_NUMBER` is that of the last."""
+"""`cairn.storage.layout.LAST_NUMBER` is that of the last."""
 
 
 class RolloutConfig(Section):

@@ -2,11 +2,11 @@
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.base import Section, is_recorded
-from configs.schema.data import DataConfig
-from configs.schema.evaluation import EvalConfig
-from configs.schema.operations import (
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.data import DataConfig
+from cairn.configs.schema.evaluation import EvalConfig
+from cairn.configs.schema.operations import (
     CheckpointConfig,
     FleetConfig,
     OperationsConfig,
@@ -14,9 +14,9 @@ from configs.schema.operations import (
     RetryConfig,
     TrackingConfig,
 )
-from configs.schema.reward import RewardConfig
-from configs.schema.rollout import RolloutConfig
-from configs.schema.training import TrainingConfig
+from cairn.configs.schema.reward import RewardConfig
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.training import TrainingConfig
 
 
 class ModelConfig(Section):

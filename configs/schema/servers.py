@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import Section
+from cairn.configs.schema.base import Section
 
 
 class ServerGroup(Section):

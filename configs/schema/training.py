@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import Section
-from configs.schema.lora import LoraConfig
+from cairn.configs.schema.base import Section
+from cairn.configs.schema.lora import LoraConfig
 
 
 class TrainingConfig(Section):

@@ -6,9 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from engines.types import Completion, GenerateRequest
-from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
-from storage.commits import Environment
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from cairn.storage.commits import Environment
 
 
 class RolloutEngine(Protocol):
@@ -60,7 +60,7 @@ class RolloutEngine(Protocol):
         """
 
     def weights_checksum(self) -> str:
-        """`engines.weights.checksum.weights_checksum` of the parameters under their Hugging Face names, tied ones
+        """`cairn.engines.weights.checksum.weights_checksum` of the parameters under their Hugging Face names, tied ones
         once."""
 
     def check_batch_invariance(self) -> bool:
@@ -114,7 +114,7 @@ class DirectReceiver(Protocol):
         """Replace some weights, within an update, by those that the trainer holds on the same GPUs.
 
         Args:
-            handles: see `engines.weights.shared`; one for each tensor-parallel rank.
+            handles: see `cairn.engines.weights.shared`; one for each tensor-parallel rank.
 
         Raises:
             EngineError: no update has begun, or a name is unknown.

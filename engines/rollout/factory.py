@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from configs.schema.rollout import RolloutConfig
-from engines.rollout.base import RolloutEngine
-from engines.rollout.sglang.launch_plan import EnginePlan, Place
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.rollout.base import RolloutEngine
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place
 
 
 def make_engine(
@@ -23,9 +23,9 @@ def make_engine(
     Raises BadModel, and where the engine is a server EngineDied and EngineTimeout.
     """
     if config.engine == "sglang":
-        from engines.rollout.sglang.engine import SGLangEngine
+        from cairn.engines.rollout.sglang.engine import SGLangEngine
 
         return SGLangEngine(model_path, config, device, log, start_timeout, plan, place, call_timeout)
-    from engines.rollout.transformers import TransformersEngine
+    from cairn.engines.rollout.transformers.engine import TransformersEngine
 
     return TransformersEngine(model_path, config, device)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.errors import RequestRefused
-from engines.types import GenerateRequest, SamplingParams
+from cairn.engines.errors import RequestRefused
+from cairn.engines.types import GenerateRequest, SamplingParams
 
 
 def validate_requests(requests: Sequence[GenerateRequest], context_length: int, vocab_size: int) -> None:

@@ -7,9 +7,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from engines.types import Position, Role, TrainBatch, TrainResult
-from storage.commits import Environment
-from storage.store import Store, StoredFile
+from cairn.engines.types import Position, Role, TrainBatch, TrainResult
+from cairn.storage.commits import Environment
+from cairn.storage.store import Store, StoredFile
 
 
 class TrainingEngine(Protocol):
@@ -71,8 +71,8 @@ class TrainingEngine(Protocol):
         """
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
-        """`weights_checksum` (see engines.weights.checksum) of the exported weights, after an engine that holds them in
-        `dtype` has received them."""
+        """`weights_checksum` (see cairn.engines.weights.checksum) of the exported weights, after an engine that holds
+        them in `dtype` has received them."""
 
     def export_hf(self, folder: Path) -> None:
         """Write the weights, config and generation config as a model folder in Hugging Face format, on rank 0."""

@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from engines.training.sharding import copy_part, whole
-from storage.canonical import seal, unseal
-from storage.errors import Damaged
-from storage.store import Store, StoredFile
+from cairn.engines.training.sharding import copy_part, whole
+from cairn.storage.canonical import seal, unseal
+from cairn.storage.errors import Damaged
+from cairn.storage.store import Store, StoredFile
 
 FORMAT = 1
 STATE = "training_state.json"

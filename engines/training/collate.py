@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engines.training.kept import Kept
-from engines.training.losses.aggregate import Weight
-from engines.types import TrainBatch
+from cairn.engines.training.kept import Kept
+from cairn.engines.training.losses.aggregate import Weight
+from cairn.engines.types import TrainBatch
 
 
 @dataclass(frozen=True)

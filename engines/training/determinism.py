@@ -8,14 +8,14 @@
 | `FLASH_ATTENTION_DETERMINISTIC` | FlashAttention as transformers calls it | the same |
 
 Beside them PyTorch is asked for deterministic algorithms, and megatron-core for its `deterministic_mode`. Nothing of it
-is needed on a CPU. Whether it suffices on a machine, `tasks.self_test` tries.
+is needed on a CPU. Whether it suffices on a machine, `cairn.tasks.self_test` tries.
 """
 
 import os
 
 import torch
 
-from configs.schema.training import TrainingConfig
+from cairn.configs.schema.training import TrainingConfig
 
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from engines.training.sharding import local_part
-from engines.weights.checksum import digest, fingerprint
+from cairn.engines.training.sharding import local_part
+from cairn.engines.weights.checksum import digest, fingerprint
 
 
 def state_digest(named_tensors: Iterable[tuple[str, torch.Tensor]], weight_version: int, world_size: int) -> str:

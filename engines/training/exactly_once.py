@@ -9,20 +9,20 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.errors import EngineError, WrongVersion
-from engines.fingerprint import TORCH, engine_environment
-from engines.training.batching import MicroBatch, split_steps
-from engines.training.errors import NotFinite
-from engines.training.losses.aggregate import Weight, token_weights
-from engines.training.losses.metrics import over_steps
-from engines.training.optimizer import learning_rate
-from engines.training.validate import check_batch, check_trainable
-from engines.types import Position, Role, TrainBatch, TrainResult
-from storage.commits import Environment
-from storage.errors import Damaged
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.errors import EngineError, WrongVersion
+from cairn.engines.fingerprint import TORCH, engine_environment
+from cairn.engines.training.batching import MicroBatch, split_steps
+from cairn.engines.training.errors import NotFinite
+from cairn.engines.training.losses.aggregate import Weight, token_weights
+from cairn.engines.training.losses.metrics import over_steps
+from cairn.engines.training.optimizer import learning_rate
+from cairn.engines.training.validate import check_batch, check_trainable
+from cairn.engines.types import Position, Role, TrainBatch, TrainResult
+from cairn.storage.commits import Environment
+from cairn.storage.errors import Damaged
 
 Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
 """(batch, this rank's micro-batches) → [sum of R_i] float32: one number for each response token, sample after sample,
@@ -72,8 +72,8 @@ class Learner(Protocol):
 
 
 class ExactlyOnceEngine(ABC):
-    """The part of a `TrainingEngine` (see engines.training.base for the contract of every method) that does not depend
-    on where models and optimizers live.
+    """The part of a `TrainingEngine` (see cairn.engines.training.base for the contract of every method) that does not
+    depend on where models and optimizers live.
 
     An engine names its learners and scorers by their roles, cuts samples into micro-batches and computes the digest of
     its state. Its own methods ask `_require_ready` or `_require_intact` first.

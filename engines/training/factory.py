@@ -4,23 +4,24 @@ from typing import Any
 
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.training.base import TrainingEngine
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.base import TrainingEngine
 
 
 def make_engine(
     model: ModelConfig, training: TrainingConfig, algorithm: AlgorithmConfig, *, device: str = "cpu", **options: Any
 ) -> TrainingEngine:
-    """Make one rank of it in this process; arguments as in `engines.training.base.TrainingEngine`. Raises BadModel."""
+    """Make one rank of it in this process; arguments as in `cairn.engines.training.base.TrainingEngine`. Raises
+    BadModel."""
     if training.engine == "megatron":
-        from engines.training.megatron.backend import backend_for
+        from cairn.engines.training.megatron.backend import backend_for
 
         backend_for(torch.device(device))  # prepares megatron-core before anything imports it
-        from engines.training.megatron.engine import MegatronEngine
+        from cairn.engines.training.megatron.engine import MegatronEngine
 
         return MegatronEngine(model, training, algorithm, device=device, **options)
-    from engines.training.torch import TorchEngine
+    from cairn.engines.training.torch.engine import TorchEngine
 
     return TorchEngine(model, training, algorithm, device=device, **options)

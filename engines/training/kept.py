@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engines.types import KeptTokens
+from cairn.engines.types import KeptTokens
 
 NEVER = -1e30
 """The logit of what cannot be drawn: finite, so that its product with a probability of 0 is 0."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from configs.schema.training import TrainingConfig
+from cairn.configs.schema.training import TrainingConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of a parameter: running means of its gradient and of the gradient's square."""

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from configs.schema.training import TrainingConfig
-from engines.training.determinism import prepare_environment, prepare_kernels
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.determinism import prepare_environment, prepare_kernels
 
 
 def prepare_process(training: TrainingConfig, device: torch.device) -> None:

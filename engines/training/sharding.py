@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from engines.errors import EngineError
-from engines.training.process import join_process_group
+from cairn.engines.errors import EngineError
+from cairn.engines.training.process import join_process_group
 
 
 def shard_model(model: PreTrainedModel, dtype: torch.dtype, world_size: int, device: torch.device) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.types import TrainBatch
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.types import TrainBatch
 
 PER_TOKEN = (
     "loss_mask",

@@ -6,8 +6,8 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from engines.errors import BadModel
-from engines.models import load_causal_lm, weight_files
+from cairn.engines.errors import BadModel
+from cairn.engines.models import load_causal_lm, weight_files
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 """A value head in a model folder: as transformers names the head of a token classifier."""
@@ -42,7 +42,7 @@ def load_value_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load a critic on the CPU, in evaluation mode; its `logits` are values, one a token.
 
     Raises:
-        BadModel: as `engines.models.load_causal_lm`.
+        BadModel: as `cairn.engines.models.load_causal_lm`.
     """
     model = load_causal_lm(folder, dtype, needs_head=False)
     config = model.config.get_text_config()

@@ -12,12 +12,12 @@ from uuid import uuid4
 
 import ray
 
-from engines.calls import Deadline
-from engines.errors import EngineDied, EngineError
-from engines.handles import CONTROL
-from engines.rollout.handle import RolloutHandle
-from engines.training.handle import TrainingHandle
-from engines.weights.layout import Meeting, Receiver
+from cairn.engines.errors import EngineDied, EngineError
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.handles import CONTROL
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.weights.layout import Meeting, Receiver
 
 Call = tuple[RolloutHandle | TrainingHandle, Any, str]
 """An engine, what its `submit` returned, and the method."""

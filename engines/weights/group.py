@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from engines.errors import EngineError, EngineTimeout
-from engines.weights.layout import Layout
+from cairn.engines.errors import EngineError, EngineTimeout
+from cairn.engines.weights.layout import Layout
 
 LOOK_INTERVAL = 0.0005
 """Seconds between two looks at a broadcast that is under way."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from configs.schema.run import RunConfig
-from engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
 
 _HOLD_ADDRESSES = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "nccl_ub")
 """Megatron's options whose work points into memory that is not to move."""

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from configs.schema.operations import FleetConfig
-from engines.calls import Deadline
-from engines.rollout.handle import RolloutHandle
-from engines.training.handle import TrainingHandle
-from engines.weights.broadcast import send_broadcasts
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.weights.broadcast import send_broadcasts
 
 
 def send_weights(

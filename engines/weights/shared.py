@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing.reductions import reduce_tensor
 
-from storage.space import naming_full
+from cairn.storage.space import naming_full
 
 DEVICE_ARGUMENT = 6
 """Position of the device's index among what a tensor in GPU memory is rebuilt from."""

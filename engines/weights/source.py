@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from engines.errors import EngineError, WrongVersion
-from engines.weights.layout import Layout
-from storage.space import naming_full
+from cairn.engines.errors import EngineError, WrongVersion
+from cairn.engines.weights.layout import Layout
+from cairn.storage.space import naming_full
 
 if TYPE_CHECKING:
     import torch
 
-    from engines.training.base import Sharing, TrainingEngine
-    from engines.weights.buckets import Bucket
-    from engines.weights.group import SendingGroup
+    from cairn.engines.training.base import Sharing, TrainingEngine
+    from cairn.engines.weights.buckets import Bucket
+    from cairn.engines.weights.group import SendingGroup
 
 
 class WeightSource:
@@ -42,7 +42,7 @@ class WeightSource:
 
     def next_bucket(self) -> "tuple[Bucket | None, bool]":
         """On rank 0: the next bucket of weights, and whether there was one."""
-        from engines.weights.buckets import pack
+        from cairn.engines.weights.buckets import pack
 
         named_tensors = next(self._export, None)
         return (None, False) if named_tensors is None else (pack(named_tensors), True)
@@ -60,7 +60,7 @@ class WeightSource:
 
     def open_group(self, name: str, timeout: float) -> tuple[str, int]:
         """On rank 0: open the address at which receivers meet. Returns its host and port."""
-        from engines.weights.group import SendingGroup
+        from cairn.engines.weights.group import SendingGroup
 
         self.leave_group()
         host = ray.util.get_node_ip_address()
@@ -77,7 +77,7 @@ class WeightSource:
 
     def stage_bucket(self, backend: str) -> Layout | None:
         """On rank 0: make the next bucket ready to be broadcast; None if there is none."""
-        from engines.weights.group import flatten
+        from cairn.engines.weights.group import flatten
 
         named_tensors = next(self._export, None)
         if named_tensors is None:
@@ -122,8 +122,8 @@ class WeightSource:
     def share_bucket(self) -> tuple[list[str], bytes] | None:
         """On all ranks: names of the next bucket's weights and a handle on this rank's copy, which lives until the next
         call; None if there is none."""
-        from engines.weights.buckets import in_one_storage
-        from engines.weights.shared import share
+        from cairn.engines.weights.buckets import in_one_storage
+        from cairn.engines.weights.shared import share
 
         self._shared = None
         named_tensors = next(self._export, None)
@@ -150,7 +150,7 @@ class WeightSource:
 
     @property
     def _sharing(self) -> "Sharing":
-        from engines.training.base import Sharing
+        from cairn.engines.training.base import Sharing
 
         engine = self._started
         if not isinstance(engine, Sharing):

@@ -4,16 +4,16 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engines.errors import EngineError
-from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from cairn.engines.errors import EngineError
+from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 
 if TYPE_CHECKING:
-    from engines.rollout.base import DirectReceiver, RolloutEngine
-    from engines.weights.buckets import Bucket
+    from cairn.engines.rollout.base import DirectReceiver, RolloutEngine
+    from cairn.engines.weights.buckets import Bucket
 
 
 class WeightTarget:
-    """The part of the rollout actor that the training engine serves; see engines.rollout.base."""
+    """The part of the rollout actor that the training engine serves; see cairn.engines.rollout.base."""
 
     def get_weight_version(self) -> int | None:
         return self._started.get_weight_version()
@@ -22,7 +22,7 @@ class WeightTarget:
         self._started.begin_weight_update(version)
 
     def update_weights(self, bucket: "Bucket") -> None:
-        from engines.weights.buckets import unpack
+        from cairn.engines.weights.buckets import unpack
 
         self._started.update_weights(unpack(bucket))
 
@@ -58,7 +58,7 @@ class WeightTarget:
 
     @property
     def _receiving(self) -> "DirectReceiver":
-        from engines.rollout.base import DirectReceiver
+        from cairn.engines.rollout.base import DirectReceiver
 
         engine = self._started
         if not isinstance(engine, DirectReceiver):

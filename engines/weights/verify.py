@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.schema.run import RunConfig
-from engines.errors import EngineError
-from engines.rollout.handle import RolloutHandle
-from engines.training.handle import TrainingHandle
-from engines.types import GenerateRequest, SamplingParams, TrainBatch
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.25}
 """Greatest difference of a token's log-probs that rounding explains. In bfloat16 one update's change may be smaller."""

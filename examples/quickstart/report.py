@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from flows.report import reward_curve
-from flows.views import run_status
-from storage.ledger import Ledger
-from storage.store import open_store
+from cairn.flows.report import reward_curve
+from cairn.flows.views import run_status
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
 
 PICTURE = Path("build/quickstart/reward.png")
 

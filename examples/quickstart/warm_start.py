@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.training.torch import TorchEngine
-from engines.types import TrainBatch
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types import TrainBatch
 
 Example = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of the response to it."""

@@ -1,11 +1,11 @@
 """`cairn`: the command line. Importing it is quick: what a command needs is imported when it runs."""
 
-from flows.cli.app import app
-from flows.cli.convert import convert
-from flows.cli.history import diff, fork, replay
-from flows.cli.housekeeping import delete, gc
-from flows.cli.reading import runs, show, status, verify
-from flows.cli.training import resume, train, up, validate
+from cairn.flows.cli.app import app
+from cairn.flows.cli.convert import convert
+from cairn.flows.cli.history import diff, fork, replay
+from cairn.flows.cli.housekeeping import delete, gc
+from cairn.flows.cli.reading import runs, show, status, verify
+from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 

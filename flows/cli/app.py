@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from flows.signals import INTERRUPTED
-from flows.terminal import printable, printable_json
+from cairn.flows.signals import INTERRUPTED
+from cairn.flows.terminal import printable, printable_json
 
 FAILED = 1
 BAD_INPUT = 2
@@ -71,10 +71,10 @@ def cairn() -> None:
 
 def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
-    from configs.errors import ConfigError
-    from engines.errors import BadModel, EngineError, Superseded
-    from engines.training.errors import NotFinite
-    from storage.errors import (
+    from cairn.configs.errors import ConfigError
+    from cairn.engines.errors import BadModel, EngineError, Superseded
+    from cairn.engines.training.errors import NotFinite
+    from cairn.storage.errors import (
         BeingDeleted,
         Damaged,
         LeaseHeld,
@@ -87,12 +87,12 @@ def exit_code(error: Exception) -> int | None:
         StoreError,
         StoreRefused,
     )
-    from storage.space import lacks_space
-    from tasks.data import BadData
-    from tasks.filter import BatchNotFilled
-    from tasks.plugins import BadPlugin
-    from tasks.recovery import ReplayDiverged
-    from tasks.rewards.pool import GraderFailed
+    from cairn.storage.space import lacks_space
+    from cairn.tasks.data import BadData
+    from cairn.tasks.filter import BatchNotFilled
+    from cairn.tasks.plugins import BadPlugin
+    from cairn.tasks.recovery import ReplayDiverged
+    from cairn.tasks.rewards.pool import GraderFailed
 
     refused = (StoreRefused, RunDiffers, LeaseHeld, BeingDeleted, SharedWithForks)
     bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, *refused)
@@ -105,15 +105,15 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, failure):
         return FAILED
     # Not imported for its own sake: it brings Prefect, which takes seconds.
-    server = sys.modules.get("flows.server")
+    server = sys.modules.get("cairn.flows.server")
     return FAILED if server is not None and isinstance(error, server.ServerFailed) else None
 
 
 def describe(error: Exception) -> str:
     """What went wrong, as a person should read it."""
-    from flows.cli.tables import stale_lines
-    from storage.errors import RunDiffers
-    from storage.space import lacks_space
+    from cairn.flows.cli.tables import stale_lines
+    from cairn.storage.errors import RunDiffers
+    from cairn.storage.space import lacks_space
 
     if isinstance(error, OSError) and lacks_space(error):
         return f"no space is left: {error}; free some"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.app import BadInput, tell
+from cairn.flows.cli.app import BadInput, tell
 
 
 def convert(
@@ -31,12 +31,12 @@ def convert(
     """
     import torch
 
-    from configs.schema.algorithm import AlgorithmConfig
-    from configs.schema.run import ModelConfig
-    from configs.schema.training import TrainingConfig
-    from engines.training.factory import make_engine
-    from engines.training.megatron.backend import backend_for
-    from storage.store import open_store
+    from cairn.configs.schema.algorithm import AlgorithmConfig
+    from cairn.configs.schema.run import ModelConfig
+    from cairn.configs.schema.training import TrainingConfig
+    from cairn.engines.training.factory import make_engine
+    from cairn.engines.training.megatron.backend import backend_for
+    from cairn.storage.store import open_store
 
     if target.exists():
         raise BadInput(f"{target} is there already: give the name of a folder to be made")
@@ -53,7 +53,7 @@ def convert(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend_for(device)  # prepares megatron-core before anything imports it
     if model is not None and not from_model:
-        from engines.training.megatron.convert import export_checkpoint
+        from cairn.engines.training.megatron.convert import export_checkpoint
 
         export_checkpoint(open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device)
     else:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
-from flows.cli.reading import open_ledger
-from flows.cli.training import SetOption
-from storage.layout import LAST_NUMBER
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
+from cairn.flows.cli.reading import open_ledger
+from cairn.flows.cli.training import SetOption
+from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
-    from flows.diff import Parting
-    from flows.events import Event
+    from cairn.flows.diff import Parting
+    from cairn.flows.events import Event
 
 _PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d+)")
 
@@ -36,9 +36,9 @@ def fork(
     - `cairn fork quickstart@19 warmer --set rollout.rollout_temperature=1.2` then `cairn resume warmer`
     - `cairn fork quickstart@39 longer --set rollout.num_rollout=80`
     """
-    from flows.diff import differing_options
-    from flows.fork import CannotFork
-    from flows.fork import fork as forked
+    from cairn.flows.diff import differing_options
+    from cairn.flows.fork import CannotFork
+    from cairn.flows.fork import fork as forked
 
     place = _PLACE.fullmatch(origin)
     if place is None:
@@ -82,10 +82,10 @@ def replay(
     - `cairn replay quickstart 12 train` restores the weights before iteration 12 and does its update again
     - `cairn replay quickstart 12 reward.00-000 --json`
     """
-    from flows.replay import NothingToReplay
-    from flows.replay import replay as replayed
-    from storage.commits import Step
-    from tasks.events import Message
+    from cairn.flows.replay import NothingToReplay
+    from cairn.flows.replay import replay as replayed
+    from cairn.storage.commits import Step
+    from cairn.tasks.events import Message
 
     name, _, shard = step.partition(".")
     if name not in list(Step):
@@ -129,7 +129,7 @@ def diff(
     - `cairn diff quickstart warmer`
     - `cairn diff before after --json | jq -r .parts_at`
     """
-    from flows.diff import diff as compared
+    from cairn.flows.diff import diff as compared
 
     found = compared(open_ledger(store, ours), open_ledger(store, theirs))
     if json:

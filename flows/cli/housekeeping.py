@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, tell
-from flows.cli.reading import answering_store, open_ledger
-from flows.cli.tables import print_garbage
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, tell
+from cairn.flows.cli.reading import answering_store, open_ledger
+from cairn.flows.cli.tables import print_garbage
 
 if TYPE_CHECKING:
-    from storage.store import Store
+    from cairn.storage.store import Store
 
 
 def gc(
@@ -30,9 +30,9 @@ def gc(
     - `cairn gc quickstart` shows what would go
     - `cairn gc quickstart --apply`
     """
-    from configs.loader import from_manifest
-    from storage.collector import collect, garbage
-    from storage.retention import due, retire
+    from cairn.configs.loader import from_manifest
+    from cairn.storage.collector import collect, garbage
+    from cairn.storage.retention import due, retire
 
     ledger = open_ledger(store, run)
     keep = from_manifest(ledger.manifest.config).checkpoint
@@ -64,7 +64,7 @@ def delete(
     - `cairn delete quickstart`
     - `cairn delete quickstart --yes-delete quickstart` in scripts
     """
-    from storage.deletion import delete_run
+    from cairn.storage.deletion import delete_run
 
     opened = answering_store(store)
     if yes_delete is None:

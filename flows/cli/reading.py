@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli import tables
-from flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json
-from storage.layout import LAST_NUMBER
+from cairn.flows.cli import tables
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json
+from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
-    from storage.ledger import Ledger
-    from storage.store import Store
+    from cairn.storage.ledger import Ledger
+    from cairn.storage.store import Store
 
 
 def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
@@ -25,7 +25,7 @@ def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
     - `cairn runs`
     - `cairn runs --store s3://bucket/experiments --json`
     """
-    from flows.views import all_runs
+    from cairn.flows.views import all_runs
 
     found = all_runs(answering_store(store))
     if json:
@@ -44,7 +44,7 @@ def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     - `cairn status quickstart`
     - `cairn status quickstart --json | jq -r .state_digest`
     """
-    from flows.views import run_status
+    from cairn.flows.views import run_status
 
     found = run_status(open_ledger(store, run).store, run)
     if json:
@@ -71,7 +71,7 @@ def show(
     - `cairn show quickstart 39 --sample 17`
     - `cairn show quickstart 39 --limit 1000 --json | jq '.[].reward'`
     """
-    from flows.samples import iteration_samples
+    from cairn.flows.samples import iteration_samples
 
     try:
         found = iteration_samples(open_ledger(store, run), iteration)
@@ -96,7 +96,7 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     - `cairn verify quickstart`
     - `cairn verify quickstart --json | jq '.findings'`
     """
-    from storage.verification import verify as verified
+    from cairn.storage.verification import verify as verified
 
     checks = list(tables.with_progress(verified(open_ledger(store, run)), hidden=json))
     findings = [finding for check in checks for finding in check.findings]
@@ -118,7 +118,7 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
 
 def open_ledger(store_url: str, run: str) -> "Ledger":
     """The ledger of a run that exists. Raises BadInput if there is none."""
-    from storage.ledger import Ledger
+    from cairn.storage.ledger import Ledger
 
     try:
         return Ledger.open(answering_store(store_url), run)
@@ -128,7 +128,7 @@ def open_ledger(store_url: str, run: str) -> "Ledger":
 
 def answering_store(url: str) -> "Store":
     """The store, after it has answered: else a wrong endpoint would be waited for as if it were an outage."""
-    from storage.store import open_store
+    from cairn.storage.store import open_store
 
     store = open_store(url)
     store.check()

@@ -4,18 +4,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from flows.cli.app import say
-from flows.terminal import printable
+from cairn.flows.cli.app import say
+from cairn.flows.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flows.samples import SampleView
-    from flows.views import Groups, Retries, RunStatus, Scores
-    from storage.collector import Garbage
-    from storage.retention import Retirement
-    from storage.verification import Verified
-    from tasks.staleness import StaleStep
+    from cairn.flows.samples import SampleView
+    from cairn.flows.views import Groups, Retries, RunStatus, Scores
+    from cairn.storage.collector import Garbage
+    from cairn.storage.retention import Retirement
+    from cairn.storage.verification import Verified
+    from cairn.tasks.stale_commits import StaleStep
 
 _STATE_STYLES = {
     "new": "cyan",
@@ -245,13 +245,13 @@ def _chosen(status: "RunStatus") -> str:
 
 
 def _change(scores: "Scores") -> str:
-    from flows.metrics import spell_score
+    from cairn.flows.metrics import spell_score
 
     return f"{spell_score(scores.first, scores.first_failed, scores.first_graded)} → {_last(scores)}"
 
 
 def _last(scores: "Scores") -> str:
-    from flows.metrics import spell_score
+    from cairn.flows.metrics import spell_score
 
     return spell_score(scores.last, scores.last_failed, scores.last_graded)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.cli.app import (
+from cairn.flows.cli.app import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
@@ -25,12 +25,12 @@ from flows.cli.app import (
     print_json,
     tell,
 )
-from flows.cli.tables import print_summary
-from flows.signals import EXIT_CODE, NOTICES, mind_notices
+from cairn.flows.cli.tables import print_summary
+from cairn.flows.signals import EXIT_CODE, NOTICES, mind_notices
 
 if TYPE_CHECKING:
-    from configs.schema.run import RunConfig
-    from flows.events import Event
+    from cairn.configs.schema.run import RunConfig
+    from cairn.flows.events import Event
 
 RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; configs/recipes/ holds some.")]
 SetOption = Annotated[
@@ -63,7 +63,7 @@ def train(
     - `cairn train my.yaml --store s3://bucket/experiments`
     """
     _mind_signals()
-    from configs.loader import load
+    from cairn.configs.loader import load
 
     config = load(recipe, overrides or [])
     _drive(store, run or recipe.stem, config, takeover, is_new=True)
@@ -81,8 +81,8 @@ def resume(run: RunArgument, takeover: TakeoverOption = False, store: StoreOptio
     - `cairn resume quickstart --takeover` when a hung driver still holds it
     """
     _mind_signals()
-    from configs.loader import from_manifest
-    from flows.cli.reading import open_ledger
+    from cairn.configs.loader import from_manifest
+    from cairn.flows.cli.reading import open_ledger
 
     ledger = open_ledger(store, run)
     _drive(store, run, from_manifest(ledger.manifest.config), takeover, is_new=False)
@@ -101,9 +101,9 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
     """
     import yaml
 
-    from configs.errors import ConfigError
-    from configs.loader import load
-    from flows.validation import data_problems, setup_problems
+    from cairn.configs.errors import ConfigError
+    from cairn.configs.loader import load
+    from cairn.flows.validation import data_problems, setup_problems
 
     try:
         config = load(recipe, overrides or [])
@@ -140,8 +140,8 @@ def up(
     - `cairn up`
     - `cairn up --port 4300`
     """
-    from flows.server import Server, ServerFailed
-    from flows.train import PREFECT_HOME
+    from cairn.flows.server import Server, ServerFailed
+    from cairn.flows.train import PREFECT_HOME
 
     mind_interrupts()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
@@ -164,12 +164,12 @@ def _mind_signals() -> None:
 
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
-    from flows.session import as_recorded, telling_what_is_stale
-    from flows.views import RunState, run_status
-    from storage.commits import Step
-    from storage.layout import check_name
-    from storage.ledger import Ledger
-    from storage.store import open_store, probe
+    from cairn.flows.session import as_recorded, telling_what_is_stale
+    from cairn.flows.views import RunState, run_status
+    from cairn.storage.commits import Step
+    from cairn.storage.layout import check_name
+    from cairn.storage.ledger import Ledger
+    from cairn.storage.store import open_store, probe
 
     try:
         check_name(run, "run")
@@ -192,10 +192,10 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
             return
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
-    from flows.events import RunStarted
-    from flows.preemption import Preempted
-    from flows.progress import Progress
-    from flows.train import start
+    from cairn.flows.events import RunStarted
+    from cairn.flows.preemption import Preempted
+    from cairn.flows.progress import Progress
+    from cairn.flows.train import start
 
     again = f"cairn resume {run}" + ("" if store_url == "." else f" --store {shlex.quote(store_url)}")
     started = False

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tasks.advantages import grpo, ppo
+from cairn.tasks.advantages import grpo, ppo
 
 Estimator = Callable[..., tuple[list[np.ndarray], list[np.ndarray]]]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.algorithm import AlgorithmConfig
 
 EPSILON = 1e-6
 """Added to the standard deviation, as in slime."""
@@ -21,7 +21,7 @@ def estimate(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Every token of a sample gets the sample's normalised reward, as its advantage and as its return.
 
-    Each group is normalised over its own samples, however many there are. See `tasks.advantages` for the shapes.
+    Each group is normalised over its own samples, however many there are. See `cairn.tasks.advantages` for the shapes.
     """
     per_sample = np.concatenate([normalise(rewards, config) for rewards in rewards_per_group])
     advantages = [

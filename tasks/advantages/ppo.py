@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.algorithm import AlgorithmConfig
 
 
 def estimate(
@@ -27,7 +27,7 @@ def estimate(
     values: Sequence[np.ndarray],
     kl: Sequence[np.ndarray] | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """See `tasks.advantages` for the shapes. Rewards are taken as they are, each sample for itself.
+    """See `cairn.tasks.advantages` for the shapes. Rewards are taken as they are, each sample for itself.
 
     Args:
         values: [T_i] of each sample, of the critic before the update.

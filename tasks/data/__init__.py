@@ -1,7 +1,7 @@
 """Prompts: where they are read from, and in which order a run draws them."""
 
-from tasks.data.files import BadData
-from tasks.data.prompts import PromptData, PromptRow
-from tasks.data.stream import Draw, DrawnRow, draw, order
+from cairn.tasks.data.files import BadData
+from cairn.tasks.data.prompts import PromptData, PromptRow
+from cairn.tasks.data.stream import Draw, DrawnRow, draw, order
 
 __all__ = ["BadData", "Draw", "DrawnRow", "PromptData", "PromptRow", "draw", "order"]

@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
-from storage.errors import NoSpace
-from storage.space import naming_full
+from cairn.storage.errors import NoSpace
+from cairn.storage.space import naming_full
 
 Check = Callable[[dict[str, Any], str], object]
 """Looks at one row and raises BadData; the second argument says where the row stands."""

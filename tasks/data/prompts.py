@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from configs.schema.data import RowFormat
-from tasks.data.files import BadData, BadPrompt, RowFile, open_rows
+from cairn.configs.schema.data import RowFormat
+from cairn.tasks.data.files import BadData, BadPrompt, RowFile, open_rows
 
 Messages = list[dict[str, Any]]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.data.files import BadData, BadPrompt
-from tasks.data.prompts import PromptData, PromptRow
+from cairn.tasks.data.files import BadData, BadPrompt
+from cairn.tasks.data.prompts import PromptData, PromptRow
 
 
 @dataclass(frozen=True)

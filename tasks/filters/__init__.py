@@ -4,9 +4,9 @@ import inspect
 
 import numpy as np
 
-from tasks.filters.decision import Filter, FilterDecision
-from tasks.filters.nonzero_std import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
-from tasks.plugins import BadPlugin, deferred, load_callable
+from cairn.tasks.filters.decision import Filter, FilterDecision
+from cairn.tasks.filters.nonzero_std import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
+from cairn.tasks.plugins import BadPlugin, deferred, load_callable
 
 __all__ = ["Filter", "FilterDecision", "get_filter"]
 
@@ -51,7 +51,8 @@ def _own(name: str) -> Filter:
             return FilterDecision(bool(found), None if found else "not_kept")
         if not isinstance(found, FilterDecision):
             raise BadPlugin(
-                f"the filter {name!r} returned {found!r}: let it return true, false or a tasks.filters.FilterDecision"
+                f"the filter {name!r} returned {found!r}: let it return true, false or a "
+                "cairn.tasks.filters.FilterDecision"
             )
         return found
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tasks.filters.decision import FilterDecision
+from cairn.tasks.filters.decision import FilterDecision
 
 MIN_STD = 1e-6
 """As in slime."""

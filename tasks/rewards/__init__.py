@@ -1,11 +1,11 @@
-"""Graders: `grade(response, label, metadata) -> reward` or `grade(sample) -> reward`, one a file. `tasks.rewards.pool`
-runs them.
+"""Graders: `grade(response, label, metadata) -> reward` or `grade(sample) -> reward`, one a file.
+`cairn.tasks.rewards.pool` runs them.
 
-`response` is the text without special tokens; `sample` is a `tasks.rewards.sample.Sample`, which holds all there is. A
-grader returns a number, or a mapping with the number under `reward` and whatever else it wants recorded beside it
+`response` is the text without special tokens; `sample` is a `cairn.tasks.rewards.sample.Sample`, which holds all there
+is. A grader returns a number, or a mapping with the number under `reward` and whatever else it wants recorded beside it
 (JSON values). It raises where it cannot tell: the sample is then marked failed, which is not the same as wrong. Where a
-new try may help it raises `TryAgain`, or one of the errors of `retry.grader.errors`.
-Modules of this package load quickly: each grader process imports the one it needs and nothing of the others.
+new try may help it raises `TryAgain`, or one of the errors of `retry.grader.errors`. Modules of this package load
+quickly: each grader process imports the one it needs and nothing of the others.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.plugins import BadPlugin, deferred, load_callable
+from cairn.tasks.plugins import BadPlugin, deferred, load_callable
 
 if TYPE_CHECKING:
-    from configs.schema.reward import RewardConfig
+    from cairn.configs.schema.reward import RewardConfig
 
 Grader = Callable[..., float | Mapping[str, Any]]
 
@@ -40,11 +40,11 @@ class NamedGrader:
 
     name: str
     path: str
-    """For `tasks.plugins.load_callable`."""
+    """For `cairn.tasks.plugins.load_callable`."""
     version: str
     """Changes whenever the grader's code does."""
     whole_sample: bool = field(default=False, kw_only=True)
-    """It takes a `tasks.rewards.sample.Sample` in place of response, label and metadata."""
+    """It takes a `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
 
 
 def get_grader(config: "RewardConfig") -> NamedGrader:
@@ -63,7 +63,7 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
             f"there is no grader {name!r}: set rm_type to one of {', '.join(BUILT_IN)}, or custom_rm_path to "
             "package.module.function or file.py:function"
         )
-    return NamedGrader(name, f"tasks.rewards.{name}.grade", _version_of_built_in(name), whole_sample=True)
+    return NamedGrader(name, f"cairn.tasks.rewards.{name}.grade", _version_of_built_in(name), whole_sample=True)
 
 
 def grader_version(grader: NamedGrader) -> str:
@@ -72,7 +72,7 @@ def grader_version(grader: NamedGrader) -> str:
 
 
 def _version_of_source(path: str) -> str:
-    from tasks.plugin_sources import source_digest  # a grader process has no need of it
+    from cairn.tasks.plugin_sources import source_digest  # a grader process has no need of it
 
     return source_digest(path)[:16]
 
@@ -80,7 +80,7 @@ def _version_of_source(path: str) -> str:
 def _version_of_built_in(name: str) -> str:
     digest = hashlib.sha256()
     for module in (name, *_SHARED):
-        spec = importlib.util.find_spec(f"tasks.rewards.{module}")
+        spec = importlib.util.find_spec(f"cairn.tasks.rewards.{module}")
         assert spec is not None
         assert spec.origin is not None
         digest.update(Path(spec.origin).read_bytes())
@@ -105,7 +105,7 @@ def _takes_whole_sample(path: str) -> bool:
     if not takes:
         raise BadPlugin(
             f"the grader {path!r} takes {signature}: let it take (response, label, metadata), or one sample of the "
-            "type tasks.rewards.sample.Sample"
+            "type cairn.tasks.rewards.sample.Sample"
         )
     return takes == {1} or (1 in takes and next(iter(signature.parameters)) == "sample")
 

@@ -6,7 +6,7 @@ What a model writes while it thinks is no answer, and neither is a box that the 
 
 import re
 
-from tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 
 _OPEN, _CLOSE = "<think>", "</think>"
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")

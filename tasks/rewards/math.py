@@ -5,7 +5,8 @@ response that was not cut off. What was thought does not count, and a response t
 has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the answer
 in `\boxed{…}`.
 
-Before math-verify sees it, `tasks.rewards.notation` undoes how an answer is written. Where others decide otherwise:
+Before math-verify sees it, `cairn.tasks.rewards.notation` undoes how an answer is written. Where others decide
+otherwise:
 
 | | lm-evaluation-harness (`minerva_math`), verl (`math_dapo`) | slime (`math_utils`) | here |
 |---|---|---|---|
@@ -24,9 +25,9 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from tasks.rewards import notation
-from tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
-from tasks.rewards.sample import Sample
+from cairn.tasks.rewards import notation
+from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
+from cairn.tasks.rewards.sample import Sample
 
 # math-verify warns that its own time limit is off; the pool's deadline stands in for it, and signals would meet it.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -2,7 +2,8 @@
 
 Graders are user code and computer algebra: they hang, leak and crash. Each runs in a fresh Python process that imports
 the grader and nothing of this one (`multiprocessing` would import this process's main module again). And machines kill
-and stop processes at will. What happens to a sample, whose doing each outcome is being said by `tasks.rewards.process`:
+and stop processes at will. What happens to a sample, whose doing each outcome is being said by
+`cairn.tasks.rewards.process`:
 
 | outcome | what becomes of the sample |
 |---|---|
@@ -27,12 +28,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from configs.schema.operations import GraderRetries
-from configs.schema.reward import RewardConfig
-from tasks.rewards import get_grader
-from tasks.rewards.process import Blame, GraderFailed, GraderProcess, GraderUnavailable, Lost
-from tasks.rewards.sample import Sample
-from tasks.rewards.worker import Answer, Whose
+from cairn.configs.schema.operations import GraderRetries
+from cairn.configs.schema.reward import RewardConfig
+from cairn.tasks.rewards import get_grader
+from cairn.tasks.rewards.process import Blame, GraderFailed, GraderProcess, GraderUnavailable, Lost
+from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.worker import Answer, Whose
 
 __all__ = ["Graded", "GraderFailed", "GraderPool", "GraderUnavailable"]
 

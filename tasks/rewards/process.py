@@ -12,7 +12,7 @@ How grading a sample ends, and whose doing that is:
 | is ended from outside: SIGKILL as by the OOM killer, SIGTERM, SIGBUS where memory or disk ran out | the machine's |
 | is stopped, or has got nowhere for `PATIENCE` times `rm_timeout` seconds on the wall clock | the machine's |
 
-Whatever the verdict, one of them is not the end of it: see `tasks.rewards.pool`.
+Whatever the verdict, one of them is not the end of it: see `cairn.tasks.rewards.pool`.
 """
 
 import os
@@ -31,9 +31,9 @@ from typing import Any
 
 import psutil
 
-from tasks.rewards import NamedGrader, grader_version
-from tasks.rewards.clock import OwnTime
-from tasks.rewards.worker import Answer, Whose
+from cairn.tasks.rewards import NamedGrader, grader_version
+from cairn.tasks.rewards.clock import OwnTime
+from cairn.tasks.rewards.worker import Answer, Whose
 
 START_TIMEOUT = 120.0
 """Seconds that a grader process may take to import its grader."""
@@ -201,7 +201,9 @@ class GraderProcess:
     def _launch(self) -> Connection:
         here, there = Pipe()
         arguments = (there.fileno(), os.getpid(), self._grader.path, self._grader.whole_sample, *self._arguments)
-        code = f"import sys; sys.path[:] = {sys.path!r}; from tasks.rewards.worker import main; main(*{arguments!r})"
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from cairn.tasks.rewards.worker import main; main(*{arguments!r})"
+        )
         with self._lock, there:
             if self._stopped:
                 raise GraderFailed(f"the pool of grader {self._grader.name} is closed")

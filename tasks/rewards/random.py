@@ -2,7 +2,7 @@
 
 import hashlib
 
-from tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import Sample
 
 
 def grade(sample: Sample) -> float:

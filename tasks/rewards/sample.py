@@ -26,7 +26,7 @@ class Sample:
     """`stop`: the model ended its response. `length`: it was cut at the longest length allowed, or at the end of the
     context."""
     status: str = "completed"
-    """`completed` or `truncated`: `storage.schemas.Status`."""
+    """`completed` or `truncated`: `cairn.storage.schemas.Status`."""
 
     @property
     def length(self) -> int:

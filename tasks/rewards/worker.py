@@ -19,8 +19,8 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tasks.plugins import load_callable
-from tasks.rewards import Grader, TryAgain
+from cairn.tasks.plugins import load_callable
+from cairn.tasks.rewards import Grader, TryAgain
 
 
 class Whose(StrEnum):

@@ -3,8 +3,8 @@
 import pytest
 
 from bench import bare_loop
-from flows.iteration import iteration
-from storage.commits import Step
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 

@@ -3,11 +3,11 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from bench.ledger import CountingStore, commits_of, config_of, find_the_place
-from flows.views import RunState, run_status
-from storage import layout
-from storage.commits import Commit, Step
-from storage.leases import Outcome
-from storage.ledger import Ledger
+from cairn.flows.views import RunState, run_status
+from cairn.storage import layout
+from cairn.storage.commits import Commit, Step
+from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
 
 ITERATIONS = 405
 """With more evaluations and checkpoints than `MOST`. That pages of a thousand names are few, `tests.storage` proves."""

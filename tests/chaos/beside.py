@@ -12,16 +12,16 @@ import uuid
 from contextlib import redirect_stdout
 from typing import Literal, get_args
 
-from flows.cli.housekeeping import gc
-from flows.fork import fork
-from storage.commits import Step
-from storage.deletion import delete_run
-from storage.errors import LeaseHeld, Retired, SharedWithForks
-from storage.ledger import Ledger
-from storage.manifest import list_runs
-from storage.retention import require_restorable
-from storage.store import Store, open_store
-from storage.verification import verify
+from cairn.flows.cli.housekeeping import gc
+from cairn.flows.fork import fork
+from cairn.storage.commits import Step
+from cairn.storage.deletion import delete_run
+from cairn.storage.errors import LeaseHeld, Retired, SharedWithForks
+from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import list_runs
+from cairn.storage.retention import require_restorable
+from cairn.storage.store import Store, open_store
+from cairn.storage.verification import verify
 
 Command = Literal["gc", "fork", "delete"]
 COMMANDS: tuple[Command, ...] = get_args(Command)

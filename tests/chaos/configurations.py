@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.schema.run import RunConfig
+from cairn.configs.schema.run import RunConfig
 from tests.chaos.runs import chaos_config
 
 Sections = Mapping[str, Mapping[str, Any]]

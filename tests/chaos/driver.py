@@ -12,18 +12,18 @@ from typing import Any
 
 import pyarrow as pa
 
-import tasks.rollout
-from configs.schema.run import RunConfig
-from engines.types import GenerateRequest
-from flows.cli.app import describe, exit_code
-from flows.events import Event, Message
-from flows.preemption import Preempted
-from flows.signals import EXIT_CODE
-from flows.train import start
-from storage.commits import Commit, Step
-from storage.ledger import Ledger
-from storage.write_ahead import WriteAhead
-from tasks.step import StepCall
+import cairn.tasks.rollout
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types import GenerateRequest
+from cairn.flows.cli.app import describe, exit_code
+from cairn.flows.events import Event, Message
+from cairn.flows.preemption import Preempted
+from cairn.flows.signals import EXIT_CODE
+from cairn.flows.train import start
+from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.step import StepCall
 from tests.chaos.faults import Fault, Striker
 
 
@@ -54,7 +54,7 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
 def note_what_is_generated(file: Path) -> None:
     """Append the groups of every call to an engine, and each group once it is finished, that is durable: whoever is
     asked for after that was generated twice."""
-    generate, write = tasks.rollout.generate_groups, WriteAhead._write_part
+    generate, write = cairn.tasks.rollout.generate_groups, WriteAhead._write_part
 
     def note(iteration: int, shard: str | None, **groups: Any) -> None:
         with file.open("a") as noted:
@@ -71,7 +71,7 @@ def note_what_is_generated(file: Path) -> None:
         attempt = log._attempt
         note(attempt.iteration, attempt.shard, finished=sorted(set(table.column("group_id").to_pylist())))
 
-    tasks.rollout.generate_groups = asking
+    cairn.tasks.rollout.generate_groups = asking
     WriteAhead._write_part = writing  # type: ignore[method-assign]
 
 

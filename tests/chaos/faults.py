@@ -45,15 +45,15 @@ from typing import Any, Literal
 import psutil
 import pyarrow as pa
 
-from flows.events import Event
-from flows.train import PREFECT_HOME
-from storage.commits import Commit, Step
-from storage.ledger import Ledger
-from storage.write_ahead import WriteAhead
-from tasks import recovery
-from tasks.context import RunContext
-from tasks.events import StepCommitted, StepStarted
-from tasks.step import DurableStep, Outcome, StepCall
+from cairn.flows.events import Event
+from cairn.flows.train import PREFECT_HOME
+from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks import recovery
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import StepCommitted, StepStarted
+from cairn.tasks.step import DurableStep, Outcome, StepCall
 from tests.chaos.beside import COMMANDS, Command, give
 from tests.faulty_s3 import control
 from tests.waiting import wait_for
@@ -147,7 +147,7 @@ class Striker:
         recovery.newest_checkpoint, recovery.replay = loading, replaying
 
     def __call__(self, event: Event) -> None:
-        """To be given to `flows.train.start`."""
+        """To be given to `cairn.flows.train.start`."""
         if isinstance(event, StepStarted):
             self._strike(event.iteration, event.step, "before")
         elif isinstance(event, StepCommitted) and not event.adopted:
@@ -238,10 +238,10 @@ def processes(driver: psutil.Process, victim: AnyVictim, cluster: psutil.Process
         "training": lambda command, name: command[0].startswith(TRAINING),
         "rank": lambda command, name: command[0].startswith(TRAINING),
         "rollout": lambda command, name: command[0].startswith(ROLLOUT),
-        "grader": lambda command, name: any("tasks.rewards.worker" in word for word in command),
+        "grader": lambda command, name: any("cairn.tasks.rewards.worker" in word for word in command),
         "ray": lambda command, name: name in ("gcs_server", "raylet"),
-        "prefect": lambda command, name: "flows.server" in command,
-        "database": lambda command, name: "flows.server" in command,
+        "prefect": lambda command, name: "cairn.flows.server" in command,
+        "database": lambda command, name: "cairn.flows.server" in command,
         "server": lambda command, name: _is_server(command),
         "scheduler": lambda command, name: command[0].startswith("sglang::scheduler"),
         "stopped": lambda command, name: _is_server(command),

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.chaos.driver", "engines.fleet", "flows.train"])
+_CONTEXT.set_forkserver_preload(["tests.chaos.driver", "cairn.engines.fleet.fleet", "cairn.flows.train"])
 
 
 class ForkedDriver:

@@ -25,18 +25,18 @@ from typing import Any
 
 import psutil
 
-from configs.schema.run import RunConfig
-from flows.cli.housekeeping import gc
-from flows.diff import diff
-from flows.iteration import iteration
-from flows.replay import Replaying
-from flows.session import Sources, open_graders
-from storage import canonical, layout
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.retention import is_retired
-from storage.store import open_store
-from storage.verification import verify
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.cli.housekeeping import gc
+from cairn.flows.diff import diff
+from cairn.flows.iteration import iteration
+from cairn.flows.replay import Replaying
+from cairn.flows.session import Sources, open_graders
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.retention import is_retired
+from cairn.storage.store import open_store
+from cairn.storage.verification import verify
 from tests.chaos.beside import unusable_forks
 from tests.chaos.runs import Disturbed
 from tests.local_fleet import LocalFleet

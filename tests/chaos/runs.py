@@ -16,13 +16,13 @@ from typing import Any
 
 import psutil
 
-from configs.schema.run import RunConfig
-from flows.train import PREFECT_HOME
-from storage.commits import Commit, Step
-from storage.ledger import Ledger
-from storage.retention import is_retired
-from storage.snapshots import read_table
-from storage.store import open_store
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.train import PREFECT_HOME
+from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.retention import is_retired
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import open_store
 from tests.chaos.faults import CLUSTER, Fault, engines_of, mark_of
 from tests.chaos.forked import ForkedDriver
 from tests.machines import Machine

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-import tasks.rollout
-from configs.schema.run import RunConfig
-from flows.iteration import iteration
-from storage.commits import Commit, Step
-from storage.ledger import Ledger
-from storage.retention import retire
-from storage.snapshots import Attempt
-from storage.write_ahead import WriteAhead
-from tasks import recovery
-from tasks.recovery import checkpoint_due
+import cairn.tasks.rollout
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.retention import retire
+from cairn.storage.snapshots import Attempt
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks import recovery
+from cairn.tasks.recovery import checkpoint_due
 from tests.chaos.configurations import write_config
 from tests.chaos.driver import note_what_is_committed, note_what_is_generated
 from tests.chaos.matrix import STEPS
@@ -110,7 +110,7 @@ def drive(store_url: str, config: RunConfig, fleet: LocalFleet | None) -> None:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """For what tests.chaos.driver notes: put back afterwards."""
-    monkeypatch.setattr(tasks.rollout, "generate_groups", tasks.rollout.generate_groups)
+    monkeypatch.setattr(cairn.tasks.rollout, "generate_groups", cairn.tasks.rollout.generate_groups)
     monkeypatch.setattr(WriteAhead, "_write_part", WriteAhead._write_part)
     monkeypatch.setattr(Ledger, "commit", Ledger.commit)
     return monkeypatch

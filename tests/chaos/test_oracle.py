@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.iteration import iteration
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.store import open_store
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
 from tests.chaos import oracle
 from tests.chaos.runs import Disturbed
 from tests.chaos.tally import Tallied, add, read, section

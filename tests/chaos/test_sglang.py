@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.run import RunConfig
-from storage.commits import Step
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.commits import Step
 from tests.chaos.matrix import Driver, Plan, case, execute
 from tests.chaos.oracle import differences
 from tests.chaos.runs import ITERATIONS, Disturbed, chaos_config

@@ -4,9 +4,9 @@ import hashlib
 
 import pytest
 
-from configs.digest import canonical_json, digest
-from configs.loader import parse
-from configs.schema.run import RunConfig
+from cairn.configs.digest import canonical_json, digest
+from cairn.configs.loader import parse
+from cairn.configs.schema.run import RunConfig
 
 
 def config(**sections: dict) -> RunConfig:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.errors import ConfigError
-from configs.loader import from_manifest, in_recorded_words, inherit, load, parse
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest, in_recorded_words, inherit, load, parse
 
 RECIPE = """\
 model: {path: some/model}

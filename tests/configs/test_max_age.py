@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.loader import from_manifest
-from configs.schema.run import RunConfig
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.run import RunConfig
 
 ROLLOUT = {"num_rollout": 2, "rollout_batch_size": 4, "over_sampling_batch_size": 6, "rollout_max_response_len": 8}
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema.rollout import RolloutConfig
-from engines.fingerprint import combined, cpu_model, engine_environment, server_environment
-from engines.rollout.sglang.installation import Installation, SGLangMissing
-from engines.rollout.transformers import TransformersEngine
-from engines.training.torch import TorchEngine
-from storage.commits import Environment
-from storage.version import code_version
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.fingerprint import combined, cpu_model, engine_environment, server_environment
+from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.storage.commits import Environment
+from cairn.storage.version import code_version
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import fleet_config
 
@@ -53,7 +53,7 @@ def test_a_server_on_a_cpu_says_how_mkl_chooses_its_kernels(monkeypatch: pytest.
 
 
 def test_megatron_is_among_what_its_engine_computes_with() -> None:
-    from engines.fingerprint import MEGATRON
+    from cairn.engines.fingerprint import MEGATRON
 
     assert engine_environment("cpu", MEGATRON).versions["megatron-core"] == version("megatron-core")
 

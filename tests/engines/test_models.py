@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from engines.errors import BadModel
-from engines.models import check_model_folder, context_length, eos_token_ids, load_causal_lm
+from cairn.engines.errors import BadModel
+from cairn.engines.models import check_model_folder, context_length, eos_token_ids, load_causal_lm
 
 
 @pytest.fixture

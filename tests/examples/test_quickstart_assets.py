@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.schema.data import RowFormat
+from cairn.configs.schema.data import RowFormat
+from cairn.tasks.data import PromptData, draw
+from cairn.tasks.rewards.exact_match import grade
+from cairn.tasks.rewards.sample import Sample
 from examples.quickstart import build as builder
 from examples.quickstart.task import demonstration, is_held_out, problems
-from tasks.data import PromptData, draw
-from tasks.rewards.exact_match import grade
-from tasks.rewards.sample import Sample
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.loader import load
-from flows.validation import data_problems, setup_problems
+from cairn.configs.loader import load
+from cairn.flows.validation import data_problems, setup_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"

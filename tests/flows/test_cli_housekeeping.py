@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
-from storage import layout
-from storage.commits import Step
-from storage.leases import Outcome
-from storage.ledger import Ledger
-from storage.manifest import Parent
+from cairn.flows.cli import app
+from cairn.storage import layout
+from cairn.storage.commits import Step
+from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import Parent
 from tests.flows import written_runs
 from tests.flows.written_runs import SHARDS, new_run, write_run
 
@@ -126,7 +126,7 @@ def test_delete_is_refused_with_a_sentence(ledger: Ledger) -> None:
 
 
 def test_a_half_deleted_run_is_shown_as_such_and_nothing_goes_on_with_it(ledger: Ledger) -> None:
-    from storage import canonical
+    from cairn.storage import canonical
 
     note = canonical.seal({"run": "toy", "being_deleted_since": 1.0})
     ledger.store.write(layout.run_manifest("toy"), note)

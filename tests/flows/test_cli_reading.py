@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from configs.schema.rollout import MOST_ITERATIONS
-from flows.cli import app
-from storage.layout import LAST_NUMBER
-from storage.leases import Outcome
+from cairn.configs.schema.rollout import MOST_ITERATIONS
+from cairn.flows.cli import app
+from cairn.storage.layout import LAST_NUMBER
+from cairn.storage.leases import Outcome
 from tests.flows.written_runs import new_run, write_iteration, write_run
 
 CAIRN = Path(sys.executable).with_name("cairn")
@@ -192,7 +192,7 @@ def test_every_command_teaches_with_an_example(command: str) -> None:
 
 def test_help_and_the_import_of_the_command_line_are_quick() -> None:
     heavy = "torch", "ray", "prefect", "transformers", "pyarrow", "numpy", "pydantic"
-    code = f"import sys, flows.cli; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, cairn.flows.cli; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout == "[]\n"
     before = _seconds_of_children()
     subprocess.run([CAIRN, "--help"], capture_output=True, check=True, timeout=120)

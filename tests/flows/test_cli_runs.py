@@ -14,12 +14,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
-from flows.session import input_digests
-from flows.validation import load_tokenizer
-from storage.ledger import Ledger
-from storage.store import open_store
-from tasks.data import PromptData
+from cairn.flows.cli import app
+from cairn.flows.session import input_digests
+from cairn.flows.validation import load_tokenizer
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.tasks.data import PromptData
 from tests.background import in_background
 from tests.tiny_run import tiny_config
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from configs.loader import from_manifest
-from flows.divergence import fork_after_divergence, newest_restore_point
-from flows.fork import fork
-from flows.iteration import iteration
-from flows.preemption import Ending
-from flows.train import opened
-from flows.views import run_status
-from storage.commits import Step
-from storage.errors import LeaseLost
-from storage.ledger import Ledger
-from storage.manifest import list_runs
-from storage.store import open_store
-from tasks.events import Message
-from tasks.recovery import ReplayDiverged, restore_trainer
+from cairn.configs.loader import from_manifest
+from cairn.flows.divergence import fork_after_divergence, newest_restore_point
+from cairn.flows.fork import fork
+from cairn.flows.iteration import iteration
+from cairn.flows.preemption import Ending
+from cairn.flows.train import opened
+from cairn.flows.views import run_status
+from cairn.storage.commits import Step
+from cairn.storage.errors import LeaseLost
+from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import list_runs
+from cairn.storage.store import open_store
+from cairn.tasks.events import Message
+from cairn.tasks.recovery import ReplayDiverged, restore_trainer
 from tests.tasks.test_self_test import OtherBitsAfterARestart
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -118,9 +118,9 @@ def test_a_driver_that_has_lost_the_run_forks_nothing(
         with opened(str(tmp_path), "tiny", config, False, lambda event: None, Ending()):
             diverge_too_late()
 
-    monkeypatch.setattr("flows.session.starting_fleet", without_engines)
-    monkeypatch.setattr("flows.session.needs_restore_point", lambda ledger, config: restores)
-    monkeypatch.setattr("flows.session.make_restore_point", diverge_too_late)
+    monkeypatch.setattr("cairn.flows.session.starting_fleet", without_engines)
+    monkeypatch.setattr("cairn.flows.session.needs_restore_point", lambda ledger, config: restores)
+    monkeypatch.setattr("cairn.flows.session.make_restore_point", diverge_too_late)
     with pytest.raises(LeaseLost):
         drive_too_long()
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from engines.rollout.sglang.installation import INTERPRETER, Installation
+from cairn.engines.rollout.sglang.installation import INTERPRETER, Installation
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.fork import fork
-from storage import canonical, layout
-from storage.deletion import delete_run
-from storage.errors import BeingDeleted, Retired, SharedWithForks
-from storage.layout import Kind
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.manifest import list_runs
-from storage.retention import forks
+from cairn.flows.fork import fork
+from cairn.storage import canonical, layout
+from cairn.storage.deletion import delete_run
+from cairn.storage.errors import BeingDeleted, Retired, SharedWithForks
+from cairn.storage.layout import Kind
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.manifest import list_runs
+from cairn.storage.retention import forks
 from tests.flows.test_upgrades import FIXTURES, FORMATS
 
 

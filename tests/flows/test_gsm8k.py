@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from cairn.flows.cli import app
 
 CAIRN = Path(sys.executable).with_name("cairn")
 ROOT = Path(__file__).parents[2]

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError
-from configs.schema.run import RunConfig
-from flows.diff import diff
-from flows.fork import CannotFork, fork
-from flows.iteration import iteration
-from flows.replay import Replaying
-from flows.session import needs_restore_point, total_steps
-from flows.views import benchmark_scores, run_status
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.manifest import Parent
-from storage.store import open_store
-from storage.verification import verify
-from storage.version import CodeVersion
+from cairn.configs.errors import ConfigError
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.diff import diff
+from cairn.flows.fork import CannotFork, fork
+from cairn.flows.iteration import iteration
+from cairn.flows.replay import Replaying
+from cairn.flows.session import needs_restore_point, total_steps
+from cairn.flows.views import benchmark_scores, run_status
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import Parent
+from cairn.storage.store import open_store
+from cairn.storage.verification import verify
+from cairn.storage.version import CodeVersion
 from tests.flows.written_runs import new_run, write_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
@@ -227,9 +227,9 @@ def test_rewards_of_an_earlier_grader_stay_and_replay_says_what_has_changed(
     config = tiny_config(tiny_assets, rollout={"num_rollout": 2, "rollout_batch_size": 2}, reward=reward)
     with tiny_context(store, config) as (run, _):
         iteration(run, DirectSteps(run), 0)
-    for version_of in ("storage.upgrades.code_version", "engines.fingerprint.code_version"):
+    for version_of in ("cairn.storage.upgrades.code_version", "cairn.engines.fingerprint.code_version"):
         monkeypatch.setattr(version_of, lambda: CodeVersion(package="9", commit=None))
-    monkeypatch.setattr("tasks.rewards._version_of_built_in", lambda name: "another")
+    monkeypatch.setattr("cairn.tasks.rewards._version_of_built_in", lambda name: "another")
     with tiny_context(store, config) as (run, events):
         for index in range(2):
             iteration(run, DirectSteps(run), index)

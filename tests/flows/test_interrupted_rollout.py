@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.types import Completion, GenerateRequest
-from flows.cli.tables import print_status
-from flows.iteration import iteration
-from flows.views import Groups, run_status
-from storage.store import open_store
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.flows.cli.tables import print_status
+from cairn.flows.iteration import iteration
+from cairn.flows.views import Groups, run_status
+from cairn.storage.store import open_store
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from configs.loader import parse
-from flows.iteration import iteration
-from flows.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
-from storage.commits import Commit, OutputFile, Step
+from cairn.configs.loader import parse
+from cairn.flows.iteration import iteration
+from cairn.flows.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
+from cairn.storage.commits import Commit, OutputFile, Step
 from tests.flows.written_runs import ENVIRONMENT, RECIPE, config_of, new_run, write_iteration
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -15,17 +15,17 @@ import psutil
 import pytest
 import yaml
 
-from configs.schema.run import RunConfig
-from flows.iteration import iteration
-from flows.orchestration import run_tags
-from flows.server import Server
-from flows.signals import EXIT_CODE
-from flows.train import PREFECT_HOME
-from flows.views import RunState, run_status
-from storage.commits import Step
-from storage.leases import newest_lease
-from storage.ledger import Ledger
-from storage.store import open_store
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.iteration import iteration
+from cairn.flows.orchestration import run_tags
+from cairn.flows.server import Server
+from cairn.flows.signals import EXIT_CODE
+from cairn.flows.train import PREFECT_HOME
+from cairn.flows.views import RunState, run_status
+from cairn.storage.commits import Step
+from cairn.storage.leases import newest_lease
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
 from tests.background import Background, in_background
 from tests.ray_fixtures import drain, ray_head, ray_machine
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
@@ -129,7 +129,7 @@ def servers_of(driver: Background) -> list[psutil.Process]:
 
     def serves(process: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
-            return any("flows.server" in word or "prefect.server" in word for word in process.cmdline())
+            return any("cairn.flows.server" in word or "prefect.server" in word for word in process.cmdline())
         return False
 
     return [process for process in psutil.Process(driver.pid).children(recursive=True) if serves(process)]
@@ -161,7 +161,7 @@ def test_cancel_in_the_drivers_own_prefect_ends_it_when_a_person_started_it(conf
         again.stop()
 
 
-SERVE = "from flows.train import train; train.serve(name='cancelled', print_starting_message=False)"
+SERVE = "from cairn.flows.train import train; train.serve(name='cancelled', print_starting_message=False)"
 
 
 def test_cancel_in_prefect_ends_a_driver_that_prefect_started(

@@ -26,9 +26,9 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import LogSort
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from configs.schema.operations import RetryConfig
-from engines.errors import EngineDied
-from flows.orchestration import (
+from cairn.configs.schema.operations import RetryConfig
+from cairn.engines.errors import EngineDied
+from cairn.flows.orchestration import (
     confirm_cancel,
     current_flow_run,
     driving,
@@ -36,13 +36,13 @@ from flows.orchestration import (
     subflow,
     wait_for_cancel,
 )
-from flows.preemption import Preempted
-from flows.steps import PrefectSteps
-from storage.commits import Step
-from storage.errors import LeaseLost, NoSpace, StoreError, StoreRefused
-from tasks.events import Message
-from tasks.retries import RetryTally
-from tasks.rewards.pool import GraderUnavailable
+from cairn.flows.preemption import Preempted
+from cairn.flows.prefect_steps import PrefectSteps
+from cairn.storage.commits import Step
+from cairn.storage.errors import LeaseLost, NoSpace, StoreError, StoreRefused
+from cairn.tasks.events import Message
+from cairn.tasks.retries import RetryTally
+from cairn.tasks.rewards.pool import GraderUnavailable
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
@@ -53,7 +53,7 @@ from pathlib import Path
 from prefect import flow, get_client, task
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run, task_run
-from flows.orchestration import driving, subflow
+from cairn.flows.orchestration import driving, subflow
 
 @task
 def step(first: bool):
@@ -272,7 +272,7 @@ def test_the_next_driver_of_a_run_marks_what_a_killed_one_left_as_crashed(
 def test_cancel_of_a_flow_run_that_no_runner_started_is_heard_by_its_driver_and_confirmed(
     url: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.orchestration.CANCEL_INTERVAL", 0.05)
+    monkeypatch.setattr("cairn.flows.orchestration.CANCEL_INTERVAL", 0.05)
     found: list[UUID] = []
     over = threading.Event()
 
@@ -325,7 +325,7 @@ def test_a_silenced_console_shows_nothing_and_the_interface_still_has_the_logs(
     code = """
 from prefect import flow
 from prefect.logging import get_run_logger
-from flows.orchestration import silence_console
+from cairn.flows.orchestration import silence_console
 
 @flow
 def failing():

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.types import Completion, GenerateRequest
-from flows.iteration import iteration
-from flows.preemption import SAME_KEY, Ending, Preempted, save
-from flows.session import _releasing
-from flows.signals import EXIT_CODE
-from flows.views import run_status
-from storage.commits import Step
-from storage.errors import StoreError
-from storage.leases import Lease, Outcome, newest_lease
-from storage.ledger import Ledger
-from storage.store import open_store
-from tasks.events import Message
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.flows.iteration import iteration
+from cairn.flows.preemption import SAME_KEY, Ending, Preempted, save
+from cairn.flows.session import _releasing
+from cairn.flows.signals import EXIT_CODE
+from cairn.flows.views import run_status
+from cairn.storage.commits import Step
+from cairn.storage.errors import StoreError
+from cairn.storage.leases import Lease, Outcome, newest_lease
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.tasks.events import Message
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 from tests.waiting import wait_for
@@ -131,11 +131,11 @@ def test_a_store_that_is_away_does_not_hide_what_ended_the_driver(
 
 DRIVER = """
 import signal, sys, time
-from flows.preemption import Preempted, ending_in_order
-from flows.session import _releasing
-from flows.signals import EXIT_CODE
-from storage.leases import Lease
-from storage.store import open_store
+from cairn.flows.preemption import Preempted, ending_in_order
+from cairn.flows.session import _releasing
+from cairn.flows.signals import EXIT_CODE
+from cairn.storage.leases import Lease
+from cairn.storage.store import open_store
 store, grace, then = sys.argv[1:]
 lease = Lease.acquire(open_store(store), "run-1")
 try:

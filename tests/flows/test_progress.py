@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
-from flows.progress import Progress, sparkline
-from storage.commits import Step
-from storage.ledger import Ledger
+from cairn.flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.progress import Progress, sparkline
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_iteration
 
 

@@ -6,12 +6,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from configs.errors import ConfigError
-from flows.events import IterationDone, RunStarted
-from flows.metrics import find_metric
-from flows.tracking import tracked
-from storage.errors import LeaseLost, NoSpace
-from storage.ledger import Ledger
+from cairn.configs.errors import ConfigError
+from cairn.flows.events import IterationDone, RunStarted
+from cairn.flows.metrics import find_metric
+from cairn.flows.tracking import tracked
+from cairn.storage.errors import LeaseLost, NoSpace
+from cairn.storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not
 

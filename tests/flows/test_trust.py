@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from pydantic import Field
 
-from configs.errors import ConfigError
-from configs.schema.base import Section
-from configs.schema.run import RunConfig
-from engines.rollout.sglang.installation import Installation
-from engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED
-from flows import session, trust
-from flows.fork import fork
-from flows.iteration import iteration
-from storage import canonical, layout
-from storage.ledger import Ledger
-from storage.local import LocalStore
+from cairn.configs.errors import ConfigError
+from cairn.configs.schema.base import Section
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.sglang.installation import Installation
+from cairn.engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED
+from cairn.flows import session, trust
+from cairn.flows.fork import fork
+from cairn.flows.iteration import iteration
+from cairn.storage import canonical, layout
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 

@@ -13,29 +13,29 @@ import pytest
 from pydantic import create_model
 from typer.testing import CliRunner
 
-import tasks.steps
-from configs.errors import ConfigError
-from configs.loader import from_manifest
-from configs.schema.data import DataConfig
-from configs.schema.run import RunConfig
-from flows.cli import app
-from flows.diff import diff
-from flows.fork import fork
-from flows.iteration import iteration
-from flows.session import Sources
-from flows.trust import recorded_config
-from flows.validation import setup_problems
-from storage import canonical, layout
-from storage.commits import FORMAT, OLDEST_FORMAT, Commit, Step
-from storage.errors import Damaged, RunDiffers, StaleCommits
-from storage.ledger import Ledger
-from storage.schemas import KEPT, ROLLOUT, SCHEMAS
-from storage.snapshots import read_table
-from storage.store import open_store
-from storage.verification import verify
-from storage.version import CodeVersion
-from tasks.staleness import stale_steps
-from tasks.steps import RULES, STEPS
+import cairn.tasks.steps
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.data import DataConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.cli import app
+from cairn.flows.diff import diff
+from cairn.flows.fork import fork
+from cairn.flows.iteration import iteration
+from cairn.flows.session import Sources
+from cairn.flows.trust import recorded_config
+from cairn.flows.validation import setup_problems
+from cairn.storage import canonical, layout
+from cairn.storage.commits import FORMAT, OLDEST_FORMAT, Commit, Step
+from cairn.storage.errors import Damaged, RunDiffers, StaleCommits
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import KEPT, ROLLOUT, SCHEMAS
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import open_store
+from cairn.storage.verification import verify
+from cairn.storage.version import CodeVersion
+from cairn.tasks.stale_commits import stale_steps
+from cairn.tasks.steps import RULES, STEPS
 from tests.tiny_run import DirectSteps, Events, tiny_context
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "ledgers"
@@ -155,7 +155,7 @@ def test_the_first_commit_of_another_version_records_it_and_reading_does_not(
     assert "1 upgrade to another version" in cairn("verify", "parent", "--store", earlier)
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr("storage.upgrades.code_version", lambda: CodeVersion(package="9", commit=None))
+    monkeypatch.setattr("cairn.storage.upgrades.code_version", lambda: CodeVersion(package="9", commit=None))
     go_on(earlier, "parent")
     assert len(list(folder.iterdir())) == 1  # it had nothing left to commit
 
@@ -171,12 +171,16 @@ def newer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step reads an option more, and an input."""
     for name, step in STEPS.items():
         more = replace(step, reads=(*step.reads, "fleet.colocate"), externals=(*step.externals, "engine"))
-        for module in ("flows.iteration", f"tasks.{step.body.__module__.rpartition('.')[2]}", "tasks.steps"):
+        for module in (
+            "cairn.flows.iteration",
+            f"cairn.tasks.{step.body.__module__.rpartition('.')[2]}",
+            "cairn.tasks.steps",
+        ):
             for attribute, value in vars(__import__(module, fromlist=["_"])).items():
                 if value is step:
                     monkeypatch.setattr(f"{module}.{attribute}", more)
-        monkeypatch.setitem(tasks.steps.STEPS, name, more)
-        monkeypatch.setitem(tasks.steps.RULES, str(name), more.rules)
+        monkeypatch.setitem(cairn.tasks.steps.STEPS, name, more)
+        monkeypatch.setitem(cairn.tasks.steps.RULES, str(name), more.rules)
 
 
 def newer_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +219,7 @@ def test_an_added_option_a_longer_reads_and_an_added_input_make_no_commit_stale(
 def test_columns_that_its_tables_lack_are_null(earlier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wider = ROLLOUT.insert(3, pa.field("admitted_at", pa.int64()))
     monkeypatch.setitem(SCHEMAS, Step.ROLLOUT, wider)
-    for module in ("storage.write_ahead", "tasks.groups"):
+    for module in ("cairn.storage.write_ahead", "cairn.tasks.groups"):
         monkeypatch.setattr(f"{module}.ROLLOUT", wider)
     go_on(earlier, "parent")
     for commit in committed(earlier, "parent"):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from configs.loader import ConfigError, parse
-from configs.schema.run import RunConfig
-from engines.rollout.sglang.installation import INTERPRETER
+from cairn.configs.loader import ConfigError, parse
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.sglang.installation import INTERPRETER
+from cairn.flows.validation import data_problems, setup_problems
 from examples.quickstart.model import build_model, build_tokenizer
-from flows.validation import data_problems, setup_problems
 from tests.engines.training.builders import model_folder
 
 

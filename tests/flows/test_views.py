@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from flows.report import reward_curve
-from flows.samples import iteration_samples
-from flows.views import RunState, RunStatus, all_runs, run_status
-from storage.commits import Step
-from storage.leases import Outcome
-from storage.local import LocalStore
-from storage.store import Store, open_store
+from cairn.flows.report import reward_curve
+from cairn.flows.samples import iteration_samples
+from cairn.flows.views import RunState, RunStatus, all_runs, run_status
+from cairn.storage.commits import Step
+from cairn.storage.leases import Outcome
+from cairn.storage.local import LocalStore
+from cairn.storage.store import Store, open_store
 from tests.flows.written_runs import new_run, write_iteration, write_run
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from configs.loader import parse
-from configs.schema.run import RunConfig
-from storage.commits import Commit, Environment, Step
-from storage.ledger import Ledger
-from storage.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
-from storage.store import Store, open_store
-from tasks.evaluate import eval_due, eval_shard
-from tasks.recovery import checkpoint_due
-from tasks.steps import RULES
+from cairn.configs.loader import parse
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.commits import Commit, Environment, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
+from cairn.storage.store import Store, open_store
+from cairn.tasks.evaluate import eval_due, eval_shard
+from cairn.tasks.recovery import checkpoint_due
+from cairn.tasks.steps import RULES
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"torch": "2.13.0"})
 SHARDS = {"00-000": (0, 1), "00-001": (2,)}

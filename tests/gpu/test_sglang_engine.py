@@ -8,12 +8,12 @@ import pyarrow as pa
 import pytest
 import torch
 
-from configs.schema.run import RunConfig
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.types import Completion, GenerateRequest, SamplingParams
-from flows.iteration import iteration
-from storage.commits import Step
-from storage.schemas import MEASURED
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from cairn.storage.schemas import MEASURED
 from tests.engines.rollout.sglang.test_partial_rollout import Dies, ServedFleet
 from tests.sglang_server import START_TIMEOUT, sglang_config
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

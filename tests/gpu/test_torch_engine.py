@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.weights.checksum import fingerprint, weights_checksum
-from storage.store import open_store
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.weights.checksum import fingerprint, weights_checksum
+from cairn.storage.store import open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 pytestmark = [

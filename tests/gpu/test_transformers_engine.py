@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.rollout.transformers import TransformersEngine
+from cairn.engines.rollout.transformers.engine import TransformersEngine
 from tests.engines.rollout.models import (
     collect,
     configs,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from engines.cluster import Cluster
-from engines.fleet import Fleet
-from engines.weights.buckets import in_one_storage
-from engines.weights.send import send_weights
-from engines.weights.shared import DEVICE_ARGUMENT, share
+from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.weights.buckets import in_one_storage
+from cairn.engines.weights.send import send_weights
+from cairn.engines.weights.shared import DEVICE_ARGUMENT, share
 from tests.engines.training.builders import make_batch, make_engine, model_folder
 from tests.engines.weights.test_transports import ASKED, by, train_once
 from tests.ray_fixtures import fleet_config

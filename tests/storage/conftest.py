@@ -2,7 +2,7 @@
 
 import pytest
 
-from storage.store import Store, open_store
+from cairn.storage.store import Store, open_store
 
 
 @pytest.fixture(params=["local", "s3"])

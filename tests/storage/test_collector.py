@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from storage import layout
-from storage.collector import Reason, collect, garbage
-from storage.commits import Step
-from storage.leases import Outcome
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.s3 import S3Store
-from storage.store import Store, Unfinished
-from storage.verification import verify
-from storage.write_ahead import WriteAhead
+from cairn.storage import layout
+from cairn.storage.collector import Reason, collect, garbage
+from cairn.storage.commits import Step
+from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.s3 import S3Store
+from cairn.storage.store import Store, Unfinished
+from cairn.storage.verification import verify
+from cairn.storage.write_ahead import WriteAhead
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.waiting import wait_for
 

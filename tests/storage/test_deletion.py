@@ -5,16 +5,16 @@ from contextlib import suppress
 
 import pytest
 
-from storage import layout
-from storage.commits import Step
-from storage.deletion import delete_run
-from storage.errors import BeingDeleted, LeaseHeld, LeaseLost, SharedWithForks
-from storage.holders import Holder
-from storage.leases import Outcome, newest_lease
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.manifest import Parent, list_runs
-from storage.store import Store
+from cairn.storage import layout
+from cairn.storage.commits import Step
+from cairn.storage.deletion import delete_run
+from cairn.storage.errors import BeingDeleted, LeaseHeld, LeaseLost, SharedWithForks
+from cairn.storage.holders import Holder
+from cairn.storage.leases import Outcome, newest_lease
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.manifest import Parent, list_runs
+from cairn.storage.store import Store
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
 
@@ -143,7 +143,7 @@ class _SuspendingStore(LocalStore):
 def test_a_deletion_that_was_suspended_anywhere_touches_nothing_of_the_next_run_of_that_name(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.retention._REQUESTS", 1)
+    monkeypatch.setattr("cairn.storage.retention._REQUESTS", 1)
     monkeypatch.setattr(Holder, "is_gone", lambda holder: True)
     moments = 1
     while True:

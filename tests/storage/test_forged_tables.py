@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.commits import OutputFile, Step
-from storage.errors import Damaged
-from storage.ledger import Ledger
-from storage.snapshots import read_table
-from storage.store import open_store
-from storage.write_ahead import WriteAhead
+from cairn.storage.commits import OutputFile, Step
+from cairn.storage.errors import Damaged
+from cairn.storage.ledger import Ledger
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import open_store
+from cairn.storage.write_ahead import WriteAhead
 from tests.storage.builders import CONFIG
 
 

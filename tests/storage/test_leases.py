@@ -13,23 +13,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage import canonical, layout, leases
-from storage.commits import Step
-from storage.errors import LeaseHeld, LeaseLost, StoreError
-from storage.holders import Holder
-from storage.leases import TIME_TO_LIVE, Lease, Outcome, newest_lease
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.store import Store
+from cairn.storage import canonical, layout, leases
+from cairn.storage.commits import Step
+from cairn.storage.errors import LeaseHeld, LeaseLost, StoreError
+from cairn.storage.holders import Holder
+from cairn.storage.leases import TIME_TO_LIVE, Lease, Outcome, newest_lease
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.store import Store
 from tests.waiting import wait_for
 
 _DRIVER = """
 import sys, time
 sys.path.insert(0, {root!r})
-from storage.errors import LeaseLost
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.store import open_store
+from cairn.storage.errors import LeaseLost
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
 from tests.storage.builders import commit_step
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
 print(ledger.acquire().epoch, flush=True)
@@ -172,7 +172,9 @@ def test_a_process_with_the_number_of_a_dead_one_is_not_taken_for_it() -> None:
 
 
 def test_a_holder_is_not_dead_to_who_counts_time_otherwise() -> None:
-    look = "import sys; from storage.holders import Holder; print(Holder.model_validate_json(sys.argv[1]).is_gone())"
+    look = (
+        "import sys; from cairn.storage.holders import Holder; print(Holder.model_validate_json(sys.argv[1]).is_gone())"
+    )
     elsewhere = ["unshare", "--user", "--map-root-user", "--time", "--boottime", "1000", "--fork"]
     if subprocess.run([*elsewhere, "true"], check=False, capture_output=True).returncode:
         pytest.skip("no time namespace can be made here")

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from storage import layout
-from storage.commits import Commit, Step
-from storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers
-from storage.leases import Outcome
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.manifest import Parent, list_runs
-from storage.snapshots import read_table
-from storage.store import Store
+from cairn.storage import layout
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import Damaged, LeaseHeld, LeaseLost, RunDiffers
+from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.manifest import Parent, list_runs
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import Store
 from tests.storage.builders import CONFIG, ENVIRONMENT, commit_step, rollout_table
 
 
@@ -221,7 +221,7 @@ class _ShortPages(LocalStore):
 def test_the_newest_iteration_of_a_long_run_is_found_in_few_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
 ) -> None:
-    monkeypatch.setattr("storage.iterations._PAGE", 3)
+    monkeypatch.setattr("cairn.storage.iterations._PAGE", 3)
     store = _ShortPages(str(tmp_path))
     for iteration in range(iterations):
         path = tmp_path / layout.commit("run-1", iteration, Step.TRAIN)

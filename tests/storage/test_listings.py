@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.operations import CheckpointConfig
-from storage import layout
-from storage.collector import Reason, collect, garbage
-from storage.commits import Step
-from storage.deletion import delete_run
-from storage.errors import LeaseHeld
-from storage.leases import Lease, Outcome, newest_lease
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.manifest import list_runs
-from storage.retention import forks, retire, retired
-from storage.s3 import S3Store
-from storage.store import Store
-from storage.verification import verify
-from storage.write_ahead import WriteAhead, waiting_groups
+from cairn.configs.schema.operations import CheckpointConfig
+from cairn.storage import layout
+from cairn.storage.collector import Reason, collect, garbage
+from cairn.storage.commits import Step
+from cairn.storage.deletion import delete_run
+from cairn.storage.errors import LeaseHeld
+from cairn.storage.leases import Lease, Outcome, newest_lease
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.manifest import list_runs
+from cairn.storage.retention import forks, retire, retired
+from cairn.storage.s3 import S3Store
+from cairn.storage.store import Store
+from cairn.storage.verification import verify
+from cairn.storage.write_ahead import WriteAhead, waiting_groups
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.storage.test_retention import _eleven_iterations, _iteration
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import StoreError, StoreRefused
-from storage.local import LocalStore
-from storage.store import open_store, probe
+from cairn.storage.errors import StoreError, StoreRefused
+from cairn.storage.local import LocalStore
+from cairn.storage.store import open_store, probe
 from tests.small_disk import small_disk, why_not
 from tests.waiting import wait_for
 
@@ -58,7 +58,7 @@ def test_a_folder_that_may_not_be_written_is_refused() -> None:
         # Root may write anywhere, so the probing process becomes somebody else.
         code = f"""
 import os
-from storage.store import open_store, probe
+from cairn.storage.store import open_store, probe
 store = open_store({folder!r})
 if os.geteuid() == 0:
     os.setgroups([]); os.setgid(65534); os.setuid(65534)
@@ -85,7 +85,7 @@ def test_an_unknown_kind_of_store_is_refused() -> None:
 
 _WRITER = """
 import sys
-from storage.store import open_store
+from cairn.storage.store import open_store
 store = open_store(sys.argv[1])
 print("ready", flush=True)
 for number in range(10**9):
@@ -124,7 +124,7 @@ def test_a_temporary_file_that_someone_removes_is_an_error_that_a_new_try_mends(
             file.unlink()
 
     for method in ("_write_synced", "_copy_synced"):
-        monkeypatch.setattr(f"storage.local.{method}", lose)
+        monkeypatch.setattr(f"cairn.storage.local.{method}", lose)
     for write in (
         lambda: store.write("file", b"x"),
         lambda: store.create("file", b"x"),

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.operations import CheckpointConfig
-from storage import layout
-from storage.collector import Reason, collect, garbage
-from storage.commits import Commit, Step
-from storage.errors import Damaged, LeaseLost, Retired
-from storage.layout import Kind
-from storage.ledger import Ledger
-from storage.local import LocalStore
-from storage.manifest import Parent
-from storage.retention import candidates, is_retired, require_restorable, retire, retired
-from storage.snapshots import read_table
-from storage.store import Store
-from storage.verification import verify
+from cairn.configs.schema.operations import CheckpointConfig
+from cairn.storage import layout
+from cairn.storage.collector import Reason, collect, garbage
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import Damaged, LeaseLost, Retired
+from cairn.storage.layout import Kind
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.manifest import Parent
+from cairn.storage.retention import candidates, is_retired, require_restorable, retire, retired
+from cairn.storage.snapshots import read_table
+from cairn.storage.store import Store
+from cairn.storage.verification import verify
 from tests.flows.written_runs import filter_table
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
@@ -292,7 +292,7 @@ class _TakenOver(LocalStore):
 def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.retention._REQUESTS", 1)
+    monkeypatch.setattr("cairn.storage.retention._REQUESTS", 1)
     whole = tmp_path_factory.mktemp("whole")
     _eleven_iterations(LocalStore(str(whole)))
     moments = 0

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from storage import layout, s3
-from storage.commits import Step
-from storage.errors import LeaseLost, StoreError, StoreRefused
-from storage.ledger import Ledger
-from storage.s3 import S3Store
-from storage.store import open_store, probe
+from cairn.storage import layout, s3
+from cairn.storage.commits import Step
+from cairn.storage.errors import LeaseLost, StoreError, StoreRefused
+from cairn.storage.ledger import Ledger
+from cairn.storage.s3 import S3Store
+from cairn.storage.store import open_store, probe
 from tests.faulty_s3 import Fault, FaultyProxy, faulty_proxy, proxy_process
 from tests.s3 import S3Server, moto_server, use_server
 from tests.storage.builders import commit_step

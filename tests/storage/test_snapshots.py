@@ -11,15 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage import layout
-from storage.commits import Step
-from storage.errors import Damaged, StoreError
-from storage.ledger import Ledger
-from storage.schemas import ADVANTAGE, ROLLOUT
-from storage.snapshots import Attempt, read_table
-from storage.store import Store, StoredFile, open_store
-from storage.tables import to_parquet
-from storage.write_ahead import WriteAhead
+from cairn.storage import layout
+from cairn.storage.commits import Step
+from cairn.storage.errors import Damaged, StoreError
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import ADVANTAGE, ROLLOUT
+from cairn.storage.snapshots import Attempt, read_table
+from cairn.storage.store import Store, StoredFile, open_store
+from cairn.storage.tables import to_parquet
+from cairn.storage.write_ahead import WriteAhead
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.waiting import wait_for
 
@@ -218,10 +218,10 @@ def test_what_broke_the_work_off_is_raised_and_an_error_of_the_background_writer
 _GENERATE = """
 import sys, time
 sys.path.insert(0, {root!r})
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.write_ahead import WriteAhead
-from storage.store import open_store
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.write_ahead import WriteAhead
+from cairn.storage.store import open_store
 from tests.storage.builders import rollout_table
 ledger = Ledger.open(open_store(sys.argv[1]), "run-1")
 ledger.acquire()

@@ -1,4 +1,4 @@
-"""The promises of `storage.store.Store`, on every kind of store."""
+"""The promises of `cairn.storage.store.Store`, on every kind of store."""
 
 import hashlib
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import NoSpace
-from storage.store import Store, open_store, probe
+from cairn.storage.errors import NoSpace
+from cairn.storage.store import Store, open_store, probe
 from tests.small_disk import small_disk, why_not
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from storage import canonical, layout
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.store import Store
-from storage.verification import Fault, Finding, verify
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import Store
+from cairn.storage.verification import Fault, Finding, verify
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
 

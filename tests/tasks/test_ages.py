@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema.run import RunConfig
-from flows.iteration import iteration, last_selection
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.manifest import Parent
-from storage.schemas import Disposition
-from tasks.context import RunContext
-from tasks.filter import Group, fill_batch, number, trained_groups
-from tasks.recovery import restore_trainer
-from tasks.versions import sampled_from, token_ages, weight_version_after
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.iteration import iteration, last_selection
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import Parent
+from cairn.storage.schemas import Disposition
+from cairn.tasks.context import RunContext
+from cairn.tasks.filter import Group, fill_batch, number, trained_groups
+from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.versions import sampled_from, token_ages, weight_version_after
 from tests.flows.written_runs import new_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
@@ -97,7 +97,7 @@ def test_a_buffer_that_no_bound_was_set_for_is_used_once_as_it_was_left(
     config = over_sampling(tiny_assets, tmp_path, [4], over_sampling_batch_size=4)
     with tiny_context(str(tmp_path), config) as (run, _):
         with monkeypatch.context() as unbounded:
-            unbounded.setattr("configs.schema.rollout.RolloutConfig.oldest_trained", 9)
+            unbounded.setattr("cairn.configs.schema.rollout.RolloutConfig.oldest_trained", 9)
             go(run, 1)
         selection = last_selection(run, 0)
         values = {name: value for name, value in selection.values.items() if name != "max_age"}
@@ -120,7 +120,7 @@ def test_a_train_step_is_replayed_with_the_bound_that_its_batch_was_cut_with(
         go(run, 2)
         digests = train_digests(run, range(2))
     with tiny_context(str(tmp_path), config) as (run, _):
-        monkeypatch.setattr("configs.schema.rollout.RolloutConfig.oldest_trained", 0)
+        monkeypatch.setattr("cairn.configs.schema.rollout.RolloutConfig.oldest_trained", 0)
         restore_trainer(run, run.committed(1, Step.TRAIN))  # raises where a digest differs
         assert train_digests(run, range(2)) == digests
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.cluster import Cluster
-from engines.errors import EngineError
-from engines.fleet import Fleet
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.fleet import Fleet
 from tests.tasks.test_iteration import run_iterations
 from tests.tiny_run import tiny_config
 

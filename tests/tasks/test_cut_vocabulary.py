@@ -6,15 +6,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.types import KeptTokens
-from flows.iteration import iteration, last_selection
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.schemas import KEPT, ROLLOUT, rollout_schema
-from storage.store import open_store
-from storage.write_ahead import WriteAhead
-from tasks.batch import kept_column, kept_tokens, train_batch
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types import KeptTokens
+from cairn.flows.iteration import iteration, last_selection
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import KEPT, ROLLOUT, rollout_schema
+from cairn.storage.store import open_store
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.batch import kept_column, kept_tokens, train_batch
 from tests.storage.builders import rollout_table
 from tests.tasks.test_partial_rollout import PARTIAL
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

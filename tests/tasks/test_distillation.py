@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.tasks.batch import arrays
+from cairn.tasks.stale_commits import stale_steps
 from examples.quickstart.model import build_model
-from flows.iteration import iteration
-from storage.commits import Step
-from storage.ledger import Ledger
-from storage.store import open_store
-from tasks.batch import arrays
-from tasks.staleness import stale_steps
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 COEF = 0.3

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
-from engines.types import Completion, FinishReason, GenerateRequest
-from flows.iteration import iteration
-from storage.commits import Step
-from storage.schemas import Status
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.types import Completion, FinishReason, GenerateRequest
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from cairn.storage.schemas import Status
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

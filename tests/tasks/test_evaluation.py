@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from configs.schema.run import RunConfig
-from engines.types import Completion, GenerateRequest
-from flows.events import IterationDone
-from flows.metrics import eval_metrics
-from flows.progress import Progress
-from flows.views import benchmark_scores, run_status
-from storage import layout
-from storage.collector import collect, garbage
-from tasks.evaluate import eval_seed, evaluate, scores
-from tasks.groups import sample_seed
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.flows.events import IterationDone
+from cairn.flows.metrics import eval_metrics
+from cairn.flows.progress import Progress
+from cairn.flows.views import benchmark_scores, run_status
+from cairn.storage import layout
+from cairn.storage.collector import collect, garbage
+from cairn.tasks.evaluate import eval_seed, evaluate, scores
+from cairn.tasks.groups import sample_seed
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import tiny_config, tiny_context
 

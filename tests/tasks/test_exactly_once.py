@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from configs.schema.run import RunConfig
-from engines.errors import EngineDied, EngineTimeout
-from flows.iteration import iteration
-from storage.commits import Commit, Step
-from storage.errors import StoreError
-from tasks.context import RunContext
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineDied, EngineTimeout
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import StoreError
+from cairn.tasks.context import RunContext
 from tests.local_fleet import LocalFleet
 from tests.tasks.test_iteration import run_iterations
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

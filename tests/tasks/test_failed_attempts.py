@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from engines.errors import EngineDied
-from flows.iteration import iteration
-from storage import layout
-from storage.commits import Step
-from storage.errors import NoSpace, StoreError
+from cairn.engines.errors import EngineDied
+from cairn.flows.iteration import iteration
+from cairn.storage import layout
+from cairn.storage.commits import Step
+from cairn.storage.errors import NoSpace, StoreError
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.schema.run import RunConfig
-from flows.iteration import iteration, last_selection
-from storage.commits import Step
-from storage.errors import Damaged
-from storage.schemas import Disposition
-from tasks.batch import arrays
-from tasks.context import RunContext
-from tasks.filter import BatchNotFilled, trained_groups
-from tasks.recovery import ReplayDiverged, restore_trainer
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.iteration import iteration, last_selection
+from cairn.storage.commits import Step
+from cairn.storage.errors import Damaged
+from cairn.storage.schemas import Disposition
+from cairn.tasks.batch import arrays
+from cairn.tasks.context import RunContext
+from cairn.tasks.filter import BatchNotFilled, trained_groups
+from cairn.tasks.recovery import ReplayDiverged, restore_trainer
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.schema.run import RunConfig
-from engines.errors import EngineError
-from engines.types import Completion, GenerateRequest
-from flows.iteration import iteration, last_selection
-from flows.samples import iteration_samples
-from storage.commits import Commit, Step
-from storage.schemas import Disposition
-from storage.verification import verify
-from tasks.batch import rows_of_groups, train_batch, trained_shards
-from tasks.context import RunContext
-from tasks.filter import number, trained_groups, unfinished_groups
-from tasks.groups import sample_seed
-from tasks.recovery import restore_trainer
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.samples import iteration_samples
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import Disposition
+from cairn.storage.verification import verify
+from cairn.tasks.batch import rows_of_groups, train_batch, trained_shards
+from cairn.tasks.context import RunContext
+from cairn.tasks.filter import number, trained_groups, unfinished_groups
+from cairn.tasks.groups import sample_seed
+from cairn.tasks.recovery import restore_trainer
 from tests.local_fleet import LocalFleet, LocalRollout
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from configs.options import LIST_ITEM, options
-from configs.schema.run import RunConfig
-from storage.commits import Step
-from tasks.steps import STEPS
+from cairn.configs.options import LIST_ITEM, options
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.commits import Step
+from cairn.tasks.steps import STEPS
 
 UNREAD = {
     "model.": "the inputs carry the digests of the folders themselves",

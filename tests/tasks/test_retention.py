@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from flows.iteration import iteration
-from flows.train import remove_old_files
-from storage.verification import verify
-from tasks.context import RunContext
-from tasks.recovery import newest_checkpoint
+from cairn.flows.iteration import iteration
+from cairn.flows.train import remove_old_files
+from cairn.storage.verification import verify
+from cairn.tasks.context import RunContext
+from cairn.tasks.recovery import newest_checkpoint
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 7

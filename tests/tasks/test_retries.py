@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.operations import GraderRetries, RetryConfig, RetryRule
-from configs.schema.run import RunConfig
-from engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout, GenerationFailed
-from flows.cli.tables import print_status
-from flows.iteration import iteration
-from flows.metrics import find_metric, iteration_metrics
-from flows.views import run_status
-from storage.commits import Step
-from storage.errors import NoSpace, StoreError, StoreRefused
-from storage.store import open_store
-from tasks.retries import RetryTally, error_class
-from tasks.rewards.pool import GraderFailed, GraderUnavailable
+from cairn.configs.schema.operations import GraderRetries, RetryConfig, RetryRule
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout, GenerationFailed
+from cairn.flows.cli.tables import print_status
+from cairn.flows.iteration import iteration
+from cairn.flows.metrics import find_metric, iteration_metrics
+from cairn.flows.views import run_status
+from cairn.storage.commits import Step
+from cairn.storage.errors import NoSpace, StoreError, StoreRefused
+from cairn.storage.store import open_store
+from cairn.tasks.retries import RetryTally, error_class
+from cairn.tasks.rewards.pool import GraderFailed, GraderUnavailable
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 PLACE = (3, Step.ROLLOUT, "00-000")

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.iteration import iteration, last_selection
-from flows.metrics import iteration_metrics
-from flows.report import reward_curve
-from flows.views import run_status
-from storage.commits import Step
-from tasks.filter import number, unfinished_groups
-from tasks.sample_metrics import sample_metrics
+from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.metrics import iteration_metrics
+from cairn.flows.report import reward_curve
+from cairn.flows.views import run_status
+from cairn.storage.commits import Step
+from cairn.tasks.filter import number, unfinished_groups
+from cairn.tasks.sample_metrics import sample_metrics
 from tests.tasks.test_partial_rollout import partial_config
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines.errors import EngineDied
-from flows.iteration import iteration
-from flows.preemption import save
-from flows.views import run_status
-from storage.collector import garbage
-from storage.commits import Step
-from storage.errors import LeaseLost, NoSpace
-from storage.ledger import Ledger
-from storage.self_tests import find_self_test
-from storage.store import open_store
-from tasks.self_test import fingerprint, self_test_once
+from cairn.engines.errors import EngineDied
+from cairn.flows.iteration import iteration
+from cairn.flows.preemption import save
+from cairn.flows.views import run_status
+from cairn.storage.collector import garbage
+from cairn.storage.commits import Step
+from cairn.storage.errors import LeaseLost, NoSpace
+from cairn.storage.ledger import Ledger
+from cairn.storage.self_tests import find_self_test
+from cairn.storage.store import open_store
+from cairn.tasks.self_test import fingerprint, self_test_once
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from configs.schema.run import RunConfig
-from configs.schema.servers import ServerGroup
-from flows.iteration import iteration
-from storage.errors import RunDiffers, StaleCommits
-from storage.ledger import Ledger
-from storage.store import open_store
-from tasks.staleness import stale_steps
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.schema.servers import ServerGroup
+from cairn.flows.iteration import iteration
+from cairn.storage.errors import RunDiffers, StaleCommits
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.tasks.stale_commits import stale_steps
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 

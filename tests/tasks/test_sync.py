@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from configs.schema.operations import RetryConfig
-from engines.errors import EngineDied
-from tasks.context import RunContext, WeightsLock
-from tasks.sync import bring_up_to_date
+from cairn.configs.schema.operations import RetryConfig
+from cairn.engines.errors import EngineDied
+from cairn.tasks.context import RunContext, WeightsLock
+from cairn.tasks.sync import bring_up_to_date
 from tests.waiting import wait_for
 
 
@@ -99,7 +99,7 @@ def test_an_answer_is_nobodys_once_others_had_the_engines(run: RunContext, monke
     engines: Any = run.fleet
     engines.answer.set()
     now = [10.0]
-    monkeypatch.setattr("tasks.sync.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("cairn.tasks.sync.time", SimpleNamespace(monotonic=lambda: now[0]))
     bring_up_to_date(run, None)
     now[0] = 5.0  # of one that came before that, and waited
     bring_up_to_date(run, None)

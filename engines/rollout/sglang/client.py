@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from engines.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
 
 
 class Control:
@@ -43,7 +43,7 @@ class Control:
         return content if isinstance(content, dict) else {}
 
     def update_from_tensor(self, handles: Sequence[bytes]) -> None:
-        """Replace weights by tensors that each of the server's tensor-parallel ranks maps (`engines.weights.shared`); a
-        weight update must have begun."""
+        """Replace weights by tensors that each of the server's tensor-parallel ranks maps
+        (`cairn.engines.weights.shared`); a weight update must have begun."""
         encoded = [base64.b64encode(handle).decode() for handle in handles]
         self.call("/update_weights_from_tensor", {"serialized_named_tensors": encoded, "flush_cache": False})

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from engines.errors import EngineError, GenerationFailed
-from engines.rollout.sglang.kept import drawn_from
-from engines.types import Completion, FinishReason
+from cairn.engines.errors import EngineError, GenerationFailed
+from cairn.engines.rollout.sglang.kept import drawn_from
+from cairn.engines.types import Completion, FinishReason
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from configs.schema.rollout import RolloutConfig
-from engines.errors import EngineDied, EngineError
-from engines.models import check_model_folder, context_length, parameter_names
-from engines.rollout.requests import validate_requests
-from engines.rollout.sglang.client import Control
-from engines.rollout.sglang.generation import Generation
-from engines.rollout.sglang.launch import launch
-from engines.rollout.sglang.launch_plan import EnginePlan, Place
-from engines.rollout.sglang.loads import Loads
-from engines.rollout.sglang.route import Route
-from engines.rollout.sglang.watch import Watch
-from engines.rollout.sglang.weights import ServerWeights
-from engines.types import Completion, GenerateRequest
-from engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
-from storage.commits import Environment
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.errors import EngineDied, EngineError
+from cairn.engines.models import check_model_folder, context_length, parameter_names
+from cairn.engines.rollout.requests import validate_requests
+from cairn.engines.rollout.sglang.client import Control
+from cairn.engines.rollout.sglang.generation import Generation
+from cairn.engines.rollout.sglang.launch import launch
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place
+from cairn.engines.rollout.sglang.loads import Loads
+from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.sglang.watch import Watch
+from cairn.engines.rollout.sglang.weights import ServerWeights
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
+from cairn.storage.commits import Environment
 
 
 class SGLangEngine:

@@ -24,11 +24,11 @@ from typing import Any
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
-from engines.rollout.sglang.completions import completion
-from engines.rollout.sglang.loads import Loads
-from engines.rollout.sglang.route import Route
-from engines.types import Completion, FinishReason, GenerateRequest
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
+from cairn.engines.rollout.sglang.completions import completion
+from cairn.engines.rollout.sglang.loads import Loads
+from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.types import Completion, FinishReason, GenerateRequest
 
 ATTEMPTS = 3
 """Times that a sample is asked for behind a router."""

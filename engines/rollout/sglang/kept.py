@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema.rollout import RolloutConfig
-from engines.errors import EngineError
-from engines.rollout.sglang.installation import Installation
-from engines.types import KeptTokens
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.rollout.sglang.installation import Installation
+from cairn.engines.types import KeptTokens
 
 LIMIT = "sampling_mask_max_tokens"
 _LIMIT_BY_DEFAULT = 4096

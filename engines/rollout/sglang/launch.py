@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.schema.rollout import RolloutConfig
-from engines.errors import EngineDied, EngineError
-from engines.fingerprint import SGLANG, server_environment
-from engines.rollout.sglang.installation import CPU_OPTIONS, Installation
-from engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker, takes_no_weights
-from engines.rollout.sglang.model_code import code_problem
-from engines.rollout.sglang.server import ExternalServer, Server, free_port
-from storage.commits import Environment
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.errors import EngineDied, EngineError
+from cairn.engines.fingerprint import SGLANG, server_environment
+from cairn.engines.rollout.sglang.installation import CPU_OPTIONS, Installation
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker, takes_no_weights
+from cairn.engines.rollout.sglang.model_code import code_problem
+from cairn.engines.rollout.sglang.server import ExternalServer, Server, free_port
+from cairn.storage.commits import Environment
 
 POLLED = ("/v1/loads", "/server_info", "/get_model_info", "/health")
 """Questions that Cairn asks so often that a server's log would hold little else."""

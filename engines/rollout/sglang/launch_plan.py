@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from configs.schema.rollout import RolloutConfig
-from configs.schema.servers import ServerGroup
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.servers import ServerGroup
 
 WorkerType = Literal["regular", "prefill", "decode"]
 

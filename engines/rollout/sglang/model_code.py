@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engines.errors import BadModel
+from cairn.engines.errors import BadModel
 
 
 def code_problem(path: str, *options: Mapping[str, Any]) -> str | None:

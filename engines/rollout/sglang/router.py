@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 
-from engines.errors import EngineDied, EngineError, EngineTimeout
-from engines.rollout.sglang.installation import Installation
-from engines.rollout.sglang.launch_plan import Worker
-from engines.rollout.sglang.server import Server, free_port
-from engines.rollout.sglang.watch import Watch
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.rollout.sglang.installation import Installation
+from cairn.engines.rollout.sglang.launch_plan import Worker
+from cairn.engines.rollout.sglang.server import Server, free_port
+from cairn.engines.rollout.sglang.watch import Watch
 
 PROGRAM = Path(__file__).with_name("start_router.py")
 

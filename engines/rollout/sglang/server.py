@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import psutil
 
-from engines.errors import EngineDied, EngineError, EngineTimeout
-from engines.rollout.sglang.client import Control
-from storage.commits import Environment
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.rollout.sglang.client import Control
+from cairn.storage.commits import Environment
 
 GUARD = Path(__file__).with_name("guard.py")
 

@@ -16,7 +16,7 @@ ones are punished less: the length bias that Dr. GRPO (Liu et al. 2025, "Underst
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.algorithm import AlgorithmConfig
 
 
 class Weight(NamedTuple):

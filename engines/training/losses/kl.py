@@ -2,8 +2,8 @@
 
 import torch
 
-from configs.schema.algorithm import KLType
-from engines.training.losses.limits import LARGEST_LOG_RATIO, bounded
+from cairn.configs.schema.algorithm import KLType
+from cairn.engines.training.losses.limits import LARGEST_LOG_RATIO, bounded
 
 
 def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType) -> torch.Tensor:

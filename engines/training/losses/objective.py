@@ -3,16 +3,16 @@
 import torch
 from torch.nn import functional
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.training.collate import Tokens
-from engines.training.kept import within
-from engines.training.log_probs import entropy, token_log_probs
-from engines.training.losses.kl import kl_divergence
-from engines.training.losses.limits import bounded
-from engines.training.losses.metrics import LARGEST
-from engines.training.losses.policy import policy_loss
-from engines.training.losses.sft import sft_loss
-from engines.training.losses.tis import importance_weights
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens
+from cairn.engines.training.kept import within
+from cairn.engines.training.log_probs import entropy, token_log_probs
+from cairn.engines.training.losses.kl import kl_divergence
+from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.losses.metrics import LARGEST
+from cairn.engines.training.losses.policy import policy_loss
+from cairn.engines.training.losses.sft import sft_loss
+from cairn.engines.training.losses.tis import importance_weights
 
 Metrics = dict[str, torch.Tensor]
 

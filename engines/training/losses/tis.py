@@ -2,7 +2,7 @@
 
 import torch
 
-from engines.training.losses.limits import bounded
+from cairn.engines.training.losses.limits import bounded
 
 
 def importance_weights(

@@ -2,7 +2,7 @@
 
 import torch
 
-from engines.training.collate import Tokens
+from cairn.engines.training.collate import Tokens
 
 
 def value_loss(

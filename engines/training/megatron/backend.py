@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from engines.errors import EngineError
-from engines.training.megatron.cpu import TESTED_VERSION
+from cairn.engines.errors import EngineError
+from cairn.engines.training.megatron.cpu import TESTED_VERSION
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def backend_for(device: torch.device) -> Backend:
 
     Raises:
         EngineError: megatron-core is of another version than the tested one, or see
-            `engines.training.megatron.cpu.install`.
+            `cairn.engines.training.megatron.cpu.install`.
     """
     if (found := version("megatron-core")) != TESTED_VERSION:
         raise EngineError(f"megatron-core {TESTED_VERSION} is needed, and {found} is installed")
@@ -40,12 +40,12 @@ def backend_for(device: torch.device) -> Backend:
 
 
 def _cpu() -> Backend:
-    from engines.training.megatron import cpu
+    from cairn.engines.training.megatron import cpu
 
     cpu.install()
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 
-    from engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
+    from cairn.engines.training.megatron.cpu_modules import CpuSpecProvider, Norm, layer_spec
 
     def spec(config: Any, *, experts: bool) -> Any:
         feed_forward = get_mlp_module_spec_for_backend(

@@ -28,15 +28,15 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
-from engines.errors import EngineError
-from engines.training.checkpoint import Described, read_sealed, write_sealed
-from engines.training.megatron.learner import MegatronLearner
-from engines.training.megatron.metadata import forget_writing
-from engines.training.megatron.transfer import CheckpointFile, Uploads, fetched
-from engines.training.sharding import raise_together
-from storage.errors import Damaged
-from storage.space import named, naming_full
-from storage.store import Store, StoredFile
+from cairn.engines.errors import EngineError
+from cairn.engines.training.checkpoint import Described, read_sealed, write_sealed
+from cairn.engines.training.megatron.learner import MegatronLearner
+from cairn.engines.training.megatron.metadata import forget_writing
+from cairn.engines.training.megatron.transfer import CheckpointFile, Uploads, fetched
+from cairn.engines.training.sharding import raise_together
+from cairn.storage.errors import Damaged
+from cairn.storage.space import named, naming_full
+from cairn.storage.store import Store, StoredFile
 
 FORMAT = 1
 STATE = "megatron_state.json"

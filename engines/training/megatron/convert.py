@@ -1,20 +1,20 @@
 """A model folder of a checkpoint: the actor's weights, without optimizer or critic, by one process.
 
-Import this only where `engines.training.megatron.backend.backend_for` has prepared megatron-core.
+Import this only where `cairn.engines.training.megatron.backend.backend_for` has prepared megatron-core.
 """
 
 from pathlib import Path
 
 import torch
 
-from configs.schema.training import TrainingConfig
-from engines.training.megatron.backend import backend_for
-from engines.training.megatron.checkpoint import load_weights
-from engines.training.megatron.folder import write_model_folder
-from engines.training.megatron.model import join_groups, load_model
-from engines.training.megatron.weights import Ownership, gather
-from engines.training.process import join_process_group
-from storage.store import Store
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.megatron.backend import backend_for
+from cairn.engines.training.megatron.checkpoint import load_weights
+from cairn.engines.training.megatron.folder import write_model_folder
+from cairn.engines.training.megatron.model import join_groups, load_model
+from cairn.engines.training.megatron.weights import Ownership, gather
+from cairn.engines.training.process import join_process_group
+from cairn.storage.store import Store
 
 
 def export_checkpoint(

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from engines.errors import EngineError
-from engines.syntax import parsed
+from cairn.engines.errors import EngineError
+from cairn.engines.fleet.syntax import parsed
 
 TESTED_VERSION = "0.16.1"
 """Of megatron-core; `backend.py` refuses any other."""

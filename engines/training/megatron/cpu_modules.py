@@ -1,6 +1,6 @@
 """The modules of a transformer layer on the CPU, under the names that Transformer Engine gives their parameters.
 
-Import this only where `engines.training.megatron.cpu.install` has been called.
+Import this only where `cairn.engines.training.megatron.cpu.install` has been called.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from engines.training.megatron.packing import context_order
+from cairn.engines.training.megatron.packing import context_order
 
 
 class Norm(torch.nn.RMSNorm):

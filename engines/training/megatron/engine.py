@@ -8,36 +8,36 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.fingerprint import MEGATRON
-from engines.training.batching import MicroBatch, pack_micro_batches
-from engines.training.checkpoint import in_buckets
-from engines.training.exactly_once import ExactlyOnceEngine, untrained_models
-from engines.training.losses.value import value_objective
-from engines.training.megatron import checkpoint
-from engines.training.megatron.backend import backend_for
-from engines.training.megatron.folder import write_model_folder
-from engines.training.megatron.learner import MegatronLearner
-from engines.training.megatron.model import join_groups, load_model
-from engines.training.megatron.offload import Memory
-from engines.training.megatron.packing import padded_length
-from engines.training.megatron.passes import Passes
-from engines.training.megatron.value_head import read_values
-from engines.training.megatron.vocabulary import Policy
-from engines.training.process import join_process_group, prepare_process
-from engines.training.sharding import raise_together
-from engines.weights.checksum import digest
-from storage.store import Store, StoredFile
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.fingerprint import MEGATRON
+from cairn.engines.training.batching import MicroBatch, pack_micro_batches
+from cairn.engines.training.checkpoint import in_buckets
+from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
+from cairn.engines.training.losses.value import value_objective
+from cairn.engines.training.megatron import checkpoint
+from cairn.engines.training.megatron.backend import backend_for
+from cairn.engines.training.megatron.folder import write_model_folder
+from cairn.engines.training.megatron.learner import MegatronLearner
+from cairn.engines.training.megatron.model import join_groups, load_model
+from cairn.engines.training.megatron.offload import Memory
+from cairn.engines.training.megatron.packing import padded_length
+from cairn.engines.training.megatron.passes import Passes
+from cairn.engines.training.megatron.value_head import read_values
+from cairn.engines.training.megatron.vocabulary import Policy
+from cairn.engines.training.process import join_process_group, prepare_process
+from cairn.engines.training.sharding import raise_together
+from cairn.engines.weights.checksum import digest
+from cairn.storage.store import Store, StoredFile
 
 
 class MegatronEngine(ExactlyOnceEngine):
-    """A `TrainingEngine` (see engines.training.base for the contract of every method).
+    """A `TrainingEngine` (see cairn.engines.training.base for the contract of every method).
 
-    Import this only where `engines.training.megatron.backend.backend_for` has prepared megatron-core, as
-    `engines.training.factory` does. Master weights and optimizer state are float32. A process holds one engine at a
-    time: Megatron's process groups are global.
+    Import this only where `cairn.engines.training.megatron.backend.backend_for` has prepared megatron-core, as
+    `cairn.engines.training.factory` does. Master weights and optimizer state are float32. A process holds one engine at
+    a time: Megatron's process groups are global.
     """
 
     _packages = MEGATRON
@@ -54,7 +54,7 @@ class MegatronEngine(ExactlyOnceEngine):
         world_size: int = 1,
         device: str = "cpu",
     ):
-        """See `engines.training.torch.TorchEngine`.
+        """See `cairn.engines.training.torch.engine.TorchEngine`.
 
         Raises:
             BadModel: the folder cannot be used, or its model is of a family that Megatron has no mapping for.

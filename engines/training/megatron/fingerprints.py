@@ -1,5 +1,6 @@
 """Fingerprints of a training state that Megatron has cut into pieces, equal on every layout of ranks: what each rank
-reads of the Hugging Face tensors where it holds them adds up to `engines.weights.checksum.fingerprint` of the whole."""
+reads of the Hugging Face tensors where it holds them adds up to `cairn.engines.weights.checksum.fingerprint` of the
+whole."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from engines.training.megatron.weights import Block, Ownership
-from engines.weights.checksum import fingerprint
+from cairn.engines.training.megatron.weights import Block, Ownership
+from cairn.engines.weights.checksum import fingerprint
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from engines.models import INDEX, WEIGHTS
-from engines.training.checkpoint import in_buckets
+from cairn.engines.models import INDEX, WEIGHTS
+from cairn.engines.training.checkpoint import in_buckets
 
 FILE_BYTES = 4 << 30
 

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import torch
 
-from configs.schema.training import TrainingConfig
-from engines.training.batching import MicroBatch
-from engines.training.losses.aggregate import Weight
-from engines.training.megatron.model import Model, build_optimizer, clip_gradients, wrap
-from engines.training.megatron.passes import Objective, Passes, Reading
-from engines.training.megatron.state import State
-from engines.types import TrainBatch
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.batching import MicroBatch
+from cairn.engines.training.losses.aggregate import Weight
+from cairn.engines.training.megatron.model import Model, build_optimizer, clip_gradients, wrap
+from cairn.engines.training.megatron.passes import Objective, Passes, Reading
+from cairn.engines.training.megatron.state import State
+from cairn.engines.types import TrainBatch
 
 
 class MegatronLearner:
-    """See engines.training.exactly_once.Learner."""
+    """See cairn.engines.training.exactly_once.Learner."""
 
     def __init__(
         self, model: Model, objective: Objective, reading: Reading, training: TrainingConfig, prefix: str = ""
@@ -55,5 +55,5 @@ class MegatronLearner:
         self.state.set_steps(steps)
 
     def score(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """See engines.training.exactly_once.Scorer."""
+        """See cairn.engines.training.exactly_once.Scorer."""
         return self._passes.score_responses(batch, micro_batches, self._reading)

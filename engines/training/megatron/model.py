@@ -20,16 +20,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 
-from configs.schema.training import TrainingConfig
-from engines.models import check_model_folder, weight_files
-from engines.training.megatron.backend import Backend
-from engines.training.megatron.families import family_of
-from engines.training.megatron.families.base import Family
-from engines.training.megatron.options import options_of
-from engines.training.megatron.post_norm import PostNorm
-from engines.training.megatron.value_head import ValueHead, source_in_critic
-from engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
-from engines.training.value_model import value_head
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.models import check_model_folder, weight_files
+from cairn.engines.training.megatron.backend import Backend
+from cairn.engines.training.megatron.families import family_of
+from cairn.engines.training.megatron.families.base import Family
+from cairn.engines.training.megatron.options import options_of
+from cairn.engines.training.megatron.post_norm import PostNorm
+from cairn.engines.training.megatron.value_head import ValueHead, source_in_critic
+from cairn.engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
+from cairn.engines.training.value_model import value_head
 
 _GROUP_SIZES = (
     "tensor_model_parallel_size",
@@ -92,7 +92,7 @@ def load_model(
     """Build this rank's part of a model and fill it from the folder's weight files.
 
     Args:
-        critic: give it a value head (see `engines.training.value_model`) in place of its output layer.
+        critic: give it a value head (see `cairn.engines.training.value_model`) in place of its output layer.
 
     Raises:
         BadModel: the folder cannot be used, or Megatron has no mapping for its model.

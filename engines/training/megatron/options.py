@@ -12,12 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from configs.schema.training import TrainingConfig
-from engines.errors import BadModel
-from engines.models import check_model_folder
-from engines.syntax import parsed
-from engines.training.megatron.families import family_of
-from engines.training.megatron.permitted import PERMITTED
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.fleet.syntax import parsed
+from cairn.engines.models import check_model_folder
+from cairn.engines.training.megatron.families import family_of
+from cairn.engines.training.megatron.permitted import PERMITTED
 
 SOURCES = {
     "transformer": (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engines.training.collate import Tokens
-from engines.types import TrainBatch
+from cairn.engines.training.collate import Tokens
+from cairn.engines.types import TrainBatch
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def pack(batch: TrainBatch, samples: Sequence[int], tokens: Tokens, *, alignment
     """Pack the samples of `tokens`, and keep of it what this rank holds.
 
     Args:
-        tokens: chosen tokens of these samples (see `engines.training.collate`), of all ranks.
+        tokens: chosen tokens of these samples (see `cairn.engines.training.collate`), of all ranks.
         alignment: every sample is padded to a multiple of it; a multiple of 2 * `size` where there are several ranks.
         size: ranks of the context-parallel group.
         rank: of this process in it.

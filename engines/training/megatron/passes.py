@@ -10,12 +10,12 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from engines.training.batching import MicroBatch
-from engines.training.collate import Tokens, collate_responses, collate_trained
-from engines.training.losses.aggregate import NO_WEIGHT, Weight
-from engines.training.losses.metrics import merge, merge_over_ranks, numbers
-from engines.training.megatron.packing import Packed, pack
-from engines.types import TrainBatch
+from cairn.engines.training.batching import MicroBatch
+from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
+from cairn.engines.training.losses.aggregate import NO_WEIGHT, Weight
+from cairn.engines.training.losses.metrics import merge, merge_over_ranks, numbers
+from cairn.engines.training.megatron.packing import Packed, pack
+from cairn.engines.types import TrainBatch
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """([N, outputs / ranks] float32 of the output layer at the trained tokens, the tokens) → this micro-batch's share of

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from engines.training.megatron.fingerprints import Fingerprints, Piece, sharded_fingerprints
-from engines.training.megatron.model import replicas
-from engines.training.megatron.offload import Memory
-from engines.training.megatron.weights import Ownership, Parameter, gather
-from engines.training.optimizer import MOMENTS
-from engines.weights.checksum import digest
+from cairn.engines.training.megatron.fingerprints import Fingerprints, Piece, sharded_fingerprints
+from cairn.engines.training.megatron.model import replicas
+from cairn.engines.training.megatron.offload import Memory
+from cairn.engines.training.megatron.weights import Ownership, Parameter, gather
+from cairn.engines.training.optimizer import MOMENTS
+from cairn.engines.weights.checksum import digest
 
 
 class State:
@@ -34,7 +34,7 @@ class State:
         self._create_moments()
 
     def fingerprints(self) -> Fingerprints:
-        """Of all whole tensors, as `engines.training.digest.state_digest` names them; all ranks take part."""
+        """Of all whole tensors, as `cairn.engines.training.digest.state_digest` names them; all ranks take part."""
         return sharded_fingerprints(
             self._pieces(), self._kinds.values(), self._ownership, "torch.float32", self._device
         )
@@ -54,7 +54,7 @@ class State:
 
     def gather_weights(self, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights one after the other, on the CPU of rank 0 or on every rank's device, offloaded or not; see
-        `engines.training.megatron.weights.gather`."""
+        `cairn.engines.training.megatron.weights.gather`."""
         return gather(self._parameters, self._ownership, dtype, self._device, self._memory.held, everywhere=everywhere)
 
     def offload(self) -> None:

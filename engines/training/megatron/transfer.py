@@ -14,10 +14,10 @@ import torch.distributed as dist
 from pydantic import BaseModel, Field
 from torch.distributed.checkpoint.metadata import Metadata
 
-from engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
-from engines.training.sharding import raise_together
-from storage.errors import Damaged
-from storage.store import Store
+from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
+from cairn.engines.training.sharding import raise_together
+from cairn.storage.errors import Damaged
+from cairn.storage.store import Store
 
 UPLOADS_AT_A_TIME = 4
 

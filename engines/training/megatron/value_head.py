@@ -6,7 +6,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from engines.training.megatron.families.base import Family, Layout, Source
+from cairn.engines.training.megatron.families.base import Family, Layout, Source
 
 SOURCES = {
     "output_layer.weight": Source(Layout.REPLICATED, ("lm_head.weight",)),

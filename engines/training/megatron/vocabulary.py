@@ -9,10 +9,10 @@ from megatron.core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.training.collate import Tokens
-from engines.training.kept import NEVER, within
-from engines.training.losses.objective import Metrics, loss_and_metrics
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens
+from cairn.engines.training.kept import NEVER, within
+from cairn.engines.training.losses.objective import Metrics, loss_and_metrics
 
 
 class Policy:
@@ -25,7 +25,7 @@ class Policy:
     def objective(
         self, outputs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig
     ) -> tuple[torch.Tensor, Metrics]:
-        """As `engines.training.losses.objective.objective`."""
+        """As `cairn.engines.training.losses.objective.objective`."""
         logits = self._logits(outputs, tokens)
         entropies = None
         if algorithm.loss_type != "sft_loss":

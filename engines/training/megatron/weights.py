@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import safe_open
 
-from engines.errors import BadModel
-from engines.training.megatron.families.base import Layout, Source
+from cairn.engines.errors import BadModel
+from cairn.engines.training.megatron.families.base import Layout, Source
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import ray
 
-import engines.fleet
-from configs.schema.run import RunConfig
-from engines.cluster import ray_folder
-from engines.object_store import FULL
-from flows.cli.app import describe, exit_code
-from flows.events import Event
-from flows.train import start
-from storage.commits import Step
-from tasks.events import StepStarted
-from tasks.retries import Place, RetryTally, error_class
+import cairn.engines.fleet.fleet
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.cluster import ray_folder
+from cairn.engines.fleet.object_store import FULL
+from cairn.flows.cli.app import describe, exit_code
+from cairn.flows.events import Event
+from cairn.flows.train import start
+from cairn.storage.commits import Step
+from cairn.tasks.events import StepStarted
+from cairn.tasks.retries import Place, RetryTally, error_class
 from tests.small_disk import fill
 
 OBJECT_STORE = 80 * 2**20
@@ -75,7 +75,7 @@ def leaving_at_a_new_try(crowd: Crowd) -> None:
 
 
 def main(store: str, run: str, config: str, place: str, folder: str, iteration: str, step: str, stays: str) -> None:
-    engines.fleet.LEAST_OBJECT_STORE = OBJECT_STORE
+    cairn.engines.fleet.fleet.LEAST_OBJECT_STORE = OBJECT_STORE
     crowd = Crowd(place, Path(folder))
     waiting = [(int(iteration), Step(step))]
 

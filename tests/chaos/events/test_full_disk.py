@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.run import RunConfig
-from flows.iteration import iteration
-from storage import layout
-from storage.collector import garbage
-from storage.commits import Step
-from storage.errors import NoSpace
-from storage.ledger import Ledger
-from storage.store import open_store
-from storage.verification import verify
-from tasks.context import RunContext
-from tasks.events import Message, StepCommitted, StepStarted
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.iteration import iteration
+from cairn.storage import layout
+from cairn.storage.collector import garbage
+from cairn.storage.commits import Step
+from cairn.storage.errors import NoSpace
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.storage.verification import verify
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import Message, StepCommitted, StepStarted
 from tests.local_fleet import LocalFleet
 from tests.small_disk import fill, small_disk, why_not
 from tests.tiny_run import DirectSteps, Events, tiny_config, tiny_context, train_digests

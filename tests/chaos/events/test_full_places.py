@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.run import RunConfig
-from flows.iteration import iteration
-from storage.commits import Step
-from storage.verification import verify
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from cairn.storage.verification import verify
 from tests.chaos.events.crowded import OBJECT_STORE
 from tests.chaos.oracle import strays_after_gc
 from tests.chaos.runs import DEADLINE, Disturbed

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.iteration import iteration
-from storage.commits import Step
-from storage.errors import LeaseLost
-from storage.leases import Lease, Outcome
-from storage.ledger import Ledger
-from storage.store import open_store
-from storage.verification import verify
-from tasks.context import RunContext
-from tasks.events import Message, StepCommitted, StepStarted
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from cairn.storage.errors import LeaseLost
+from cairn.storage.leases import Lease, Outcome
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.storage.verification import verify
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import Message, StepCommitted, StepStarted
 from tests.network import Host, host, why_not
 from tests.s3 import S3Server, moto_server, use_server
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.iteration import iteration
-from storage.errors import StoreError
-from storage.ledger import Ledger
-from storage.store import open_store
-from storage.verification import Finding, verify
-from storage.write_ahead import WriteAhead
-from tasks.context import RunContext
-from tasks.events import StepCommitted
+from cairn.flows.iteration import iteration
+from cairn.storage.errors import StoreError
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from cairn.storage.verification import Finding, verify
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import StepCommitted
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 from tests.volatile_disk import VolatileDisk, volatile_disk, why_not

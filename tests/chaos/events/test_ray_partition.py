@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.commits import Step
+from cairn.storage.commits import Step
 from tests.chaos.faults import Fault, engines_of
 from tests.chaos.oracle import differences, survivors
 from tests.chaos.runs import Disturbed, Driver
@@ -32,9 +32,9 @@ EVENTS = [Fault(*place, moment, "event") for place in PLACES for moment in ("bef
 WAITING = """
 import sys, time
 import ray
-from engines.calls import Deadline, result
-from engines.cluster import Cluster
-from engines.errors import ClusterLost
+from cairn.engines.fleet.calls import Deadline, result
+from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.errors import ClusterLost
 
 @ray.remote
 def work():

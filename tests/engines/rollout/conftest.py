@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from engines.rollout.transformers import TransformersEngine
+from cairn.engines.rollout.transformers.engine import TransformersEngine
 from tests.engines.rollout.models import configs, rollout_config, save_model
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from configs.schema.rollout import RolloutConfig
-from engines.rollout.transformers import TransformersEngine
-from engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 
 VOCAB_SIZE = 320
 CONTEXT_LENGTH = 128

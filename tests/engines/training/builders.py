@@ -24,11 +24,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.training.torch import TorchEngine
-from engines.types import KeptTokens, TrainBatch
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types import KeptTokens, TrainBatch
 
 VOCABULARY = 321  # odd: it does not divide evenly over ranks
 

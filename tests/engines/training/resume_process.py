@@ -5,9 +5,9 @@ Prints the state digest after the last update, for one thread and for two."""
 import sys
 from pathlib import Path
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.training.torch import TorchEngine
-from storage.store import open_store
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.storage.store import open_store
 from tests.engines.training.builders import make_batch, make_engine
 
 UPDATES = 6

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configs.schema.algorithm import AlgorithmConfig
-from storage.errors import StoreRefused
-from storage.store import Store, open_store
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.storage.errors import StoreRefused
+from cairn.storage.store import Store, open_store
 from tests.engines.training.builders import make_batch, make_engine, part_of, weights_of
 
 EPS = 1e-5

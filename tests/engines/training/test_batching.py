@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.training.batching import pack_micro_batches, plan_micro_batches, split_steps
+from cairn.engines.training.batching import pack_micro_batches, plan_micro_batches, split_steps
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60).map(lambda lengths: dict(enumerate(lengths)))
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
-from engines.errors import EngineError
-from engines.training.checkpoint import in_buckets, read_description, write_state
-from engines.training.torch import TorchEngine
-from storage.errors import Damaged
-from storage.store import Store, open_store
+from cairn.engines.errors import EngineError
+from cairn.engines.training.checkpoint import in_buckets, read_description, write_state
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.storage.errors import Damaged
+from cairn.storage.store import Store, open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder
 
 BATCH = make_batch(4)
@@ -49,7 +49,7 @@ def test_a_loaded_engine_goes_on_bitwise_where_the_saved_one_stood(folder: Path,
 def test_files_are_safetensors_under_hugging_face_names_and_small_enough(
     folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engines.training.checkpoint.FILE_BYTES", 100_000)
+    monkeypatch.setattr("cairn.engines.training.checkpoint.FILE_BYTES", 100_000)
     engine = trained(folder)
     engine.save(store, "c")
     tensors = {"parameters": {}, "exp_avg": {}, "exp_avg_sq": {}}  # type: dict[str, dict[str, torch.Tensor]]

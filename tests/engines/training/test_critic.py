@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.errors import BadModel
-from engines.training.errors import NotFinite
-from engines.training.torch import TorchEngine
-from engines.training.value_model import load_value_model
-from engines.types import TrainBatch
-from storage.errors import Damaged
-from storage.store import open_store
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.training.errors import NotFinite
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.training.value_model import load_value_model
+from cairn.engines.types import TrainBatch
+from cairn.storage.errors import Damaged
+from cairn.storage.store import open_store
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 
 PPO = AlgorithmConfig(advantage_estimator="ppo")

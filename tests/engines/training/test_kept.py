@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.rollout.sampling import sample
-from engines.rollout.transformers import TransformersEngine
-from engines.training.collate import Tokens
-from engines.training.kept import Kept, within
-from engines.training.log_probs import entropy
-from engines.training.losses.objective import objective
-from engines.types import GenerateRequest, KeptTokens, SamplingParams, TrainBatch
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.rollout.transformers.sampling import sample
+from cairn.engines.training.collate import Tokens
+from cairn.engines.training.kept import Kept, within
+from cairn.engines.training.log_probs import entropy
+from cairn.engines.training.losses.objective import objective
+from cairn.engines.types import GenerateRequest, KeptTokens, SamplingParams, TrainBatch
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder
 

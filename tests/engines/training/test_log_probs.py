@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engines.training.log_probs import entropy, response_logits, token_log_probs
+from cairn.engines.training.log_probs import entropy, response_logits, token_log_probs
 from tests.engines.training.builders import VOCABULARY, tiny_model
 
 FAMILIES = ["qwen3", "llama", "gpt_neox", "gemma2"]
@@ -62,7 +62,7 @@ def test_the_gradient_of_the_entropy_is_that_of_finite_differences() -> None:
 
 
 def test_entropy_computed_in_chunks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engines.training.log_probs._ENTROPY_CHUNK", 100)
+    monkeypatch.setattr("cairn.engines.training.log_probs._ENTROPY_CHUNK", 100)
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
     normalizer = logits.logsumexp(-1)
     chunked, whole = (entropy(logits, normalizer, differentiable=differentiable) for differentiable in (False, True))

@@ -13,16 +13,16 @@ import torch.distributed as dist
 import torch.multiprocessing
 from safetensors.torch import load as load_safetensors
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.lora import LoraConfig
-from engines.errors import EngineError
-from engines.models import load_causal_lm
-from engines.rollout.transformers import TransformersEngine
-from engines.training.checkpoint import read_description
-from engines.training.lora import lora_problems
-from engines.training.torch import TorchEngine
-from engines.weights.checksum import weights_checksum
-from storage.store import Store, open_store
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.lora import LoraConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.models import load_causal_lm
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.checkpoint import read_description
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.training.torch.lora import lora_problems
+from cairn.engines.weights.checksum import weights_checksum
+from cairn.storage.store import Store, open_store
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
 

@@ -3,12 +3,12 @@ import math
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig, KLType
-from engines.training.losses.aggregate import token_weights
-from engines.training.losses.kl import kl_divergence
-from engines.training.losses.policy import policy_loss
-from engines.training.losses.tis import importance_weights
-from engines.training.losses.value import value_loss
+from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
+from cairn.engines.training.losses.aggregate import token_weights
+from cairn.engines.training.losses.kl import kl_divergence
+from cairn.engines.training.losses.policy import policy_loss
+from cairn.engines.training.losses.tis import importance_weights
+from cairn.engines.training.losses.value import value_loss
 
 
 def log_ratio(*ratios: float) -> torch.Tensor:

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from configs.schema.training import TrainingConfig
-from engines.training.optimizer import build_optimizer, learning_rate
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.optimizer import build_optimizer, learning_rate
 
 
 def rates(config: TrainingConfig, steps: range, total_steps: int = 10) -> list[float]:

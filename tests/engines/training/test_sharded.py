@@ -8,8 +8,8 @@ import torch
 import torch.multiprocessing
 from transformers import AutoModelForCausalLM
 
-from engines.weights.checksum import weights_checksum
-from storage.store import open_store
+from cairn.engines.weights.checksum import weights_checksum
+from cairn.storage.store import open_store
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.sharded_cases import ALGORITHM, CLIP, PPO, launched, run_cases
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema.algorithm import AlgorithmConfig
-from engines.errors import BadModel, EngineError, WrongVersion
-from engines.models import load_causal_lm
-from engines.training.errors import NotFinite
-from engines.training.torch import TorchEngine
-from engines.types import TrainBatch
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.errors import BadModel, EngineError, WrongVersion
+from cairn.engines.models import load_causal_lm
+from cairn.engines.training.errors import NotFinite
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types import TrainBatch
 from tests.engines.training.builders import make_batch, make_engine, model_folder, part_of, weights_of
 
 EPS = 1e-5  # of Adam, large enough for a gradient near zero not to turn its rounding into a step of full size

@@ -1,6 +1,6 @@
 import torch
 
-from engines.weights.buckets import ALIGNMENT, pack, unpack
+from cairn.engines.weights.buckets import ALIGNMENT, pack, unpack
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from engines.errors import EngineError
-from engines.weights.group import SendingGroup
+from cairn.engines.errors import EngineError
+from cairn.engines.weights.group import SendingGroup
 
 DEADLINE = 3.0
 """Seconds."""

@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from configs.schema.operations import FleetConfig
-from engines.cluster import Cluster
-from engines.colocation import Turns
-from engines.errors import EngineDied, EngineError
-from engines.fleet import Fleet
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.types import GenerateRequest, SamplingParams
-from engines.weights.send import send_weights
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.errors import EngineDied, EngineError
+from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.colocation import Turns
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.weights.send import send_weights
 from tests.engines.training.builders import make_batch
 from tests.ray_fixtures import fleet_config
 from tests.sglang_server import sglang_config

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.algorithm import AlgorithmConfig
-from tasks.advantages import get_estimator
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages import get_estimator
 
 GRPO = AlgorithmConfig()
 DR_GRPO = AlgorithmConfig(grpo_std_normalization=False)

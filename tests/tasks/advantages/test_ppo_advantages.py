@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema.algorithm import AlgorithmConfig
-from tasks.advantages import get_estimator
-from tasks.advantages.normalization import normalise
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages import get_estimator
+from cairn.tasks.advantages.normalization import normalise
 
 
 @dataclasses.dataclass

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import s3fs
 
-from configs.schema.data import RowFormat
-from storage.errors import NoSpace
-from tasks.data import BadData, PromptData
-from tasks.data.files import BadPrompt
+from cairn.configs.schema.data import RowFormat
+from cairn.storage.errors import NoSpace
+from cairn.tasks.data import BadData, PromptData
+from cairn.tasks.data.files import BadPrompt
 from tests.small_disk import small_disk, why_not
 
 PLAIN = RowFormat(apply_chat_template=False)

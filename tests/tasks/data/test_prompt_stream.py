@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs.schema.data import RowFormat
-from tasks.data import BadData, PromptData, draw, order
+from cairn.configs.schema.data import RowFormat
+from cairn.tasks.data import BadData, PromptData, draw, order
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.filters import Filter, FilterDecision, get_filter
-from tasks.plugins import BadPlugin
+from cairn.tasks.filters import Filter, FilterDecision, get_filter
+from cairn.tasks.plugins import BadPlugin
 
 
 @pytest.mark.parametrize("name", ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"])
@@ -44,7 +44,7 @@ def test_without_a_filter_every_group_is_kept():
 
 def test_a_filter_of_ones_own_is_found_by_file(tmp_path: Path):
     (tmp_path / "filters.py").write_text(
-        "from tasks.filters import FilterDecision\n"
+        "from cairn.tasks.filters import FilterDecision\n"
         "def some_right(rewards):\n    return FilterDecision(rewards.mean() > 0.25, 'too_hard')\n"
     )
     decide = get_filter(f"{tmp_path}/filters.py:some_right")
@@ -71,7 +71,7 @@ def test_a_filter_of_ones_own_may_say_yes_or_no(tmp_path: Path) -> None:
 
 def test_a_filter_that_says_nothing_is_named(tmp_path: Path) -> None:
     keep = own_filter(tmp_path, "def keep(rewards):\n    pass\n")
-    with pytest.raises(BadPlugin, match=r"keep' returned None: let it return true, false or a tasks.filters"):
+    with pytest.raises(BadPlugin, match=r"keep' returned None: let it return true, false or a cairn.tasks.filters"):
         keep(np.zeros(2))
 
 

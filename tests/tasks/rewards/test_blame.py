@@ -13,20 +13,20 @@ from typing import Any
 import psutil
 import pytest
 
-from configs.schema.operations import GraderRetries
-from configs.schema.reward import RewardConfig
-from tasks.plugins import BadPlugin
-from tasks.rewards import get_grader
-from tasks.rewards import pool as pool_module
-from tasks.rewards.clock import OwnTime, _thread_states
-from tasks.rewards.pool import FRESH, KILLED, Graded, GraderFailed, GraderPool, GraderUnavailable
-from tasks.rewards.process import GraderProcess
-from tasks.rewards.sample import Sample
+from cairn.configs.schema.operations import GraderRetries
+from cairn.configs.schema.reward import RewardConfig
+from cairn.tasks.plugins import BadPlugin
+from cairn.tasks.rewards import get_grader
+from cairn.tasks.rewards import pool as pool_module
+from cairn.tasks.rewards.clock import OwnTime, _thread_states
+from cairn.tasks.rewards.pool import FRESH, KILLED, Graded, GraderFailed, GraderPool, GraderUnavailable
+from cairn.tasks.rewards.process import GraderProcess
+from cairn.tasks.rewards.sample import Sample
 from tests.waiting import wait_for
 
 GRADER = """
 import errno, os, signal, sys, time
-from tasks.rewards import TryAgain
+from cairn.tasks.rewards import TryAgain
 
 class Refused(Exception):
     def __init__(self, status):
@@ -164,14 +164,14 @@ def test_a_process_that_ends_itself_is_tried_afresh_before_its_sample_fails(stru
 
 
 def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.rewards.process._TO_END", 0.5)
+    monkeypatch.setattr("cairn.tasks.rewards.process._TO_END", 0.5)
     assert struck()("hang up", FRESH + 1).error == "the grader closed the connection of its process"
 
 
 def test_a_process_whose_pool_died_before_it_heard_of_it_ends_without_a_word() -> None:
     here, there = Pipe()
-    words = (there.fileno(), os.getpid(), "tasks.rewards.exact_match.grade", True, None, ())
-    code = f"from tasks.rewards.worker import main; main(*{words!r})"
+    words = (there.fileno(), os.getpid(), "cairn.tasks.rewards.exact_match.grade", True, None, ())
+    code = f"from cairn.tasks.rewards.worker import main; main(*{words!r})"
     with there:
         process = subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=[there.fileno()], stderr=subprocess.PIPE, text=True
@@ -323,7 +323,7 @@ def test_a_grader_with_options_of_its_own_gets_what_its_first_parameter_is_calle
     tmp_path: Path, parameters: str, reward: float
 ) -> None:
     (tmp_path / "options.py").write_text(
-        "from tasks.rewards.sample import Sample\n"
+        "from cairn.tasks.rewards.sample import Sample\n"
         f"def grade({parameters}):\n"
         "    first = next(iter(locals().values()))\n"
         "    return float(first.length if isinstance(first, Sample) else 1)\n"
@@ -364,7 +364,7 @@ def test_own_time_is_what_a_process_computes_and_what_it_sleeps_and_not_what_it_
 def test_a_look_that_comes_late_counts_as_no_more_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     now = 0.0
-    monkeypatch.setattr("tasks.rewards.clock.time.monotonic", lambda: now)
+    monkeypatch.setattr("cairn.tasks.rewards.clock.time.monotonic", lambda: now)
     try:
         clock = OwnTime(process.pid, 0.05)
         now = 3600.0  # the machine was paused for an hour, and this process with it

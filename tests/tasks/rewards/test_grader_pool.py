@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from configs.schema.reward import RewardConfig
-from flows.session import open_graders
-from tasks.plugins import BadPlugin
-from tasks.rewards.pool import FRESH, Graded, GraderFailed, GraderPool
-from tasks.rewards.sample import Sample
+from cairn.configs.schema.reward import RewardConfig
+from cairn.flows.session import open_graders
+from cairn.tasks.plugins import BadPlugin
+from cairn.tasks.rewards.pool import FRESH, Graded, GraderFailed, GraderPool
+from cairn.tasks.rewards.sample import Sample
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 
@@ -248,9 +248,9 @@ def test_processes_die_with_their_driver_however_it_ends(tmp_path, busy_with):
             sys.executable,
             "-c",
             "import sys\n"
-            "from configs.schema.reward import RewardConfig\n"
-            "from tasks.rewards.pool import GraderPool\n"
-            "from tasks.rewards.sample import Sample\n"
+            "from cairn.configs.schema.reward import RewardConfig\n"
+            "from cairn.tasks.rewards.pool import GraderPool\n"
+            "from cairn.tasks.rewards.sample import Sample\n"
             f"pool = GraderPool(RewardConfig(custom_rm_path={str(tmp_path / 'graders.py:grade')!r}, rm_timeout=60))\n"
             "print(int(pool.grade([Sample('pid', None)])[0].reward), flush=True)\n"
             f"if {busy_with!r} != 'nothing': pool.grade([Sample({busy_with!r}, None, {told!r})])\n"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.schema.reward import RewardConfig
-from tasks.plugins import BadPlugin, load_callable
-from tasks.rewards import exact_match, get_grader, math, random
-from tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
-from tasks.rewards.sample import Sample
+from cairn.configs.schema.reward import RewardConfig
+from cairn.tasks.plugins import BadPlugin, load_callable
+from cairn.tasks.rewards import exact_match, get_grader, math, random
+from cairn.tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
+from cairn.tasks.rewards.sample import Sample
 
 MATH_ANSWERS = [
     (

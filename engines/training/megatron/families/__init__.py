@@ -2,13 +2,13 @@
 
 from transformers import PretrainedConfig
 
-from engines.errors import BadModel
-from engines.training.megatron.families.base import Family
-from engines.training.megatron.families.glm4 import Glm4
-from engines.training.megatron.families.llama import Llama
-from engines.training.megatron.families.qwen2 import Qwen2
-from engines.training.megatron.families.qwen3 import Qwen3
-from engines.training.megatron.families.qwen3_moe import Qwen3Moe
+from cairn.engines.errors import BadModel
+from cairn.engines.training.megatron.families.base import Family
+from cairn.engines.training.megatron.families.glm4 import Glm4
+from cairn.engines.training.megatron.families.llama import Llama
+from cairn.engines.training.megatron.families.qwen2 import Qwen2
+from cairn.engines.training.megatron.families.qwen3 import Qwen3
+from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama(), Glm4())}
 

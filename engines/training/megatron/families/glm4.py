@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from engines.training.megatron.families.base import Family, Layout, Source
+from cairn.engines.training.megatron.families.base import Family, Layout, Source
 
 _GLM = {
     "self_attn_bda.norm.weight": Source(Layout.REPLICATED, ("post_self_attn_layernorm.weight",)),

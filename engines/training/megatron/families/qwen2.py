@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from engines.training.megatron.families.base import Family
+from cairn.engines.training.megatron.families.base import Family
 
 
 class Qwen2(Family):

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from engines.training.megatron.families.base import Layout, Source
-from engines.training.megatron.families.qwen3 import Qwen3
+from cairn.engines.training.megatron.families.base import Layout, Source
+from cairn.engines.training.megatron.families.qwen3 import Qwen3
 
 _MOE = {
     "pre_mlp_layernorm.weight": Source(Layout.REPLICATED, ("post_attention_layernorm.weight",)),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engines.errors import EngineError, RequestRefused
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.engines.errors import EngineError, RequestRefused
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tests.engines.rollout.models import full_log_probs
 from tests.sglang_server import once_decoding
 

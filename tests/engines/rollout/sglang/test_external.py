@@ -9,10 +9,10 @@ import httpx
 import pytest
 from transformers import PreTrainedModel
 
-from engines.errors import EngineDied, EngineError, EngineTimeout
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.rollout.sglang.launch_plan import EnginePlan
-from engines.types import GenerateRequest, SamplingParams
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan
+from cairn.engines.types import GenerateRequest, SamplingParams
 from tests.sglang_server import sglang_config
 from tests.waiting import wait_for
 

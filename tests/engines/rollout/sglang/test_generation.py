@@ -17,13 +17,13 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.rollout.sglang.generation import ATTEMPTS, Generation
-from engines.rollout.sglang.loads import Loads
-from engines.rollout.sglang.route import Route
-from engines.rollout.sglang.router import Router
-from engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.rollout.sglang.generation import ATTEMPTS, Generation
+from cairn.engines.rollout.sglang.loads import Loads
+from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.sglang.router import Router
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tests.sglang_server import once_decoding, running
 from tests.waiting import wait_for
 

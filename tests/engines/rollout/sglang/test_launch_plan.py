@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.schema.rollout import RolloutConfig
-from engines.errors import EngineError
-from engines.rollout.sglang.kept import kept_problems
-from engines.rollout.sglang.launch import launch
-from engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan, Place, launch_plan, plan_problems
-from engines.rollout.sglang.server import ExternalServer
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.rollout.sglang.kept import kept_problems
+from cairn.engines.rollout.sglang.launch import launch
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan, Place, launch_plan, plan_problems
+from cairn.engines.rollout.sglang.server import ExternalServer
 
 PREFILL = {"disaggregation_mode": "prefill"}
 DECODE = {"disaggregation_mode": "decode"}

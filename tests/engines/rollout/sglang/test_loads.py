@@ -2,8 +2,8 @@
 
 import pytest
 
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.types import GenerateRequest, SamplingParams
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.types import GenerateRequest, SamplingParams
 from tests.sglang_server import sglang_config
 
 pytestmark = pytest.mark.timeout(600)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from configs.schema.run import RunConfig
-from engines.rollout.sglang.engine import SGLangEngine
-from engines.types import Completion, GenerateRequest
-from flows.iteration import iteration, last_selection
-from storage.commits import Environment, Step
-from storage.verification import verify
-from tasks.filter import unfinished_groups
-from tasks.recovery import restore_trainer
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.sglang.engine import SGLangEngine
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.flows.iteration import iteration, last_selection
+from cairn.storage.commits import Environment, Step
+from cairn.storage.verification import verify
+from cairn.tasks.filter import unfinished_groups
+from cairn.tasks.recovery import restore_trainer
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

@@ -9,13 +9,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.schema.rollout import RolloutConfig
-from engines.errors import EngineDied, EngineError
-from engines.rollout.sglang.installation import STAND_INS, Installation, SGLangMissing, option_problems, router_problems
-from engines.rollout.sglang.launch import launch
-from engines.rollout.sglang.launch_plan import EnginePlan, Place
-from engines.rollout.sglang.model_code import code_problem
-from engines.rollout.sglang.server import Server
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.errors import EngineDied, EngineError
+from cairn.engines.rollout.sglang.installation import (
+    STAND_INS,
+    Installation,
+    SGLangMissing,
+    option_problems,
+    router_problems,
+)
+from cairn.engines.rollout.sglang.launch import launch
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place
+from cairn.engines.rollout.sglang.model_code import code_problem
+from cairn.engines.rollout.sglang.server import Server
 from tests.waiting import wait_for
 
 SERVER = """
@@ -32,7 +38,7 @@ time.sleep(600)
 OWNER = """
 import sys, time
 from pathlib import Path
-from engines.rollout.sglang.server import Server
+from cairn.engines.rollout.sglang.server import Server
 from tests.waiting import wait_for
 server = Server([sys.executable, "-c", sys.argv[2]], {}, 1, Path(sys.argv[1]))
 print(server._process.pid, flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from engines.rollout.sglang.watch import QUESTION, Watch
+from cairn.engines.rollout.sglang.watch import QUESTION, Watch
 from tests.waiting import wait_for
 
 

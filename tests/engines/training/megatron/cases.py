@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.weights.checksum import weights_checksum
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import cut_vocabulary, make_batch
 
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
@@ -140,7 +140,7 @@ def five_updates(engine: Any, case: Case) -> dict[str, Any]:
 
 def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
     """Five updates; the weights they end in are written by rank 0."""
-    from engines.training.factory import make_engine
+    from cairn.engines.training.factory import make_engine
 
     engine = make_engine(
         ModelConfig(path=str(models / case.family)),

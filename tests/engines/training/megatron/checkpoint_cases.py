@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.run import ModelConfig
-from configs.schema.training import TrainingConfig
-from engines.errors import EngineError
-from engines.types import TrainBatch
-from storage.errors import StoreRefused
-from storage.store import Store, open_store
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.types import TrainBatch
+from cairn.storage.errors import StoreRefused
+from cairn.storage.store import Store, open_store
 from tests.engines.training.megatron.cases import ALGORITHM, BATCH, CP, EP, PP, PPO, SP, TRAINING, VPP, ZERO
 from tests.engines.training.sharded_cases import raised
 
@@ -38,7 +38,7 @@ WITHOUT_RESPONSES = TrainBatch([np.arange(n, dtype=np.int32) for n in (3, 1)], [
 def engine_of(
     folder: Path, megatron: dict[str, Any], rank: int, algorithm: AlgorithmConfig = PPO, teacher: Path | None = None
 ) -> Any:
-    from engines.training.factory import make_engine
+    from cairn.engines.training.factory import make_engine
 
     return make_engine(
         ModelConfig(path=str(folder), teacher_path=str(teacher) if teacher else None),
@@ -52,7 +52,7 @@ def engine_of(
 
 
 def set_file_bytes(size: int) -> None:
-    from engines.training.megatron import checkpoint  # an engine must have been made before
+    from cairn.engines.training.megatron import checkpoint  # an engine must have been made before
 
     checkpoint.FILE_BYTES = size
 
@@ -238,7 +238,7 @@ def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
 
 def convert(folder: Path, work: Path) -> None:
     """Model folders of checkpoints that two ranks wrote, made by one."""
-    from engines.training.megatron.convert import export_checkpoint
+    from cairn.engines.training.megatron.convert import export_checkpoint
 
     store = open_store(str(work / "store"))
     for checkpoint, model in (("tensor-2", folder), ("whole-3", work / "experts"), ("distributed-3", work / "experts")):

@@ -13,7 +13,7 @@ import torch.multiprocessing
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from engines.weights.checksum import weights_checksum
+from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
 from tests.engines.training.megatron.checkpoint_cases import HANDED_ON, LAYOUTS, STAGING, launched

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.schema.training import TrainingConfig
-from engines.training.megatron.options import option_names, problems
-from engines.training.megatron.permitted import PERMITTED
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.megatron.options import option_names, problems
+from cairn.engines.training.megatron.permitted import PERMITTED
 from tests.engines.training.builders import model_folder
 
 
@@ -155,8 +155,8 @@ def test_options_of_an_engine_that_is_not_used_are_refused() -> None:
 def test_checking_options_imports_no_megatron(folder: Path) -> None:
     program = f"""
 import sys
-from configs.schema.training import TrainingConfig
-from engines.training.megatron.options import problems
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.megatron.options import problems
 assert not list(problems(TrainingConfig(engine="megatron", megatron={{"bucket_size": 1}}), {str(folder)!r}))
 assert not [name for name in sys.modules if name.startswith("megatron")], "imported"
 """

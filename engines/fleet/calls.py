@@ -1,0 +1,103 @@
+"""Waiting for actors: every wait ends by a deadline, and every failure is named in the engines' own errors."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.fleet.cluster import ray_folder, require_cluster
+from cairn.engines.fleet.object_store import FULL, no_room
+
+LOOK_INTERVAL = 2.0
+"""Seconds after which whoever waits notices that the cluster was given up."""
+
+Engine = TypeVar("Engine")
+Found = TypeVar("Found")
+
+
+class Deadline:
+    """A moment after which nobody waits any more."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def put(value: Any) -> "ray.ObjectRef[Any]":
+    """The value in the object store. Raises ClusterLost and NoSpace."""
+    require_cluster()
+    try:
+        return ray.put(value)
+    except FULL as error:
+        raise no_room("the driver", ray_folder()) from error
+
+
+def wait(refs: "Sequence[Any]", seconds: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
+    """Those of the calls that ended, and those that did not: as soon as `num_returns` ended, or after the seconds.
+    Raises ClusterLost."""
+    deadline = Deadline(seconds)
+    while True:
+        require_cluster()
+        ended, running = ray.wait(
+            list(refs), num_returns=num_returns, timeout=min(LOOK_INTERVAL, deadline.remaining), fetch_local=False
+        )
+        if len(ended) >= num_returns or not deadline.remaining:
+            return ended, running
+
+
+def result(ref: "ray.ObjectRef[Any]", deadline: Deadline, call: str) -> Any:
+    """The result of an actor call.
+
+    Raises:
+        EngineTimeout: it did not come in time.
+        EngineDied: the actor is gone or out of reach; whether it did the call is unknown.
+        ClusterLost: all actors are.
+        NoSpace: there is no room for it.
+        Exception: what the engine itself raised, with the actor's traceback as its cause.
+    """
+    wait([ref], deadline.remaining)
+    try:
+        return ray.get(ref, timeout=deadline.remaining)
+    except GetTimeoutError:
+        require_cluster()
+        raise EngineTimeout(f"{call} did not return within {deadline.seconds:g} s") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, FULL):
+            raise no_room(call, ray_folder()) from error
+        if isinstance(error.cause, RayError) or not isinstance(error.cause, Exception):
+            raise EngineError(f"{call} failed: {error}") from error
+        raise error.cause from error
+    except RayActorError as error:
+        require_cluster()
+        raise EngineDied(f"{call}: the actor's process is gone or out of reach. {_reason(error)}") from error
+    except FULL as error:
+        raise no_room(call, ray_folder()) from error
+    except RayError as error:
+        require_cluster()
+        raise EngineError(f"{call} failed: {error}") from error
+
+
+def results(refs: "Sequence[ray.ObjectRef[Any]]", deadline: Deadline, calls: Sequence[str]) -> list[Any]:
+    """The results of calls made at the same time, in their order. Raises what `result` raises for the first of them."""
+    return [result(ref, deadline, call) for ref, call in zip(refs, calls, strict=True)]
+
+
+def at_the_same_time(engines: Sequence[Engine], work: Callable[[Engine], Found]) -> list[Found]:
+    """Do something with each engine in a thread of its own; the first failure is raised once all have ended."""
+    with ThreadPoolExecutor(max(1, len(engines))) as pool:
+        return list(pool.map(work, engines))
+
+
+def _reason(error: RayActorError) -> str:
+    """How the process ended: the last line of Ray's account, without the general advice at its end."""
+    *_, last = str(error).strip().splitlines() or [type(error).__name__]
+    return last.partition(" Some common causes include")[0]

@@ -1,0 +1,342 @@
+"""The Ray cluster under a fleet: started for this process alone, or joined by its address.
+
+started    private, with a folder of its own for sockets and logs; it ends with this process, however this process ends
+           (see cairn.engines.fleet.reaper)
+joined     someone else's: left running; where its head is silent for long, this process gives it up
+
+A process has one cluster at a time; it is let go when the last of its users closes it.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import ray
+from ray.exceptions import AuthenticationError
+
+from cairn.engines.errors import ClusterLost, EngineError
+from cairn.engines.fleet import reaper
+from cairn.engines.fleet.object_store import reserve
+from cairn.storage.errors import NoSpace
+
+NAMESPACE = "cairn"
+"""Ray namespace of all actors and placement groups."""
+
+MAX_FOLDER_LENGTH = 40
+"""Characters of the cluster's folder: Ray adds up to 64 for a Unix socket, which Linux limits to 107 in all."""
+
+
+HEAD = ("gcs_server", "raylet")
+"""Processes without which a cluster is none. Ray waits for their return, for a minute or for ever."""
+
+LOOK_INTERVAL = 0.5
+"""Seconds after which a watch of them notices that the cluster was closed."""
+
+
+def seconds_until_drained(nodes: Collection[str]) -> float | None:
+    """Seconds until the first of these nodes goes, as its cluster was told; None where none is to go."""
+    told = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it; 0: at no certain time
+    ends = [told[node] / 1000 or math.inf for node in nodes if node in told]
+    return max(0.0, min(ends) - time.time()) if ends else None
+
+
+HEAD_SILENCE = 40.0
+"""Seconds after which the silent head of a joined cluster is given up: Ray ends a process without a word after 60."""
+
+HEAD_INTERVAL = 5.0
+"""Seconds between two looks at it, and what its answer may take."""
+
+
+class ClusterError(EngineError):
+    """There is no cluster, or it lacks what was asked of it."""
+
+
+@dataclass
+class Cluster:
+    """This process's connection to Ray."""
+
+    address: str | None
+    """As it was asked for; None for a cluster that was started."""
+    folder: Path | None = None
+    """Sockets and logs of a cluster that was started."""
+    _reaper: "subprocess.Popen[bytes] | None" = None
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _users: int = 0
+    lost: str | None = None
+    """Why it is gone, or given up."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether the cluster outlives this process."""
+        return self.address is not None
+
+    @staticmethod
+    def open(address: str | None, *, num_cpus: int, object_store_memory: int, timeout: float) -> "Cluster":
+        """Start a cluster, or join one, or share the one that this process has.
+
+        Args:
+            address: of the cluster to join: `host:port`, or `auto` for the one on this machine; None starts one.
+            num_cpus: CPUs that a started cluster offers. They count reservations only; more than there are do no harm.
+            object_store_memory: bytes of a started cluster's object store, in shared memory, all taken at once.
+            timeout: seconds for each of the two tries to start one.
+
+        Raises:
+            ClusterError: it cannot be started, reached, or shared.
+            NoSpace: there is no room for its object store.
+        """
+        global _current
+        with _lock:
+            if _current is None:
+                if ray.is_initialized():
+                    raise ClusterError(
+                        "Ray is already in use in this process, outside of a fleet: call ray.shutdown() first, or join "
+                        "that cluster from a process of its own with fleet.ray_address"
+                    )
+                _current = _start(num_cpus, object_store_memory, timeout) if address is None else _join(address)
+            elif _current.address != address:
+                raise ClusterError(
+                    f"this process uses the cluster {_current.address or 'that it started'}; close that fleet before "
+                    f"one with fleet.ray_address={address} starts"
+                )
+            _current._users += 1
+            return _current
+
+    def watch(self) -> None:
+        """End what is left of a started cluster once a process of its head has died, so that no call waits for it.
+
+        At once: whoever touches the object store of a dead raylet first is ended by Ray without a word.
+        """
+        name = self._first_to_die(_head(), HEAD)
+        if name is not None:
+            self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
+            reaper.end_processes_with_files_in(str(self.folder))
+
+    def watch_raylet(self, address: str, raylet: psutil.Process) -> None:
+        """Give up a joined cluster whose process on this machine has died, at once for the same reason."""
+        if self._first_to_die([raylet], HEAD[1:]) is not None:
+            self.lost = (
+                f"the Ray cluster at {address} is out of reach: its raylet on this machine died; what is committed is "
+                "kept: start Ray here again and resume"
+            )
+
+    def _first_to_die(self, processes: Sequence[psutil.Process], names: Sequence[str]) -> str | None:
+        """Name of the first of these processes, one of each name, that dies or is dead; None if the cluster is closed
+        before."""
+        with contextlib.ExitStack() as stack:
+            ends = select.poll()
+            found: dict[int, str] = {}
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                    descriptor = os.pidfd_open(process.pid)
+                    stack.callback(os.close, descriptor)
+                    found[descriptor] = process.name()
+                    ends.register(descriptor, select.POLLIN)
+            died = [name for name in names if name not in found.values()]
+            while not died and not self._closing.is_set():
+                died = [found[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
+        return None if self._closing.is_set() else died[0]
+
+    def watch_head(self, address: str) -> None:
+        """Give up a joined cluster whose head is silent for long."""
+        silent_since: float | None = None
+        while not self._closing.wait(HEAD_INTERVAL) and self.lost is None:
+            asked = time.monotonic()
+            try:
+                _require_listener(address, HEAD_INTERVAL)
+                silent_since = None
+            except ClusterError:
+                silent_since = silent_since or asked
+                if time.monotonic() - silent_since > HEAD_SILENCE:
+                    self.lost = (
+                        f"the head of the Ray cluster does not answer at {address} for {HEAD_SILENCE:.0f} s; what the "
+                        "engines did is kept, and whoever resumes when it is back has them"
+                    )
+                    return
+
+    def close(self) -> None:
+        """Let go of the cluster; its last user leaves a joined one and ends a started one."""
+        global _current
+        with _lock:
+            self._users -= 1
+            if self._users:
+                return
+            _current = None
+            self._closing.set()
+            ray.shutdown()
+            self._ended.set()
+            if self._reaper is not None and self.folder is not None:
+                self._reaper.communicate(b"closed", timeout=30)
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_lock = threading.Lock()
+_current: Cluster | None = None
+
+
+def require_cluster() -> None:
+    """Raise ClusterLost if the cluster that this process uses is gone or given up."""
+    cluster = _current
+    if cluster is not None and cluster.lost is not None:
+        raise ClusterLost(cluster.lost)
+
+
+def ray_folder() -> Path | None:
+    """Where the cluster that this process started keeps its files; None for one that it has joined."""
+    return None if _current is None else _current.folder
+
+
+def _join(address: str) -> Cluster:
+    if address.startswith("ray://"):
+        raise ClusterError(
+            f"fleet.ray_address={address} is of Ray Client, which streams no results: run the driver on a node of the "
+            "cluster and give host:port or auto"
+        )
+    if address != "auto":
+        _require_listener(address)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        ray.shutdown()
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, AuthenticationError):
+            way_out = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH unless its token is in ~/.ray/auth_token"
+        else:
+            way_out = "start one with `ray start --head`, or leave ray_address empty"
+        raise ClusterError(
+            f"the Ray cluster at fleet.ray_address={address} cannot be joined ({_first_line(cause)}): {way_out}"
+        ) from error
+    cluster = Cluster(address)
+    head = ray.get_runtime_context().gcs_address
+    threading.Thread(target=cluster.watch_head, args=(head,), name="ray-head", daemon=True).start()
+    for raylet in _raylet_here():
+        watching = threading.Thread(target=cluster.watch_raylet, args=(head, raylet), name="raylet", daemon=True)
+        watching.start()
+    return cluster
+
+
+def _raylet_here() -> Iterator[psutil.Process]:
+    """The raylet by which this process takes part in a cluster, where it can be seen."""
+    node = f"--node_id={ray.get_runtime_context().get_node_id()}"
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.name() == "raylet" and node in process.cmdline():
+                yield process
+
+
+def _require_listener(address: str, timeout: float = 10) -> None:
+    """Ray itself waits two minutes for an address where nothing answers, and then ends the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"nothing answers at fleet.ray_address={address} ({error}): start a cluster there with `ray start --head`, "
+            "or leave ray_address empty"
+        ) from error
+
+
+def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
+    folder = _new_folder()
+    command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(os.getpid())]
+    nowhere = subprocess.DEVNULL
+    watching = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True
+    )
+    cluster = Cluster(None, folder, watching)
+
+    def start() -> None:
+        psutil.wait_procs(_head(), timeout)  # an earlier one's end would be taken for the end of this cluster's
+        ray.init(
+            address="local",  # whatever RAY_ADDRESS says
+            num_cpus=num_cpus,
+            object_store_memory=object_store_memory,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            namespace=NAMESPACE,
+            _temp_dir=str(folder),
+            # An engine must not be killed because another program on the machine uses memory.
+            _system_config={"memory_monitor_refresh_ms": 0, "raylet_start_wait_time_s": 120},
+        )
+
+    try:
+        try:
+            _in_lasting_thread(start, cluster._ended, timeout)
+        # On a loaded machine Ray gives up after 30 seconds, with a bare Exception; caches are warm then.
+        except Exception:
+            ray.shutdown()
+            _in_lasting_thread(start, cluster._ended, timeout)
+    except Exception as error:
+        ray.shutdown()
+        raise ClusterError(
+            f"Ray did not start, twice ({_first_line(error)}): the machine may be overloaded or short of memory; its "
+            f"logs are under {folder} while this process lives. Try again, or start a cluster with `ray start --head` "
+            "and set fleet.ray_address=auto"
+        ) from error
+    try:
+        for process in _head():
+            reserve(process.pid)
+    except NoSpace:
+        ray.shutdown()
+        cluster._ended.set()
+        raise
+    threading.Thread(target=cluster.watch, name="ray-head", daemon=True).start()
+    return cluster
+
+
+def _head() -> list[psutil.Process]:
+    """The processes of the head that this process has started."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if child.name() in HEAD:
+                found.append(child)
+    return found
+
+
+def _in_lasting_thread(work: Callable[[], None], end: threading.Event, timeout: float) -> None:
+    """Do the work in a thread that lasts until `end` is set, or only as long as the work if that fails.
+
+    Linux ends Ray's processes together with the thread that started them, so this must be none that ends earlier.
+    """
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+            end.wait()
+
+    threading.Thread(target=run, name="ray", daemon=True).start()
+    done.result(timeout)
+
+
+def _new_folder() -> Path:
+    for parent in (tempfile.gettempdir(), "/tmp"):
+        if len(parent) <= MAX_FOLDER_LENGTH - len("/cairn-12345678"):
+            return Path(tempfile.mkdtemp(prefix="cairn-", dir=parent))
+    raise ClusterError(f"the path of the temporary folder {tempfile.gettempdir()} is too long for Ray's sockets")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

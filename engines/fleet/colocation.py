@@ -1,0 +1,95 @@
+"""In which order training and rollout have the GPUs that they share.
+
+    rollout releases → training onloads → trains → offloads → rollout resumes its weights' memory → they are updated
+    → rollout resumes its cache
+
+Each engine knows for itself what it gave away, and a call for what is done already does nothing: whatever a crash left
+half done, the next turn completes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.fleet.calls import at_the_same_time
+from cairn.engines.fleet.handles import EngineHandle
+from cairn.engines.fleet.roles import LEAST_CPUS, Role
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.rollout.sglang.launch_plan import LaunchPlan
+from cairn.engines.weights.layout import MemoryTag
+
+
+def share_bundles(training: Role, rollout: Role, config: RunConfig) -> tuple[Role, Role]:
+    """Both roles, the rollout engines as guests: each in the bundle of the ranks whose GPUs it uses. On CPUs, which are
+    not shared, each is a guest of one rank.
+
+    All bundles have room for as many guests: Ray places larger ones first, and ranks would lie where nobody expects.
+    """
+    stride, ranks = int(config.rollout.num_gpus_per_engine), config.training.world_size
+    firsts = [index * stride if stride else index % ranks for index in range(len(rollout.bundles))]
+    guests = Counter(training.bundle_of(first)[0] for first in firsts)
+    room = max(guests.values()) * max(config.fleet.num_cpus_per_engine, LEAST_CPUS)
+    host = replace(training, bundles=tuple(replace(bundle, guest_cpus=room) for bundle in training.bundles))
+    return host, replace(rollout, host=host, hosts=tuple(range(first, first + max(1, stride)) for first in firsts))
+
+
+def with_memory_saver(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with servers on GPUs that can release their memory."""
+    engines = tuple(
+        replace(engine, options={"enable_memory_saver": True, **engine.options}) if engine.num_gpus else engine
+        for engine in plan.engines
+    )
+    return replace(plan, engines=engines)
+
+
+class Turns:
+    """Who has the memory. Without offloading both have theirs at any time, and nothing is done here."""
+
+    def __init__(self, rollout: Sequence[RolloutHandle], training: TrainingHandle, fleet: FleetConfig) -> None:
+        self._rollout, self._training = rollout, training
+        self._offload_rollout, self._offload_train = fleet.offloads_rollout, fleet.offloads_train
+        training.make_room = self.release_rollout
+        for engine in rollout:
+            engine.make_room = self.offload_training
+
+    def release_rollout(self) -> None:
+        """The rollout engines give their memory away. One that fails to is ended, and the next rollout starts it."""
+        if self._offload_rollout:
+            at_the_same_time(self._rollout, lambda engine: _or_end(engine, engine.release_memory))
+
+    def for_training(self) -> None:
+        """Training has the memory. Raises EngineError."""
+        self.release_rollout()
+        if self._offload_train:
+            self._training.onload()
+
+    def for_update(self) -> None:
+        """The rollout engines have memory for weights, which are to be sent. Raises EngineError."""
+        self.offload_training()
+        self._resume("weights")
+
+    def for_rollout(self) -> None:
+        """The rollout engines have all their memory. Raises EngineError."""
+        self.offload_training()
+        self._resume("kv_cache")
+
+    def offload_training(self) -> None:
+        """Training gives its memory away. If it fails to it is ended, and whoever trains next restores it."""
+        if self._offload_train:
+            _or_end(self._training, self._training.offload)
+
+    def _resume(self, tag: MemoryTag) -> None:
+        if self._offload_rollout:
+            at_the_same_time(self._rollout, lambda engine: engine.resume_memory(tag))
+
+
+def _or_end(engine: EngineHandle, release: Callable[[], None]) -> None:
+    """An engine that is dead or broken must not hold memory that another one counts on."""
+    try:
+        release()
+    except EngineError:
+        engine.kill()

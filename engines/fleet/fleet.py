@@ -1,0 +1,313 @@
+"""The fleet: every engine of a run as Ray actors, placed, named, watched and replaced.
+
+    cairn:<name>:rollout:0, 1, …      rollout engines, an actor on each machine of one
+    cairn:<name>:router:0             the router before their servers, where there is one
+    cairn:<name>:training:0, 1, …     ranks of the training engine
+
+Each role has a placement group. On a cluster that was joined, actors and groups outlive a driver that is killed; the
+next driver of the same name takes over those that were made from the same configuration, and replaces the others. From
+then on the earlier driver, should it still be there, changes nothing of them: see `cairn.engines.fleet.fencing`.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cairn.configs.digest import digest
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError, Superseded
+from cairn.engines.fingerprint import combined
+from cairn.engines.fleet.actors import RolloutActor, RouterActor, TrainingActor
+from cairn.engines.fleet.calls import Deadline, at_the_same_time
+from cairn.engines.fleet.cluster import Cluster, seconds_until_drained
+from cairn.engines.fleet.colocation import Turns, share_bundles, with_memory_saver
+from cairn.engines.fleet.fencing import Tenure
+from cairn.engines.fleet.handles import EngineHandle
+from cairn.engines.fleet.machines import ranks_together
+from cairn.engines.fleet.placement import Placement
+from cairn.engines.fleet.roles import Bundle, Role, in_bundles
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.router import RouterHandle
+from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
+from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.weights.send import send_weights
+from cairn.engines.weights.verify import verify_checksums, verify_log_probs
+from cairn.storage.commits import Environment
+from cairn.storage.errors import LeaseLost, StoreError
+
+SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")
+"""Options on which placement and servers depend."""
+
+LEAST_OBJECT_STORE = 512 * 1024**2
+"""Bytes of shared memory for batches, results and the weights of small models."""
+
+
+class Fleet:
+    """The engines of a run. Closed by `close`, or as a context manager."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        router: RouterHandle | None,
+        rollout: list[RolloutHandle],
+        training: TrainingHandle,
+        turns: Turns,
+        cluster: Cluster,
+        placement: Placement,
+        closing: ExitStack,
+    ) -> None:
+        self.router = router
+        """The router before the rollout engines' servers, None without one."""
+        self.rollout = rollout
+        """The rollout engines."""
+        self.training = training
+        """The training engine."""
+        self.turns = turns
+        """Who has the memory of GPUs that training and rollout share."""
+        self._config = config
+        self._cluster = cluster
+        self._placement = placement
+        self._closing = closing
+
+    @classmethod
+    def start(
+        cls,
+        config: RunConfig,
+        *,
+        name: str,
+        total_steps: int,
+        model_digests: Mapping[str, str] | None = None,
+        tenure: Tenure | None = None,
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> "Fleet":
+        """Start or join the cluster, make all engines at the same time, and wait for them.
+
+        Args:
+            name: of no other fleet on the cluster. An earlier fleet of this name is taken over.
+            total_steps: optimizer steps of the whole run.
+            model_digests: of the models of `config.model.folders`; every engine's machine must have these.
+            tenure: the driver's right to a fleet that its successors take over. None: nobody else will have it, and
+                it ends with this process on a joined cluster too.
+            tell: told which engine is lost and made again, and why.
+
+        Raises:
+            BadModel: an engine cannot use the model folder, or its machine has another model there.
+            ClusterError: no cluster, or no room on it.
+            EngineDied, EngineTimeout: an engine did not come up within `fleet.start_timeout` seconds.
+            LeaseLost, Superseded: another driver has the fleet.
+        """
+        config = _with_absolute_paths(config)
+        plan = launch_plan(config.rollout)
+        roles = rollout_role, training_role, *routers = roles_of(config, plan, total_steps)
+        if config.fleet.offloads_rollout:
+            plan = with_memory_saver(plan)
+        deadline = Deadline(config.fleet.start_timeout)
+        with ExitStack() as stack:
+            cluster = Cluster.open(
+                config.fleet.ray_address,
+                num_cpus=math.ceil(sum(role.num_cpus for role in roles)),
+                object_store_memory=_object_store_memory(config),
+                timeout=deadline.remaining,
+            )
+            stack.callback(cluster.close)
+            placement = Placement(name, roles, cluster, deadline, tenure)
+            started: list[EngineHandle] = []
+            stack.callback(_give_back, started, placement, config.fleet.call_timeout)
+            router = None
+            if plan.router is not None:
+                router = RouterHandle(
+                    "router", placement.actors(*routers)[0], plan.router, config.rollout, config.fleet
+                )
+            actors = iter(placement.actors(rollout_role))
+            rollout = [
+                RolloutHandle(
+                    f"rollout:{index}",
+                    [next(actors) for _ in range(engine.nnodes)],
+                    engine,
+                    config.model.path,
+                    config.rollout,
+                    config.fleet,
+                    router,
+                    model_digests,
+                )
+                for index, engine in enumerate(plan.engines)
+            ]
+            if config.rollout.num_gpus_per_engine:
+                for guest, ranks in zip(rollout, rollout_role.hosts, strict=False):  # no hosts where they are apart
+                    guest.ranks = ranks
+            training = TrainingHandle("training", placement.actors(training_role), config, total_steps, model_digests)
+            engines = [*([router] if router else []), *rollout, training]
+            started += engines
+            for made in engines:
+                made.tell = tell
+            turns = Turns(rollout, training, config.fleet)
+            if config.fleet.colocate:  # before servers that take what memory is free
+                training.start(deadline, adopt=True)
+                turns.offload_training()
+                engines.remove(training)
+            at_the_same_time(engines, lambda engine: engine.start(deadline, adopt=True))
+            return cls(config, router, rollout, training, turns, cluster, placement, stack.pop_all())
+
+    def close(self) -> None:
+        """Kill all engines, give their resources back, and leave the cluster; one that was started ends. On a joined
+        cluster all is left as it is if another driver has it, or if that cannot be told."""
+        self._closing.close()
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def engines(self) -> Sequence[EngineHandle]:
+        """All of them."""
+        return [*([self.router] if self.router else []), *self.rollout, self.training]
+
+    def health(self) -> dict[str, dict[str, Any] | EngineError]:
+        """What every engine says of itself, or why it does not, by name; within `fleet.call_timeout` seconds."""
+
+        def ask(engine: EngineHandle) -> dict[str, Any] | EngineError:
+            try:
+                return engine.health()
+            except EngineError as error:
+                return error
+
+        found = at_the_same_time(self.engines, ask)
+        return {engine.name: health for engine, health in zip(self.engines, found, strict=True)}
+
+    def seconds_until_drained(self) -> float | None:
+        """Seconds until a machine goes that this process or an engine is on, as a joined cluster was told; None where
+        none is to go."""
+        if not self._cluster.joined:
+            return None
+        return seconds_until_drained({ray.get_runtime_context().get_node_id(), *self._placement.nodes()})
+
+    def ensure_rollout_alive(self) -> None:
+        """Restart the rollout engines, and the router, that died or hang."""
+        at_the_same_time([engine for engine in self.engines if engine is not self.training], EngineHandle.ensure_alive)
+
+    def route(self) -> None:
+        """Let the requests of every rollout engine go to all of them, where there is a router. They must serve the same
+        weights.
+
+        Raises:
+            EngineError: the router does not take one of them, or is gone.
+        """
+        if self.router is None:
+            return
+        workers = [engine.worker for engine in self.rollout]
+        self.router.serve(workers)
+        route = Route(self.router.url, tuple(worker.url for worker in workers))
+        at_the_same_time(self.rollout, lambda engine: engine.follow(route))
+
+    def generating_environment(self, engine: RolloutHandle) -> Environment:
+        """What computes the requests of a rollout engine: that engine, or all of them where a router deals them out."""
+        return engine.environment if self.router is None else combined([one.environment for one in self.rollout])
+
+    def rollout_versions(self) -> list[int | None]:
+        """The weight version that each rollout engine reports."""
+        return at_the_same_time(self.rollout, RolloutHandle.weight_version)
+
+    def sync_weights(self, *, verify: bool = False) -> list[int]:
+        """Bring every rollout engine that is elsewhere to the training engine's version; returns what they report.
+
+        Args:
+            verify: also compare what they hold with `verify_weights`; `fleet.check_weight_update_equal` does so always.
+
+        Raises:
+            EngineError: an engine died, hung or refused, or does not hold what was sent.
+        """
+        version = self.training.position().weight_version
+        behind = [
+            engine for engine, found in zip(self.rollout, self.rollout_versions(), strict=True) if found != version
+        ]
+        if behind:
+            at_the_same_time(behind, RolloutHandle.leave_router)
+            self.turns.for_update()
+            timeout = self._config.rollout.timeout
+            send_weights(self.training, behind, version, self._config.fleet, load_timeout=timeout)
+        self.turns.for_rollout()
+        if verify or self._config.fleet.check_weight_update_equal:
+            self.verify_weights()
+        reported = self.rollout_versions()
+        if any(found != version for found in reported):
+            raise EngineError(f"rollout engines report weight versions {reported} after a sync to {version}")
+        return [version] * len(reported)
+
+    def verify_weights(self) -> None:
+        """Compare every rollout engine's weights with the training engine's, by checksum where the engine gives one and
+        by the log-probs of a small batch where not.
+
+        Raises:
+            EngineError: one holds other weights.
+        """
+        verify = verify_checksums if self._config.rollout.engine == "transformers" else verify_log_probs
+        verify(self.training, self.rollout, self._config)
+
+
+def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
+    with contextlib.suppress(LeaseLost, Superseded, StoreError):
+        placement.require_held()
+        at_the_same_time(engines, EngineHandle.kill)
+        placement.require_held()
+        placement.remove(Deadline(timeout))
+
+
+def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[Role]:
+    """What the rollout engines, the training ranks and, where there is one, the router need."""
+    rollout, training = _rollout_role(config, plan), _training_role(config, total_steps)
+    if config.fleet.colocate:
+        training, rollout = share_bundles(training, rollout, config)
+    return [rollout, training, *([_router_role(config)] if plan.router is not None else [])]
+
+
+def _rollout_role(config: RunConfig, plan: LaunchPlan) -> Role:
+    fleet = config.fleet
+    return Role(
+        "rollout",
+        RolloutActor,
+        tuple(Bundle(fleet.num_cpus_per_engine, e.num_gpus) for e in plan.engines for _ in range(e.nnodes)),
+        config.rollout.num_threads,
+        digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", "fleet.call_timeout", *SHARING])[:16],
+        "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
+    )
+
+
+def _router_role(config: RunConfig) -> Role:
+    checks = [f"rollout.rollout_health_check_{name}" for name in ("interval", "timeout")]
+    made_from = digest(config, ["rollout.router", "rollout.server_groups", *checks])[:16]
+    return Role("router", RouterActor, (Bundle(0),), 1, made_from, "rollout.router")
+
+
+def _training_role(config: RunConfig, total_steps: int) -> Role:
+    training, fleet = config.training, config.fleet
+    trained = ["model", "training", "algorithm", "rollout.rollout_temperature"]
+    return Role(
+        "training",
+        TrainingActor,
+        in_bundles(training.world_size, ranks_together(config), fleet.num_cpus_per_rank, training.num_gpus_per_rank),
+        training.num_threads,
+        digest(config, [*trained, "fleet.num_cpus_per_rank", *SHARING])[:16] + f"-{total_steps}",
+        "training.world_size, training.num_gpus_per_rank, fleet.num_cpus_per_rank, or the ranks that must be on one "
+        "machine (training.megatron.tensor_model_parallel_size, expert_model_parallel_size)",
+    )
+
+
+def _object_store_memory(config: RunConfig) -> int:
+    """Room for the two buckets of weights that travel at a time, of which a small model fills less."""
+    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    return LEAST_OBJECT_STORE + 2 * min(config.fleet.update_weight_buffer_size, 2 * weights)
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Actors have a working folder of their own."""
+    model = config.model
+    paths = {name: str(Path(path).absolute()) for name, path in model if path is not None}
+    return config.model_copy(update={"model": model.model_copy(update=paths)})

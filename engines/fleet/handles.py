@@ -1,0 +1,284 @@
+"""What the driver holds of its engines: typed calls with a deadline each, and the way to replace an engine that failed.
+
+Actor calls are made at most once. A call that failed may have happened or not; what the engine then holds is found out
+by asking it for its weight version or position, never assumed.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.errors import BadModel, ClusterLost, EngineDied, EngineError, EngineTimeout, Superseded
+from cairn.engines.fingerprint import combined
+from cairn.engines.fleet.calls import Deadline, result
+from cairn.engines.fleet.cluster import require_cluster
+from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
+from cairn.engines.fleet.slots import Slot
+from cairn.storage.commits import Environment
+
+CONTROL = "control"
+"""Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
+
+
+TO_END = 10.0
+"""Seconds that an actor gets to end by itself; one that does not answer is killed."""
+
+LOGS = Path(".cairn/engines")
+"""Logs of servers, below the driver's working directory, on the machine of their actor."""
+
+
+class Actor:
+    """A named Ray actor in its bundle of a placement group, created as often as it is needed."""
+
+    def __init__(
+        self,
+        name: str,
+        create: "Callable[[Deadline], ray.actor.ActorHandle]",
+        slot: Callable[[Deadline], Slot],
+        tenure: Tenure | None = None,
+    ) -> None:
+        """
+        Args:
+            slot: says where it is to run.
+            tenure: of the driver, where others may come to have the actor; see cairn.engines.fleet.fencing.
+        """
+        self.name = name
+        self.slot = slot
+        self._create = create
+        self._tenure = tenure
+        self._handle: ray.actor.ActorHandle | None = None
+
+    def find(self) -> bool:
+        """Take over the actor that has this name, if there is one."""
+        require_cluster()
+        try:
+            self._handle = ray.get_actor(self.name)
+        except ValueError:
+            return False
+        return True
+
+    def create(self, deadline: Deadline) -> None:
+        """Replace the actor that has this name, if any, by a new one, which may have to wait for its bundle. Raises
+        LeaseLost if another driver has it."""
+        self.kill()
+        while True:
+            while self.find():
+                self.kill()
+                if not deadline.remaining:
+                    raise EngineTimeout(f"{self.name}: its predecessor was not removed within {deadline.seconds:g} s")
+                time.sleep(0.01)
+            self.require_held()
+            try:
+                self._handle = self._create(deadline)
+                return
+            except ValueError:  # another driver was faster to give an actor this name
+                self.require_held()
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing. Raises LeaseLost, and leaves it alone, if another driver has it."""
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        with contextlib.suppress(ClusterLost):  # then it is gone
+            require_cluster()
+            if not self._ends(handle):
+                self.require_held()
+                ray.kill(handle)
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method; returns what Ray's `.remote()` returns. The result may be Superseded."""
+        require_cluster()
+        if self._handle is None:
+            raise EngineDied(f"{self.name} was killed and has not been started again")
+        return self._submit(self._handle, method, *args, **options)
+
+    def require_held(self) -> None:
+        """Raise LeaseLost if another driver may have the actor by now."""
+        if self._tenure is not None:
+            self._tenure.check()
+
+    def _submit(self, handle: "ray.actor.ActorHandle", method: str, *args: Any, **options: Any) -> Any:
+        obey: Any = handle.obey_streaming if options.get("num_returns") == "streaming" else handle.obey
+        claim = NO_CLAIM if self._tenure is None else self._tenure.claim
+        return obey.options(name=method, **options).remote(claim, method, *args)
+
+    def _ends(self, handle: "ray.actor.ActorHandle") -> bool:
+        """Whether the actor has ended by itself, as it does for no driver but the newest."""
+        if self._tenure is None:
+            return False  # nobody else has it: it need not be asked
+        with contextlib.suppress(Superseded, EngineError):
+            try:
+                result(self._submit(handle, "end", concurrency_group=CONTROL), Deadline(TO_END), f"{self.name}.end()")
+            except EngineDied:
+                return True
+        return False
+
+
+def log_of(actor: Actor) -> Path:
+    """Where a server of the actor logs."""
+    return Path(LOGS, f"{actor.name.replace(':', '-')}.log").absolute()
+
+
+class EngineHandle:
+    """One engine: an actor, or several that are its ranks and live and die together. Threads may share it."""
+
+    def __init__(self, name: str, actors: Sequence[Actor], fleet: FleetConfig) -> None:
+        self.name = name
+        """Name within the fleet; those of the actors also tell whose fleet."""
+        self._actors = actors
+        self._fleet = fleet
+        self._replacing = threading.RLock()
+        self.restarts = 0
+        """How often this driver replaced the engine."""
+        self.make_room: Callable[[], None] = lambda: None
+        """Called before a restart: takes the memory that the engine shares from those who have it."""
+        self.tell: Callable[[str], None] = lambda sentence: None
+        """Told why the engine is made again."""
+        self._suspect = False
+        """Set where the engine may be hung, or its ranks apart: it answers, perhaps, but is of no use."""
+
+    def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
+        """Make the engine's actors; with `adopt`, keep those that an earlier driver left if all of them answer.
+
+        Raises BadModel, EngineDied, EngineTimeout.
+        """
+        with self._replacing:
+            self._suspect = True  # until it is up: an actor whose engine did not start answers too
+            if not (adopt and self._adopted()):
+                for actor in self._actors:
+                    actor.create(deadline)
+                self._make_engine(deadline)
+            self._suspect = False
+
+    def restart(self) -> None:
+        """Kill the engine's actors, even hung ones, and start new ones in their place: at weight version 0.
+
+        Raises BadModel, EngineDied, EngineTimeout.
+        """
+        self.make_room()
+        self.restarts += 1
+        self.start(Deadline(self._fleet.start_timeout))
+
+    def ensure_alive(self) -> None:
+        """Restart the engine if an actor of it is dead, or does not answer, or did not end a call in time."""
+        with self._replacing:
+            why = "a call of it failed, or did not end in time"
+            if not self._suspect:
+                try:
+                    self.health()
+                    return
+                except (EngineDied, EngineTimeout) as error:
+                    why = str(error)
+            self.tell(f"Engine {self.name} is made again: {why}")
+            self.restart()
+
+    def health(self) -> dict[str, Any]:
+        """What the engine says of itself (its first rank, where there are several), the `pids` and `slots` of its
+        actors, and its `restarts`.
+
+        Answered while the engine works too. Raises EngineDied or EngineTimeout if one of its actors does not answer.
+        """
+        deadline = Deadline(self._fleet.call_timeout)
+        refs = [actor.call("health", concurrency_group=CONTROL) for actor in self._actors]
+        found = [self._result(ref, deadline, actor, "health") for ref, actor in zip(refs, self._actors, strict=True)]
+        of_all = {"pids": [health["pid"] for health in found], "slots": [health.pop("slot") for health in found]}
+        return {**found[0], **of_all, "restarts": self.restarts}
+
+    def kill(self) -> None:
+        """End the engine's actors for good."""
+        for actor in self._actors:
+            actor.kill()
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        raise NotImplementedError
+
+    def _host(self, actor: Actor, deadline: Deadline) -> str:
+        """Address on which a server of the actor listens. On a cluster of this machine nobody else need reach it."""
+        if self._fleet.ray_address is None:
+            return "127.0.0.1"
+        found: str = self._result(actor.call("host"), deadline, actor, "host")
+        return found
+
+    def _adopted(self) -> bool:
+        if not all(actor.find() for actor in self._actors):
+            return False
+        deadline = Deadline(self._fleet.call_timeout)
+        try:
+            found: list[Slot] = self.health()["slots"]
+            # They are where this driver's placement has them: it deals bundles out anew.
+            return found == [actor.slot(deadline) for actor in self._actors]
+        except EngineError:
+            return False
+        except Superseded:  # by a driver of a run of the same name that was deleted since, or of this one
+            self._actors[0].require_held()
+            return False
+
+    def _result(self, ref: Any, deadline: Deadline, actor: Actor, method: str) -> Any:
+        try:
+            return result(ref, deadline, f"{actor.name}.{method}()")
+        except EngineTimeout:
+            self._suspect = True
+            raise
+
+
+class ModelHandle(EngineHandle):
+    """An engine that computes with models."""
+
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Actor],
+        fleet: FleetConfig,
+        folders: Mapping[str, str],
+        digests: Mapping[str, str],
+    ) -> None:
+        """
+        Args:
+            folders: of its models, by their names.
+            digests: what `cairn.engines.models.folder_digest` must give of them on every machine of the engine; one
+                that is not named is not looked at.
+        """
+        super().__init__(name, actors, fleet)
+        self._folders = {name: folder for name, folder in folders.items() if name in digests}
+        self._digests = digests
+        self._environment: Environment | None = None
+
+    def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
+        """See `EngineHandle.start`. Raises BadModel also where a machine has another model than the run's."""
+        with self._replacing:
+            self._environment = None
+            super().start(deadline, adopt=adopt)
+            self._require_models(deadline)
+
+    @property
+    def environment(self) -> Environment:
+        """What all of its actors compute on. Raises EngineDied and EngineTimeout."""
+        environment = self._environment
+        if environment is None:
+            deadline = Deadline(self._fleet.call_timeout)
+            environment = self._environment = combined(list(self._environments(deadline).values()))
+        return environment
+
+    def _environments(self, deadline: Deadline) -> dict[Actor, Environment]:
+        refs = {actor: actor.call("environment", concurrency_group=CONTROL) for actor in self._actors}
+        return {actor: self._result(ref, deadline, actor, "environment") for actor, ref in refs.items()}
+
+    def _require_models(self, deadline: Deadline) -> None:
+        if not self._folders:
+            return
+        machines = {environment.host: actor for actor, environment in self._environments(deadline).items()}
+        asked = {host: (actor, actor.call("model_digests", self._folders)) for host, actor in machines.items()}
+        for host, (actor, ref) in asked.items():
+            found = self._result(ref, deadline, actor, "model_digests")
+            for name, digest in found.items():
+                if digest != self._digests[name]:
+                    raise BadModel(
+                        f"{self.name} has loaded another model than the run's: the digest of {self._folders[name]} on "
+                        f"{host} is {digest}, that of the run's {name} is {self._digests[name]}; copy the folder there"
+                    )

@@ -1,0 +1,230 @@
+"""Where actors go: one Ray placement group a role, whose bundles hold the actors that must not be apart."""
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cairn.configs.digest import canonical_json
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, require_cluster
+from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
+from cairn.engines.fleet.handles import CONTROL, Actor
+from cairn.engines.fleet.roles import LEAST_CPUS, Role, room_problem
+from cairn.engines.fleet.slots import Slot, Where, arrange, ask
+
+LOOK_INTERVAL = 0.1
+"""Seconds between two looks at bundles that lie nowhere yet."""
+
+
+@dataclass
+class _Group:
+    """A role's placement group, and where its bundles were seen last."""
+
+    role: Role
+    name: str
+    handle: PlacementGroup
+    where: dict[int, Where] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+    """For each of the role's bundles, in the order of its actors, the one of Ray's that serves as it."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def replace(self, handle: PlacementGroup) -> None:
+        """Another placement group in place of one that is gone."""
+        self.handle, self.where, self.order = handle, {}, ()
+
+    def look(self, nodes: Mapping[int, str], actor: int, deadline: Deadline) -> bool:
+        """Know where bundles lie that are on these machines; returns whether the actor's is among them, and at first
+        whether all are. Raises RayError where a machine was lost meanwhile."""
+        bundles = self.role.bundles
+        needed = {self.order[self.role.bundle_of(actor)[0]]} if self.order else set(range(len(bundles)))
+        if not needed <= nodes.keys():
+            return False
+        moved = {b: node for b, node in nodes.items() if b not in self.where or self.where[b].node != node}
+        if moved:
+            self.where |= ask(self.handle, moved, {b: bundles[b].resources.get("GPU", 0) for b in moved}, deadline)
+            self.order = arrange(bundles, self.where, self.order, moved)
+        return True
+
+    def slots(self, actors: range) -> list[Slot]:
+        """Of actors that share a bundle."""
+        place, first = self.role.bundle_of(actors.start)
+        found, each = self.where[self.order[place]], round(self.role.bundles[place].num_gpus)
+        numbers = (actor - first for actor in actors)
+        devices = [found.gpu_ids[n * each : (n + 1) * each] if each else found.gpu_ids for n in numbers]
+        return [Slot(self.order[place], found.node, found.address, own) for own in devices]
+
+
+class Placement:
+    """The placement groups of a fleet."""
+
+    def __init__(
+        self,
+        fleet_name: str,
+        roles: Sequence[Role],
+        cluster: Cluster,
+        deadline: Deadline,
+        tenure: Tenure | None = None,
+    ) -> None:
+        """Reserve the bundles of all roles, or take over those of an earlier driver of the same name. With a `tenure`
+        they outlive this process, on a cluster that does.
+
+        Raises:
+            ClusterError: the cluster has no room by the deadline, or never will.
+            LeaseLost: another driver has the fleet.
+        """
+        # Large bundles first: no machine has room for them once small ones are everywhere.
+        roles = sorted((role for role in roles if role.host is None), key=_largest_bundle, reverse=True)
+        self._cluster = cluster
+        self._prefix = f"cairn:{fleet_name}"
+        self._tenure = tenure if cluster.joined else None
+        self._lifetime = "detached" if self._tenure is not None else None
+        names = {role.name: f"{self._prefix}:{role.name}:{role.digest}-{_shape(role)}" for role in roles}
+        kept = _groups(lambda name: name in names.values())
+        self.require_held()
+        _remove(_groups(lambda name: name.startswith(f"{self._prefix}:") and name not in names.values()), deadline)
+        if not cluster.joined:
+            _require_capacity(roles)
+        if problem := room_problem(roles, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
+            raise ClusterError(_no_room(roles, problem))
+        self._groups: dict[str, _Group] = {}
+        for role in roles:
+            name = names[role.name]
+            self._groups[role.name] = _Group(role, name, kept.get(name) or self._reserve(role, name))
+        for group in self._groups.values():
+            if not group.handle.wait(deadline.remaining):
+                self.require_held()  # or they are a later driver's by now, which waits for the same room
+                self.remove(Deadline(10))
+                raise ClusterError(_no_room(roles, f"did not make room within {deadline.seconds:g} s"))
+
+    def require_held(self) -> None:
+        """Raise LeaseLost if another driver may have the groups by now."""
+        if self._tenure is not None:
+            self._tenure.check()
+
+    def nodes(self) -> set[str]:
+        """Ids of the nodes that the bundles are on."""
+        tables = [placement_group_table(group.handle) for group in self._groups.values()]
+        return {node for table in tables for node in table.get("bundles_to_node_id", {}).values()}
+
+    def actors(self, role: Role) -> list[Actor]:
+        """The role's actors, none of them created yet."""
+        return [self._actor(role, index) for index in range(role.num_actors)]
+
+    def slot(self, role: Role, index: int, deadline: Deadline) -> Slot:
+        """Where an actor of the role is to run. Ray is asked again for every bundle that does not lie where it lay, and
+        a group that somebody removed is made again; actors whose bundles stayed keep their slots.
+
+        Raises:
+            ClusterError: its machine was lost, and there is no room elsewhere by the deadline.
+        """
+        owner = role.host or role
+        actors = role.hosts[index] if role.host is not None else range(index, index + 1)
+        group = self._groups[owner.name]
+        with group.lock:
+            self._settle(group, actors.start, deadline)
+            slots = group.slots(actors)
+        if not role.bundles[role.bundle_of(index)[0]].num_gpus:
+            return replace(slots[0], gpu_ids=())
+        return replace(slots[0], gpu_ids=tuple(gpu for slot in slots for gpu in slot.gpu_ids))
+
+    def remove(self, deadline: Deadline) -> None:
+        """Give the bundles back; what still runs in them is killed."""
+        if self._cluster.lost is not None:
+            return
+        _remove({group.name: group.handle for group in self._groups.values()}, deadline)
+
+    def _reserve(self, role: Role, name: str) -> PlacementGroup:
+        return placement_group([bundle.resources for bundle in role.bundles], "PACK", name, lifetime=self._lifetime)
+
+    def _settle(self, group: _Group, actor: int, deadline: Deadline) -> None:
+        """Wait until the actor's bundle lies on a machine, and know where."""
+        while True:
+            require_cluster()
+            table = placement_group_table(group.handle)
+            if table.get("state", "REMOVED") == "REMOVED":
+                self.require_held()
+                group.replace(self._reserve(group.role, group.name))
+                continue
+            # Of a bundle whose machine was lost Ray says "", until it has another.
+            nodes = {bundle: node for bundle, node in table["bundles_to_node_id"].items() if node}
+            with contextlib.suppress(RayError):
+                if group.look(nodes, actor, deadline):
+                    return
+            if not deadline.remaining:
+                problem = f"did not make room for {group.role.name} again within {deadline.seconds:g} s"
+                raise ClusterError(_no_room([group.role], problem))
+            time.sleep(LOOK_INTERVAL)
+
+    def _actor(self, role: Role, index: int) -> Actor:
+        bundle = role.bundles[role.bundle_of(index)[0]]
+        name = f"{self._prefix}:{role.name}:{index}"
+
+        def create(deadline: Deadline) -> "ray.actor.ActorHandle":
+            slot = self.slot(role, index, deadline)
+            group = self._groups[(role.host or role).name].handle
+            actor_class: Any = ray.remote(concurrency_groups={CONTROL: 1})(role.actor_class)  # type: ignore[call-overload]
+            options = actor_class.options(
+                name=name,
+                namespace=NAMESPACE,
+                lifetime=self._lifetime,
+                num_cpus=max(bundle.num_cpus, LEAST_CPUS),
+                num_gpus=0,  # its bundle has reserved them, and its slot says which are its own
+                max_restarts=0,
+                max_task_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot.bundle),
+            )
+            return options.remote(NO_CLAIM if self._tenure is None else self._tenure.claim, role.num_threads, slot)
+
+        return Actor(name, create, lambda deadline: self.slot(role, index, deadline), self._tenure)
+
+
+def _largest_bundle(role: Role) -> tuple[float, float]:
+    resources = [bundle.resources for bundle in role.bundles]
+    return max(each.get("GPU", 0) for each in resources), max(each["CPU"] for each in resources)
+
+
+def _shape(role: Role) -> str:
+    """Digest of the bundles: what is reserved otherwise is another group."""
+    return hashlib.sha256(canonical_json([bundle.resources for bundle in role.bundles])).hexdigest()[:8]
+
+
+def _groups(wanted: Callable[[str], bool]) -> dict[str, PlacementGroup]:
+    """Placement groups that have a wanted name and are not removed, by name."""
+    table = placement_group_table().values()
+    names = [entry["name"] for entry in table if entry["state"] != "REMOVED" and wanted(entry["name"])]
+    return {name: ray.util.get_placement_group(name) for name in names}
+
+
+def _remove(groups: dict[str, PlacementGroup], deadline: Deadline) -> None:
+    for group in groups.values():
+        remove_placement_group(group)
+    for name, group in groups.items():
+        while placement_group_table(group)["state"] != "REMOVED":
+            if not deadline.remaining:
+                raise ClusterError(f"Ray did not remove the placement group {name} within {deadline.seconds:g} s")
+            time.sleep(0.01)
+
+
+def _require_capacity(roles: Sequence[Role]) -> None:
+    """A cluster of this machine alone does not grow; its CPUs are as many as were asked for."""
+    wanted = sum(bundle.resources.get("GPU", 0) for role in roles for bundle in role.bundles)
+    if wanted > ray.cluster_resources().get("GPU", 0):
+        raise ClusterError(_no_room(roles, "has too few GPUs"))
+
+
+def _no_room(roles: Sequence[Role], problem: str) -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    has = ", ".join(f"{total.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in ("CPU", "GPU"))
+    return (
+        f"The Ray cluster {problem}: asked were {' and '.join(map(str, roles))}; it has {has}. Add nodes, free what "
+        f"others hold, or lower {', '.join(role.options for role in roles)}"
+    )

@@ -1,0 +1,204 @@
+"""A rollout engine as the driver sees it."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import ray
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.errors import EngineTimeout
+from cairn.engines.fleet.calls import Deadline, wait
+from cairn.engines.fleet.handles import CONTROL, Actor, ModelHandle, log_of
+from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
+from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.weights.layout import MemoryTag
+
+
+class RolloutHandle(ModelHandle):
+    """A rollout engine. See cairn.engines.rollout.base for what its calls do; all may raise EngineDied and
+    EngineTimeout."""
+
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Actor],
+        plan: EnginePlan,
+        model_path: str,
+        config: RolloutConfig,
+        fleet: FleetConfig,
+        router: RouterHandle | None = None,
+        model_digests: Mapping[str, str] | None = None,
+    ) -> None:
+        """`actors`: one on each machine of the engine; the first speaks for it."""
+        super().__init__(name, actors, fleet, {"model": model_path}, model_digests or {})
+        self._actor = actors[0]
+        self.ranks = range(0)
+        """The training ranks with which it shares GPUs."""
+        self._plan = plan
+        self._model_path = model_path
+        self._config = config
+        self._router = router
+        self._worker: Worker | None = None
+        self._route: Route | None = None
+        self._busy = threading.Lock()
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        """Stream completions as they finish, within `rollout.timeout` seconds in all; an engine that is silent is asked
+        whether it still lives. Giving the iterator up ends the generation.
+
+        Raises what the engine raises.
+        """
+        with self.alone():
+            deadline = Deadline(self._config.timeout)
+            stream = self._actor.call("generate", list(requests), num_returns="streaming")
+            try:
+                while self._more(stream, deadline):
+                    try:
+                        ref = next(stream)
+                    except StopIteration:
+                        return
+                    yield self._result(ref, deadline, self._actor, "generate")
+            except GeneratorExit:
+                self._abort(stream)
+                raise
+
+    def abort(self) -> None:
+        """End the running `generate`: its stream, which is to be read on, gives every unfinished sample as far as it
+        came. Returns when the engine knows, so that no later `generate` is meant."""
+        ref = self._actor.call("abort", concurrency_group=CONTROL)
+        self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "abort")
+
+    def weight_version(self) -> int | None:
+        """The version it serves; None within an update."""
+        ref = self._actor.call("get_weight_version", concurrency_group=CONTROL)
+        return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "get_weight_version")
+
+    def weights_checksum(self) -> str:
+        """Checksum of its weights; comparable with the training engine's."""
+        return self.finish(self.submit("weights_checksum"), "weights_checksum")
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether its samples do not depend on what else is in their batch, as tried when it started."""
+        ref = self._actor.call("batch_invariant", concurrency_group=CONTROL)
+        return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "batch_invariant")
+
+    def usage(self) -> dict[str, int]:
+        """How busy it was in the last `generate`, see cairn.engines.rollout.base; and its `restarts` under this
+        driver."""
+        ref = self._actor.call("usage", concurrency_group=CONTROL)
+        found = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "usage")
+        return {**found, "restarts": self.restarts}
+
+    @property
+    def worker(self) -> Worker:
+        """Its server, for the router."""
+        assert self._worker is not None, f"{self.name} is no server"
+        return self._worker
+
+    def follow(self, route: Route | None) -> None:
+        """Send requests this way from the next `generate` on; None: to its own server."""
+        if route != self._route:
+            ref = self._actor.call("follow", route, concurrency_group=CONTROL)
+            self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "follow")
+            self._route = route
+
+    def leave_router(self) -> None:
+        """Neither give requests to the router nor get any from it, until the fleet routes again."""
+        if self._router is not None and self._worker is not None:
+            self._router.remove(self._worker.url)
+            self.follow(None)
+
+    def health(self) -> dict[str, Any]:
+        found = super().health()
+        if "worker" in found:
+            self._worker = Worker(**found["worker"])
+        return found
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have the engine to oneself: to generate, or to update its weights."""
+        if not self._busy.acquire(timeout=self._config.timeout):
+            raise EngineTimeout(f"{self._actor.name} was busy for {self._config.timeout:g} s")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @property
+    def maps_gpu_memory(self) -> bool:
+        """Whether it takes weights from the memory of GPUs that it shares with training."""
+        return bool(self.ranks) and self._config.engine == "sglang"
+
+    def release_memory(self) -> None:
+        """Give its memory away; see cairn.engines.rollout.base."""
+        with self.alone():
+            self.finish(self.submit("release_memory"), "release_memory")
+
+    def resume_memory(self, tag: MemoryTag) -> None:
+        """Take a part of it back."""
+        self.finish(self.submit("resume_memory", tag), "resume_memory")
+
+    def submit(self, method: str, *args: Any) -> "ray.ObjectRef[Any]":
+        """Begin a call that waits its turn behind those before it."""
+        return self._actor.call(method, *args)
+
+    def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
+        """Wait for a call that was begun, for `fleet.call_timeout` seconds by default."""
+        return self._result(ref, deadline or Deadline(self._fleet.call_timeout), self._actor, method)
+
+    def _adopted(self) -> bool:
+        if not super()._adopted():
+            return False
+        self._actor.call("abort", concurrency_group=CONTROL)  # nobody listens to what its last driver asked for
+        if self._router is not None:
+            self._actor.call("follow", None, concurrency_group=CONTROL)  # that driver's router may be gone
+        return True
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        if self._router is not None and self._worker is not None:
+            self._router.remove(self._worker.url)  # another server may come to have its address
+        self._worker = self._route = None
+        hosts = [self._host(actor, deadline) for actor in self._actors]
+        meeting_point = None
+        if len(hosts) > 1:
+            ref = self._actor.call("free_port", hosts[0])
+            meeting_point = f"{hosts[0]}:{self._result(ref, deadline, self._actor, 'free_port')}"
+        refs = [
+            actor.call(
+                "start",
+                self._model_path,
+                self._config,
+                self._plan,
+                Place(host, rank, meeting_point),
+                log_of(actor),
+                deadline.remaining,
+                self._fleet.call_timeout,
+            )
+            for rank, (actor, host) in enumerate(zip(self._actors, hosts, strict=True))
+        ]
+        patience = Deadline(deadline.remaining + TO_SAY_WHY)
+        for ref, actor in zip(refs, self._actors, strict=True):
+            self._result(ref, patience, actor, "start")
+        self.health()
+
+    def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:
+        """Wait until the stream goes on or ends."""
+        while deadline.remaining:
+            ready, _ = wait([stream], min(deadline.remaining, self._fleet.call_timeout))
+            if ready:
+                return True
+            self.usage()  # of the actor alone: without its server, the others behind the router go on for it
+        self._suspect = True
+        raise EngineTimeout(f"{self._actor.name}.generate() did not end within {deadline.seconds:g} s")
+
+    def _abort(self, stream: "ray.ObjectRefGenerator") -> None:
+        """End a generation that nobody listens to, so that the engine is free for the next."""
+        told = self._actor.call("abort", concurrency_group=CONTROL)
+        ended, _ = ray.wait([told, stream.completed()], num_returns=2, timeout=self._fleet.call_timeout)
+        self._suspect = self._suspect or len(ended) < 2

@@ -1,0 +1,217 @@
+"""The training engine as the driver sees it: all of its ranks."""
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
+from cairn.engines.fleet.calls import Deadline, put, wait
+from cairn.engines.fleet.handles import Actor, ModelHandle
+from cairn.engines.types import Position, Role, TrainBatch, TrainResult
+from cairn.engines.weights.layout import Layout
+from cairn.storage.errors import NoSpace
+from cairn.storage.store import StoredFile
+
+FAILURE_GRACE = 10.0
+"""Seconds that the other ranks get to end a call after one of them failed."""
+
+
+class TrainingHandle(ModelHandle):
+    """The training engine, all ranks of it. See cairn.engines.training.base for what its calls do; all of them may
+    raise EngineDied and EngineTimeout."""
+
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Actor],
+        config: RunConfig,
+        total_steps: int,
+        model_digests: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, actors, config.fleet, config.model.folders, model_digests or {})
+        self._config = config
+        self._total_steps = total_steps
+        self._timeout = config.training.timeout
+
+    def position(self) -> Position:
+        """Where the engine stands. Waits for an update that is under way, such as one that a dead driver began.
+
+        Raises EngineError where ranks differ, or a state is neither the old nor the new one: restart the engine.
+        """
+        positions = self._on_all("position")
+        return self._agreed(positions, lambda p: (p.weight_version, p.state_digest, p.last_input_digest))
+
+    def train(
+        self,
+        batch: TrainBatch,
+        *,
+        num_steps: int,
+        expected_version: int,
+        input_digest: str,
+        train_actor: bool = True,
+    ) -> TrainResult:
+        """Take `num_steps` optimizer steps. Raises WrongVersion, and what else the engine raises."""
+        args = (put(batch), num_steps, expected_version, input_digest, train_actor)
+        return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
+
+    def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
+        """[R_i] float32 for each sample: log-probs of its response tokens, or the critic's values."""
+        return self._on_all("score", put(batch), role)[0]
+
+    def save(self, store_url: str, folder: str) -> list[StoredFile]:
+        """Write a checkpoint below `folder`; returns its files."""
+        return self._on_all("save", _absolute(store_url), folder)[0]
+
+    def load(self, store_url: str, folder: str) -> None:
+        """Replace the state by a checkpoint. Raises Damaged."""
+        self._on_all("load", _absolute(store_url), folder)
+
+    def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
+        """Checksum of the exported weights in an engine that holds them in `dtype`."""
+        return self._on_all("weights_checksum", dtype)[0]
+
+    def export_weights(self, version: int, bucket_bytes: int) -> "Generator[ray.ObjectRef[Any]]":
+        """Buckets of weights (cairn.engines.weights.buckets) in the object store, each made while the last one is in
+        use.
+
+        Raises WrongVersion if the engine does not stand at `version`.
+        """
+        with self._exporting(version, bucket_bytes) as first:
+            bucket, more = first.call("next_bucket", num_returns=2)
+            while self._result(more, Deadline(self._fleet.call_timeout), first, "next_bucket"):
+                following = first.call("next_bucket", num_returns=2)
+                yield bucket
+                bucket, more = following
+
+    def broadcast_weights(
+        self, version: int, bucket_bytes: int, backend: str
+    ) -> "Generator[tuple[Layout, ray.ObjectRef[Any]]]":
+        """What each bucket holds, and the call that broadcasts it in the group that the trainer is in.
+
+        Raises WrongVersion if the engine does not stand at `version`.
+        """
+        with self._exporting(version, bucket_bytes) as first:
+            while layout := self.finish(first.call("stage_bucket", backend), "stage_bucket"):
+                yield layout, first.call("broadcast_bucket")
+
+    def share_weights(self, version: int, bucket_bytes: int) -> Generator[list[tuple[list[str], bytes]]]:
+        """Buckets in the memory of the ranks' GPUs, each until the next: for every rank their names and a handle
+        (cairn.engines.weights.shared) on its copy. Raises WrongVersion."""
+        self._on_all("begin_export_on_device", version, bucket_bytes)
+        try:
+            while all(shared := self._on_all("share_bucket")):
+                yield shared
+        finally:
+            self._on_all("end_export")
+
+    def export_hf(self, version: int, folder: Path) -> None:
+        """Write a model folder, within `training.timeout` seconds. Raises WrongVersion."""
+        self._on_all("export_hf", version, folder)
+
+    def offload(self) -> None:
+        """Give the GPUs' memory away, which takes up to `training.timeout` seconds; nothing if that is done already."""
+        self._on_all("offload")
+
+    def onload(self) -> None:
+        """Take the memory back."""
+        self._on_all("onload")
+
+    def submit(self, method: str, *args: Any, **options: Any) -> "ray.ObjectRef[Any]":
+        """Begin a call of rank 0 that waits its turn behind those before it."""
+        return self._actors[0].call(method, *args, **options)
+
+    def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
+        """Wait for a call of rank 0 that was begun, for `fleet.call_timeout` seconds by default."""
+        return self._result(ref, deadline or Deadline(self._fleet.call_timeout), self._actors[0], method)
+
+    @property
+    def label(self) -> str:
+        """Name for files, of no other fleet on the cluster."""
+        return self._actors[0].name.replace(":", "-")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on GPUs."""
+        return self._config.training.num_gpus_per_rank > 0
+
+    @contextmanager
+    def _exporting(self, version: int, bucket_bytes: int) -> Iterator[Actor]:
+        """The actor of rank 0, which gives the buckets out, while the other ranks take part in gathering them."""
+        self._on_all("begin_export", version, bucket_bytes)
+        first, *others = self._actors
+        gathering = [(actor, actor.call("end_export")) for actor in others]
+        try:
+            yield first
+        finally:
+            deadline = Deadline(self._fleet.call_timeout)
+            for actor, ref in [(first, first.call("end_export")), *gathering]:
+                self._result(ref, deadline, actor, "end_export")
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        first, config = self._actors[0], self._config
+        store_address = None
+        if len(self._actors) > 1:
+            store_address = self._result(first.call("listen"), deadline, first, "listen")
+        arguments = (config.model, config.training, config.algorithm, config.rollout.rollout_temperature)
+        calls = [
+            actor.call("start", *arguments, self._total_steps, rank, store_address)
+            for rank, actor in enumerate(self._actors)
+        ]
+        self._gather(calls, deadline, "start")
+
+    def _on_all(self, method: str, *args: Any) -> list[Any]:
+        """Call every rank; returns the results in the order of ranks."""
+        calls = [actor.call(method, *args) for actor in self._actors]
+        return self._gather(calls, Deadline(self._timeout), method)
+
+    def _gather(self, calls: "list[ray.ObjectRef[Any]]", deadline: Deadline, method: str) -> list[Any]:
+        """Results of all ranks, or what all of them raise. Ranks that end differently are no engine any more: the one
+        that failed alone left the others waiting for it, so nobody waits for those."""
+        results: dict[int, Any] = {}
+        failures: dict[int, Exception] = {}
+        running = list(calls)
+        while running and not any(isinstance(failure, EngineDied) for failure in failures.values()):
+            ended, running = wait(running, FAILURE_GRACE if failures else deadline.remaining)
+            if not ended:
+                break
+            for ref in ended:
+                rank = calls.index(ref)
+                try:
+                    results[rank] = self._result(ref, deadline, self._actors[rank], method)
+                except Exception as error:
+                    failures[rank] = error
+        if len(results) == len(calls):
+            return [results[rank] for rank in range(len(calls))]
+        for failure in failures.values():
+            if isinstance(failure, Superseded):  # the ranks belong to another driver: what they are is its affair
+                raise failure
+        if len(failures) == len(calls) and len({type(failure) for failure in failures.values()}) == 1:
+            raise failures[0]
+        self._suspect = True
+        for failure in failures.values():
+            if isinstance(failure, EngineDied | NoSpace):  # the others merely waited for that one
+                raise failure
+        if failures:
+            raised = "; ".join(f"rank {rank} raised {failure!r}" for rank, failure in sorted(failures.items()))
+            raise EngineError(
+                f"{method}() ended differently on the ranks of {self.name}: {raised}; it must be restarted"
+            )
+        late = ", ".join(self._actors[calls.index(ref)].name for ref in running)
+        raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
+
+    def _agreed(self, values: list[Any], key: Callable[[Any], object]) -> Any:
+        """The value of rank 0, if all ranks have the same."""
+        if len({key(value) for value in values}) > 1:
+            self._suspect = True
+            raise EngineError(f"the ranks of {self.name} hold different states: {values}; it must be restarted")
+        return values[0]
+
+
+def _absolute(store_url: str) -> str:
+    """Actors have a working folder of their own."""
+    return store_url if "://" in store_url else str(Path(store_url).absolute())

@@ -1,0 +1,103 @@
+"""What a rollout engine finds out about itself: is its decoding right, and does a sample depend on its company."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from cairn.engines.rollout.transformers.decoder import Decoder
+from cairn.engines.rollout.transformers.decoding_step import trial_inputs
+from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_REDUCED_PRECISION = 0.5
+"""Greatest difference of log-probs that rounding explains; a cache that is not understood errs by far more."""
+
+
+def find_decoding_error(decoder: Decoder) -> str | None:
+    """Decode a few tokens and compare their log-probs with one full forward pass. Returns what is wrong, if anything.
+
+    Architectures whose attention needs more than keys, values, positions and a mask fail here rather than in training.
+    """
+    request = _request(0, prompt_length=5, num_samples=1, max_new_tokens=4, decoder=decoder)
+    try:
+        completion = _run(decoder, [request])[0, 0]
+        expected = _full_log_probs(decoder, request, completion)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        lines = str(error).splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": .")
+    difference = float(np.abs(completion.log_probs - expected).max())
+    if difference > _TOLERANCE.get(decoder.model.dtype, _TOLERANCE_REDUCED_PRECISION):
+        return f"log-probs with a key-value cache differ by {difference:.2g} from those of a full forward pass"
+    return None
+
+
+def is_batch_invariant(decoder: Decoder) -> bool:
+    """Whether a sample's arithmetic is bit for bit the same in any company, as far as trying can tell."""
+    return _steps_are_invariant(decoder) and _samples_are_invariant(decoder)
+
+
+@torch.inference_mode()
+def _steps_are_invariant(decoder: Decoder) -> bool:
+    """Whether rows have equal logits in steps of several numbers of rows, and in the reverse order."""
+    size, blocks = 23, 2
+    rows = decoder.num_rows(size)
+    tokens, positions, keys, stores = trial_inputs(
+        decoder.cache, rows, blocks, decoder.context_length, decoder.vocab_size
+    )
+    logits = decoder.step(tokens, positions, keys, stores)[:size]
+    for fewer in (1, 4, 5, 6, 7, 9, 11, 14, 18):
+        part = decoder.num_rows(fewer)
+        if not torch.equal(decoder.step(tokens[:part], positions[:part], keys, stores)[:fewer], logits[:fewer]):
+            return False
+    order = torch.cat([torch.arange(size - 1, -1, -1), torch.arange(size, rows)]).to(decoder.device)
+    reverse = decoder.step(tokens[order], positions[order], keys, [store[order] for store in stores])[:size]
+    return torch.equal(reverse.flip(0), logits)
+
+
+def _samples_are_invariant(decoder: Decoder) -> bool:
+    """Whether samples are equal alone, all together, and together in the reverse order.
+
+    The prompts' lengths, the groups' sizes and the responses' lengths differ, so that padding, slots and the number of
+    rows do.
+    """
+    shapes = [(2, 1, 7), (9, 3, 5), (18, 8, 4), (40, 16, 2), (75, 5, 3)]
+    requests = [
+        _request(i, prompt_length, num_samples, max_new_tokens, decoder)
+        for i, (prompt_length, num_samples, max_new_tokens) in enumerate(shapes)
+    ]
+    alone = {key: sample for request in requests for key, sample in _run(decoder, [request]).items()}
+    companies = (_run(decoder, requests), _run(decoder, requests[::-1]))
+    return all(_same(sample, company[key]) for company in companies for key, sample in alone.items())
+
+
+def _request(
+    request_id: int, prompt_length: int, num_samples: int, max_new_tokens: int, decoder: Decoder
+) -> GenerateRequest:
+    prompt_length = max(1, min(prompt_length, decoder.context_length - max_new_tokens))
+    draw = np.random.Generator(np.random.Philox(key=request_id))
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids=draw.integers(decoder.vocab_size, size=prompt_length).tolist(),
+        seeds=tuple(draw.integers(2**63, size=num_samples).tolist()),
+        # Every second request draws from a part of the vocabulary.
+        sampling_params=SamplingParams(max_new_tokens=max_new_tokens, top_p=1.0 if request_id % 2 == 0 else 0.9),
+    )
+
+
+def _run(decoder: Decoder, requests: Sequence[GenerateRequest]) -> dict[tuple[int, int], Completion]:
+    streamed = decoder.run(requests, end_ids=frozenset(), weight_version=0, aborted=lambda: False)
+    return {(sample.request_id, sample.sample_index): sample for samples in streamed for sample in samples}
+
+
+@torch.inference_mode()
+def _full_log_probs(decoder: Decoder, request: GenerateRequest, completion: Completion) -> np.ndarray:
+    """[T] float32 of the completion's tokens, from one forward pass without a cache."""
+    prompt, response = torch.tensor(request.prompt_ids), torch.from_numpy(completion.response_ids).long()
+    input_ids = torch.cat([prompt, response])[None].to(decoder.device)
+    logits = decoder.model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
+    return torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0].numpy()
+
+
+def _same(one: Completion, other: Completion) -> bool:
+    return np.array_equal(one.response_ids, other.response_ids) and np.array_equal(one.log_probs, other.log_probs)

@@ -1,0 +1,115 @@
+"""One decoding step as a function of tensors: the model's own forward pass, and its recording.
+
+Small steps are bound by the Python of the model's modules, not by arithmetic. The recording (TorchScript, `trace`)
+replays the same kernels in the same order without that Python: the same logits, bit for bit, of any architecture. It is
+used where it has proved faithful, `record` says how; elsewhere the model's Python runs.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT, KVCache, StepCache
+
+StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
+"""What a `Step` takes."""
+
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+"""(tokens [B], positions [B], key_positions [L], stores) -> logits [B, V]: feeds a token to each of the slots 0 … B - 1
+of a `KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of the first L."""
+
+
+class DecodingStep(torch.nn.Module):
+    """A `Step` that runs the model.
+
+    Args:
+        model: any causal language model with key-value layers.
+        windows: kind of attention layer, as in `config.layer_types` -> its sliding window in tokens, or None.
+        num_heads: of keys and values, for each layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: dict[str, int | None], num_heads: Sequence[int]) -> None:
+        super().__init__()
+        self.model = model
+        self.windows = windows
+        self.num_heads = list(num_heads)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        key_positions: torch.Tensor,
+        stores: list[torch.Tensor],
+    ) -> torch.Tensor:
+        output = self.model(
+            input_ids=tokens[:, None],
+            position_ids=positions[:, None],
+            attention_mask=self._masks(positions, key_positions),
+            past_key_values=StepCache(stores, self.num_heads, positions, key_positions.shape[0]),
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def _masks(self, positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """[B, 1, 1, L] each, to be added to scores: -inf behind a row's position and outside its window."""
+        masks = {}
+        for kind, window in self.windows.items():
+            unseen = key_positions > positions[:, None]
+            if window is not None:
+                unseen = unseen | (key_positions <= positions[:, None] - window)
+            mask = torch.zeros_like(unseen, dtype=self.model.dtype).masked_fill_(unseen, float("-inf"))
+            masks[kind] = mask[:, None, None]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+@torch.no_grad()
+def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: int) -> Step | None:
+    """A recording of `step`, or None where it would not be faithful.
+
+    It is not where the model's Python looks at the values of tensors (mixtures of experts that loop over them, position
+    encodings that change with the length), nor where the logits of any trial shape differ in a bit.
+
+    Args:
+        cache: gives the layers' shapes; it is left alone.
+    """
+    trials = [
+        trial_inputs(cache, rows, length, context_length, vocab_size) for rows, length in ((5, 2), (4, 1), (9, 4))
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        recording = torch.jit.trace(step, _copy(trials[0]), check_trace=False)
+    if any(issubclass(warning.category, torch.jit.TracerWarning) for warning in caught):
+        return None
+
+    def replay(*inputs: Any) -> torch.Tensor:
+        with torch.jit.optimized_execution(False):  # no fusion: it would change the arithmetic
+            return recording(*inputs)
+
+    for inputs in trials:
+        copies = _copy(inputs), _copy(inputs)
+        logits = step(*copies[0]), replay(*copies[1])
+        pairs = zip((logits[0], *copies[0][3]), (logits[1], *copies[1][3]), strict=True)
+        if not all(torch.equal(one, other) for one, other in pairs):
+            return None
+    return replay
+
+
+def trial_inputs(cache: KVCache, rows: int, blocks: int, context_length: int, vocab_size: int) -> StepInputs:
+    """Random inputs of a step over `blocks` times `ALIGNMENT` positions, the last ones of the context."""
+    device = cache.stores[0].device
+    draw = torch.Generator().manual_seed(rows)
+    length = blocks * ALIGNMENT
+    tokens = torch.randint(vocab_size, (rows,), generator=draw)
+    positions = torch.randint(min(length, context_length), (rows,), generator=draw)
+    stores = [
+        torch.randn(rows, store.shape[1], length, store.shape[3], generator=draw).to(device, store.dtype)
+        for store in cache.stores
+    ]
+    return tokens.to(device), positions.to(device), torch.arange(length, device=device), stores
+
+
+def _copy(inputs: StepInputs) -> StepInputs:
+    return *inputs[:3], [store.clone() for store in inputs[3]]

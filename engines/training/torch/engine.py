@@ -1,0 +1,222 @@
+"""The training engine for any Hugging Face causal LM: PyTorch, with FSDP2 over more than one rank."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.lora import LoraConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.models import load_causal_lm
+from cairn.engines.training.batching import MicroBatch, plan_micro_batches
+from cairn.engines.training.checkpoint import (
+    NamedTensors,
+    gather_files,
+    in_buckets,
+    read_description,
+    read_state,
+    write_state,
+)
+from cairn.engines.training.digest import sharded_weights_checksum, state_digest
+from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
+from cairn.engines.training.losses.objective import objective
+from cairn.engines.training.losses.value import value_objective
+from cairn.engines.training.process import prepare_process
+from cairn.engines.training.sharding import raise_together, shard_model, whole
+from cairn.engines.training.torch.export import save_model_folder, whole_parameters
+from cairn.engines.training.torch.learner import TorchLearner
+from cairn.engines.training.torch.lora import adapters_off, add_adapters, merged_parameters, save_adapters
+from cairn.engines.training.torch.offload import offload, onload
+from cairn.engines.training.torch.passes import Reading, read_log_probs, read_values, score_responses
+from cairn.engines.training.value_model import load_value_model
+from cairn.engines.types import TrainBatch
+from cairn.storage.store import Store, StoredFile
+
+
+class TorchEngine(ExactlyOnceEngine):
+    """A `TrainingEngine` (see cairn.engines.training.base for the contract of every method).
+
+    Master weights and optimizer state are float32. In bfloat16 forward and backward run on bfloat16 copies of the
+    weights, as FSDP2's mixed precision makes them, so log-probs are those of a rollout engine that holds bfloat16.
+    The model stays in evaluation mode: dropout would make log-probs differ from the rollout's.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        temperature: float,
+        total_steps: int,
+        rank: int = 0,
+        world_size: int = 1,
+        device: str = "cpu",
+    ):
+        """Load the model and, where the algorithm needs them, the critic, the teacher and the reference: with LoRA that
+        is the model without adapters.
+
+        Args:
+            temperature: of the rollout; divides the logits.
+            total_steps: optimizer steps of the whole run, over which the learning rate decays by default.
+            world_size: ranks; a process group of as many must exist if there is more than one.
+        """
+        super().__init__(training, algorithm, total_steps=total_steps, rank=rank, world_size=world_size, device=device)
+        self._temperature = temperature
+        prepare_process(training, self._device)
+        # Weights that are not trained need no more bits than the passes read.
+        self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training.lora)
+        actor = TorchLearner(
+            self._model, partial(objective, algorithm=algorithm, temperature=temperature), training, world_size
+        )
+        self._learners: dict[str, TorchLearner] = {"actor": actor}
+        self._frozen: list[PreTrainedModel] = []
+        self._scorers = {"actor": partial(self._log_probs, self._model)}
+        for role, path in untrained_models(model, algorithm).items():
+            if role == "ref" and training.lora.r and model.ref_path is None:
+                self._scorers[role] = self._log_probs_without_adapters
+                continue
+            frozen = self._load_model(path, self._dtype).requires_grad_(False)
+            self._frozen.append(frozen)
+            self._scorers[role] = partial(self._log_probs, frozen)
+        if algorithm.use_critic:
+            critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
+            self._learners["critic"] = TorchLearner(
+                critic, partial(value_objective, value_clip=algorithm.value_clip), training, world_size
+            )
+            self._scorers["critic"] = partial(self._responses, critic, read_values)
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        self._require_intact()
+        yield from in_buckets(self._exported(), bucket_bytes)
+
+    def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+        self._require_intact()
+        parameters = whole_parameters(self._model, self._device)
+        yield from in_buckets(((name, full.to(self._device, self._dtype)) for name, full in parameters), bucket_bytes)
+
+    def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
+        self._require_ready()
+        dtypes = [self._dtype, getattr(torch, dtype)]
+        return sharded_weights_checksum(merged_parameters(self._model, self._device), dtypes, self._world_size)
+
+    def export_hf(self, folder: Path) -> None:
+        self._require_intact()
+        weights = dict(self._exported())
+        if self._rank == 0:
+            save_model_folder(self._model, weights, folder)
+        if self._training.lora.r:
+            parameters = self._learners["actor"].state()["parameters"]
+            adapters = {name: whole(tensor.to(self._device)).cpu() for name, tensor in parameters}
+            if self._rank == 0:
+                save_adapters(self._model, adapters, folder / "adapter")
+
+    def save(self, store: Store, folder: str) -> list[StoredFile]:
+        self._require_ready()
+        digest = self.state_digest()
+        written: list[StoredFile] = []
+        error: Exception | None = None
+        files = gather_files(self._state(), keep=self._rank == 0)
+        try:
+            if self._rank == 0:
+                written = write_state(store, folder, files, weight_version=self._version, state_digest=digest)
+        except Exception as failure:  # raised below, once the other ranks are free
+            error = failure
+        for _ in files:  # the gathering goes on to its end on every rank
+            pass
+        raise_together(error, self._world_size, self._device)
+        return written
+
+    def load(self, store: Store, folder: str) -> None:
+        self._require_onloaded()
+        error = None
+        try:
+            state = read_description(store, folder)
+            self._interrupted = "load"
+            with torch.no_grad():
+                read_state(store, folder, state, self._state())
+        except Exception as failure:  # raised below, once every rank has come here
+            error = failure
+        raise_together(error, self._world_size, self._device)
+        self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
+
+    def offload(self) -> None:
+        self._require_intact()
+        if not self._offloaded:
+            self.state_digest()  # of the position, which is asked for at any time
+            offload(self._models(), self._optimizers())
+            self._offloaded = True
+
+    def onload(self) -> None:
+        if self._offloaded:
+            onload(self._models(), self._optimizers(), self._device)
+            self._offloaded = False
+
+    def health(self) -> dict[str, Any]:
+        return {"engine": "torch", **super().health()}
+
+    def _compute_digest(self) -> str:
+        named_tensors = [
+            (f"{kind}.{name}", tensor) for kind, tensors in self._state().items() for name, tensor in tensors
+        ]
+        return state_digest(named_tensors, self._version, self._world_size)
+
+    def _models(self) -> list[PreTrainedModel]:
+        return [*(learner.model for learner in self._learners.values()), *self._frozen]
+
+    def _optimizers(self) -> list[torch.optim.AdamW]:
+        return [learner.optimizer for learner in self._learners.values()]
+
+    def _log_probs(
+        self, model: PreTrainedModel, batch: TrainBatch, micro_batches: Sequence[MicroBatch]
+    ) -> torch.Tensor:
+        return self._responses(model, partial(read_log_probs, temperature=self._temperature), batch, micro_batches)
+
+    def _responses(
+        self, model: PreTrainedModel, reading: Reading, batch: TrainBatch, micro_batches: Sequence[MicroBatch]
+    ) -> torch.Tensor:
+        scores = score_responses(model, batch, micro_batches, reading)
+        if self._world_size > 1:
+            dist.all_reduce(scores)  # of one value and zeros: exact
+        return scores
+
+    def _log_probs_without_adapters(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        with adapters_off(self._model):
+            return self._log_probs(self._model, batch, micro_batches)
+
+    def _load_model(self, path: str, parameters: torch.dtype, lora: LoraConfig | None = None) -> PreTrainedModel:
+        """Load a model that computes in the training's number format, whatever its parameters are held in."""
+        model = load_causal_lm(path, parameters)
+        if lora is not None and lora.r:
+            add_adapters(model, lora)
+        return self._placed(model)
+
+    def _placed(self, model: PreTrainedModel) -> PreTrainedModel:
+        if self._world_size == 1 and all(parameter.dtype == self._dtype for parameter in model.parameters()):
+            return cast(Any, model).to(self._device)
+        shard_model(model, self._dtype, self._world_size, self._device)
+        return model
+
+    def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
+        return plan_micro_batches(lengths, self._training.max_tokens_per_gpu, self._world_size)[self._rank]
+
+    def _state(self) -> dict[str, NamedTensors]:
+        """Every tensor of the state, by its kind; the critic's names begin with `critic.`."""
+        kinds: dict[str, NamedTensors] = {}
+        for role, learner in self._learners.items():
+            prefix = "" if role == "actor" else f"{role}."
+            for kind, tensors in learner.state().items():
+                kinds.setdefault(kind, []).extend((prefix + name, tensor) for name, tensor in tensors)
+        return kinds
+
+    def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters in the training's number format, copied to the CPU; on rank 0 alone, gathered from all."""
+        for name, full in whole_parameters(self._model, self._device):
+            if self._rank == 0:
+                yield name, full.to("cpu", self._dtype, copy=True)

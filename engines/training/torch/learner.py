@@ -1,0 +1,59 @@
+"""A model that is trained with PyTorch, and its optimizer."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.batching import MicroBatch
+from cairn.engines.training.checkpoint import NamedTensors
+from cairn.engines.training.losses.aggregate import Weight
+from cairn.engines.training.losses.metrics import merge_over_ranks
+from cairn.engines.training.optimizer import MOMENTS, build_optimizer, set_learning_rate, set_position
+from cairn.engines.training.sharding import recompute_activations, whole
+from cairn.engines.training.torch.passes import Objective, accumulate_gradients
+from cairn.engines.types import TrainBatch
+
+
+class TorchLearner:
+    """See cairn.engines.training.exactly_once.Learner."""
+
+    def __init__(self, model: PreTrainedModel, objective: Objective, training: TrainingConfig, world_size: int):
+        """
+        Args:
+            model: whole, or sharded over all ranks.
+            objective: of the model's outputs at the trained tokens.
+        """
+        self.model, self._objective = model, objective
+        self._clip_grad, self._world_size = training.clip_grad, world_size
+        if training.gradient_checkpointing:
+            recompute_activations(model)
+        self._trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
+
+    def accumulate_gradients(
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]
+    ) -> dict[str, float]:
+        self.optimizer.zero_grad()
+        shares = accumulate_gradients(self.model, batch, micro_batches, weights, self._objective)
+        return merge_over_ranks(shares, self._world_size)
+
+    def grad_norm(self) -> float:
+        gradients = [p.grad for _, p in self._trained if p.grad is not None]
+        self._norm = torch.nn.utils.get_total_norm(gradients)
+        return whole(self._norm).item()
+
+    def step(self, lr: float) -> None:
+        if self._clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained], self._clip_grad, self._norm)
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+
+    def set_steps(self, steps: int) -> None:
+        set_position(self.optimizer, steps)
+
+    def state(self) -> dict[str, NamedTensors]:
+        """Every tensor of the state, by its kind: trained parameters and the optimizer's moments of each."""
+        moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in self._trained] for kind in MOMENTS}
+        return {"parameters": [(name, p.detach()) for name, p in self._trained], **moments}

@@ -1,0 +1,73 @@
+"""Passes of micro-batches through a model: with gradients to train, without to score."""
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from cairn.engines.training.batching import MicroBatch
+from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
+from cairn.engines.training.kept import within
+from cairn.engines.training.log_probs import response_logits, token_log_probs
+from cairn.engines.training.losses.aggregate import NO_WEIGHT, Weight
+from cairn.engines.training.losses.metrics import merge, numbers
+from cairn.engines.types import TrainBatch
+
+Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""(what the output layer gives at the trained tokens, the tokens) → this micro-batch's share of the loss and of every
+metric."""
+
+Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
+"""(what the output layer gives at the chosen tokens, the tokens) → [N] float32."""
+
+
+def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float) -> torch.Tensor:
+    """[N] log-probs of the tokens under softmax(logits / temperature), over what they were drawn from."""
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    logits = within(logits, tokens.kept)
+    return token_log_probs(logits, logits.logsumexp(-1), tokens.targets)
+
+
+def read_values(outputs: torch.Tensor, _: Tokens) -> torch.Tensor:
+    """[N] values of a critic."""
+    return outputs.float().squeeze(-1)
+
+
+def accumulate_gradients(
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    micro_batches: Iterable[MicroBatch],
+    weights: dict[int, Weight],
+    objective: Objective,
+) -> dict[str, float]:
+    """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric.
+
+    Args:
+        weights: of each sample's trained tokens in the loss of the optimizer step.
+    """
+    kept = []
+    for micro_batch in micro_batches:
+        token_weights = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
+        tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
+        logits = response_logits(model, tokens.input_ids, tokens.positions)
+        loss, metrics = objective(logits, tokens)
+        loss.backward()
+        kept.append(metrics)
+    return merge(map(numbers, kept))
+
+
+@torch.no_grad()
+def score_responses(
+    model: PreTrainedModel, batch: TrainBatch, micro_batches: Iterable[MicroBatch], reading: Reading
+) -> torch.Tensor:
+    """[sum of R_i] float32: a number for each response token, sample after sample; 0 where other ranks have them."""
+    ends = np.cumsum(batch.response_lengths)
+    scores = torch.zeros(int(ends[-1]), device=model.device)
+    for micro_batch in micro_batches:
+        tokens = collate_responses(batch, micro_batch.samples, model.device)
+        read = reading(response_logits(model, tokens.input_ids, tokens.positions), tokens)
+        if micro_batch.counted:
+            places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
+            scores[torch.from_numpy(np.concatenate(places)).to(model.device)] = read
+    return scores

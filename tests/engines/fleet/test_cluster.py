@@ -1,0 +1,279 @@
+"""Who outlives whom: a started cluster ends with its driver, a joined one keeps its engines for the next driver."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cairn.engines.fleet.cluster import HEAD, Cluster, ClusterError
+from cairn.engines.fleet.fleet import cluster
+from cairn.engines.fleet.reaper import end_processes_with_files_in, processes_with_files_in
+from tests.engines.training.builders import model_folder
+from tests.ray_fixtures import ray_head
+from tests.shared_memory import segments, watched_segments
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(900)
+
+ROOT = Path(__file__).parents[3]
+TRAINER = ("training", "weight_version", "state_digest", "last_input_digest")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+class Driver:
+    """A `fleet_driver` process."""
+
+    def __init__(self, model: Path, address: str = "none", dtype: str = "float32", **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.fleet.fleet_driver", str(model), address, dtype, f"{model}.lease"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | environment,
+        )
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the driver ended with {self.process.wait(60)}"
+        return json.loads(line)
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def driver(model: Path, *args: Any, **environment: str) -> Iterator[Driver]:
+    running = Driver(model, *args, **environment)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.communicate()
+
+
+def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_folder(model: Path, tmp_path: Path) -> None:
+    with (
+        watched_segments() as left_segments,
+        tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder,
+        driver(model, TMPDIR=folder) as killed,
+    ):
+        state = killed.read()
+        (session,) = Path(folder).glob("cairn-*")
+        started = [*psutil.Process(killed.process.pid).children(recursive=True)]
+        assert {state["rollout"], state["training"]} < {process.pid for process in started}
+        assert {state["rollout"], state["training"]} < set(processes_with_files_in(str(session)))
+        os.kill(state["rollout"], signal.SIGSTOP)  # it cannot see that its driver is gone
+        killed.process.kill()
+        killed.process.wait(60)
+        wait_for(lambda: not any(process.is_running() for process in started) and not session.exists())
+        assert not left_segments()
+
+
+SHARING = """
+import time, torch
+torch.multiprocessing.set_sharing_strategy("file_system")
+shared = torch.ones(1000).share_memory_()
+print("shared", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_is_ended_with_its_cluster_leaves_no_shared_memory(tmp_path: Path) -> None:
+    before = segments()
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen([sys.executable, "-c", SHARING], stdout=out)
+    try:
+        wait_for(lambda: (tmp_path / "out").read_text() != "")
+        (segment,) = (name for name in segments() - before if name.startswith(f"torch_{process.pid}_"))
+        end_processes_with_files_in(str(tmp_path))
+        assert process.wait(60) == -signal.SIGKILL
+        assert segment not in segments()
+    finally:
+        process.kill()
+
+
+def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would have to be in the home folder
+    with ray_head() as address:
+        with driver(model, address) as first:
+            started = first.read()
+            first.tell("train")
+            trained = first.read()
+        assert trained["weight_version"] == 1
+        assert trained["last_input_digest"] == "trained"
+
+        with driver(model, address, "bfloat16") as second:
+            found = second.read()
+            assert {name: found[name] for name in TRAINER} == {name: trained[name] for name in TRAINER}
+            assert found["rollout"] != started["rollout"]  # it was made from another configuration
+            assert found["versions"] == [0]
+            wait_for(lambda: not psutil.pid_exists(started["rollout"]))
+            with driver(model, address, "bfloat16") as third:
+                adopted = third.read()
+                assert all(adopted[name] == found[name] for name in ("rollout", *TRAINER))
+                second.tell("close")
+                assert second.process.wait(180) == 0
+                third.tell("train")
+                assert third.read()["rollout"] == found["rollout"], "a superseded driver closes nothing"
+                third.tell("close")
+                assert third.process.wait(180) == 0
+        engines = (found["rollout"], found["training"])
+        wait_for(lambda: not any(psutil.pid_exists(pid) for pid in engines))
+        assert resources_in_use(address) == {}
+
+
+@pytest.mark.parametrize("head", ["gcs_server", "raylet"])
+def test_a_driver_whose_ray_head_died_ends_with_a_sentence_and_leaves_nothing(model: Path, head: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, driver(model, TMPDIR=folder) as bereft:
+        bereft.read()
+        below = psutil.Process(bereft.process.pid).children(recursive=True)
+        (victim,) = [process for process in below if process.name() == head]
+        bereft.tell("hang")
+        bereft.read()
+        victim.kill()
+        assert bereft.process.wait(180) == 1
+        assert bereft.process.stdout is not None
+        sentence = f"the Ray cluster of this driver is gone: its {head} died, and all engines with it"
+        assert bereft.process.stdout.read() == f"ClusterLost: {sentence}\n"
+        wait_for(lambda: not any(process.is_running() for process in below) and not list(Path(folder).glob("cairn-*")))
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
+    script = (
+        "from cairn.engines.fleet.cluster import Cluster\n"
+        "Cluster.open(None, num_cpus=1, object_store_memory=1, timeout=60)\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": folder},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert re.search(
+            r"ClusterError: Ray did not start, twice \(.*object store.*\): .*ray start --head", found.stderr
+        )
+        wait_for(lambda: not list(Path(folder).glob("cairn-*")))
+
+
+AFTER_ANOTHER = """
+import subprocess, sys, time
+from cairn.engines.fleet.cluster import Cluster
+dying = subprocess.Popen([sys.argv[1], "10"])
+cluster = Cluster.open(None, num_cpus=1, object_store_memory=10**8, timeout=100)
+dying.wait()
+time.sleep(2)  # for the watch to see it
+print(cluster.lost)
+cluster.close()
+"""
+
+
+def test_the_end_of_a_head_that_was_given_up_is_not_taken_for_the_end_of_the_cluster(tmp_path: Path) -> None:
+    stand_in = shutil.copy("/bin/sleep", tmp_path / "gcs_server")
+    command = [sys.executable, "-c", AFTER_ANOTHER, str(stand_in)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=True)
+    assert found.stdout == "None\n"
+
+
+def test_an_address_where_nothing_answers_is_refused_with_the_way_out() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"nothing answers at fleet.ray_address={address} .*ray start --head"):
+            Cluster.open(address, num_cpus=1, object_store_memory=1, timeout=30)
+
+
+def test_a_ray_client_address_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ClusterError, match="give host:port or auto"):
+        Cluster.open("ray://127.0.0.1:10001", num_cpus=1, object_store_memory=1, timeout=30)
+
+
+def test_a_process_has_one_cluster_which_ends_with_its_last_user(ray_cluster: Cluster) -> None:
+    with pytest.raises(ClusterError, match="close that fleet before"):
+        Cluster.open("auto", num_cpus=1, object_store_memory=1, timeout=30)
+    again = Cluster.open(None, num_cpus=1, object_store_memory=1, timeout=30)
+    assert again is ray_cluster
+    again.close()
+    assert ray_cluster.folder is not None
+    assert processes_with_files_in(str(ray_cluster.folder))
+
+
+def resources_in_use(address: str) -> dict[str, float]:
+    """Resources that actors or placement groups hold."""
+    script = (
+        "import ray, json, time\n"
+        f"ray.init(address={address!r}, log_to_driver=False, logging_level='error')\n"
+        "total = ray.cluster_resources()\n"
+        "end = time.monotonic() + 60\n"
+        "while (used := {k: v - ray.available_resources().get(k, 0) for k, v in total.items()"
+        " if k in ('CPU', 'GPU') and v != ray.available_resources().get(k, 0)}) and time.monotonic() < end:\n"
+        "    time.sleep(0.2)\n"
+        "print(json.dumps(used))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    return json.loads(found.stdout)
+
+
+@pytest.mark.parametrize("head", ["gcs_server", "raylet"])
+def test_a_part_of_the_head_that_ended_before_it_was_watched_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    stand_ins = {name: subprocess.Popen([shutil.copy("/bin/sleep", tmp_path / name), "60"]) for name in HEAD}
+    listed = [psutil.Process(stand_in.pid) for stand_in in stand_ins.values()]
+    monkeypatch.setattr(cluster, "_head", lambda: listed)
+    stand_ins[head].kill()
+    stand_ins[head].wait()
+    started = Cluster(None, tmp_path)
+    try:
+        started.watch()
+    finally:
+        for stand_in in stand_ins.values():
+            stand_in.kill()
+            stand_in.wait()
+    assert started.lost == f"the Ray cluster of this driver is gone: its {head} died, and all engines with it"
+
+
+def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_removed(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended, subprocess.Popen(["sleep", "600"]) as other:
+        ended.wait()
+        logs = tmp_path / "session_1" / "logs"
+        logs.mkdir(parents=True)
+        for worker in (ended.pid, other.pid):  # the other process was given the number of a worker
+            (logs / f"worker-{worker:056x}-01000000-{worker}.out").touch()
+        left, kept = (Path("/dev/shm", f"torch_{process.pid}_{uuid.uuid4().int}_0") for process in (ended, other))
+        left.touch()
+        kept.touch()
+        try:
+            end_processes_with_files_in(str(tmp_path))
+            assert not left.exists()
+            assert kept.exists()
+            assert other.poll() is None
+        finally:
+            left.unlink(missing_ok=True)
+            kept.unlink()
+            other.kill()

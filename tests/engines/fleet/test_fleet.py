@@ -1,0 +1,313 @@
+"""A fleet of real engines on a real cluster: what it adds to them, and what it does when one fails."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from cairn.engines.errors import BadModel, EngineDied, EngineError, EngineTimeout, RequestRefused, WrongVersion
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.cluster import Cluster, ClusterError
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.models import folder_digest
+from cairn.engines.rollout.sglang.launch_plan import EnginePlan
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.storage.errors import NoSpace
+from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
+from tests.ray_fixtures import fleet_config
+from tests.small_disk import small_disk, why_not
+from tests.waiting import wait_for
+
+TOTAL_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, ray_cluster: Cluster) -> Iterator[Fleet]:
+    config = fleet_config(model, rollout={"num_engines": 2})
+    with Fleet.start(config, name="fleet", total_steps=TOTAL_STEPS) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def initial(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Store with a checkpoint `initial` of the initial weights."""
+    store = str(tmp_path_factory.mktemp("initial"))
+    assert fleet.training.position().weight_version == 0
+    fleet.training.save(store, "initial")
+    return store
+
+
+@pytest.fixture(autouse=True)
+def _engines_alive(request: pytest.FixtureRequest) -> None:
+    """Tests leave dead engines behind; the next one has the fleet put right as a step of a run does."""
+    if "fleet" in request.fixturenames:
+        fleet: Fleet = request.getfixturevalue("fleet")
+        fleet.ensure_rollout_alive()
+        fleet.training.ensure_alive()
+
+
+def requests(count: int = 5, max_new_tokens: int = 24) -> list[GenerateRequest]:
+    draw = np.random.default_rng(count)
+    params = SamplingParams(max_new_tokens)
+    return [
+        GenerateRequest(i, draw.integers(VOCABULARY, size=3 + i).tolist(), tuple(range(i, i + 3)), params)
+        for i in range(count)
+    ]
+
+
+def generate(engine: RolloutHandle | TransformersEngine, wanted: list[GenerateRequest]) -> list[Completion]:
+    completions = [completion for part in engine.generate(wanted) for completion in part]
+    return sorted(completions, key=lambda c: (c.request_id, c.sample_index))
+
+
+def train_once(fleet: Fleet) -> int:
+    version = fleet.training.position().weight_version
+    fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest=f"input {version}")
+    return version + 1
+
+
+def pid_of(fleet: Fleet, index: int) -> int:
+    return fleet.rollout[index].health()["pid"]
+
+
+def hasty(fleet: Fleet, model: Path, index: int, *, timeout: float, call_timeout: float) -> RolloutHandle:
+    """Another handle of the same engine, with other deadlines."""
+    config = fleet_config(model, rollout={"timeout": timeout}, fleet={"call_timeout": call_timeout})
+    actors = [fleet.rollout[index]._actor]
+    return RolloutHandle(f"rollout:{index}", actors, EnginePlan(), str(model), config.rollout, config.fleet)
+
+
+def test_samples_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Path, initial: str) -> None:
+    fleet.training.load(initial, "initial")
+    fleet.sync_weights()
+    bare = generate(TransformersEngine(str(model), fleet_config(model).rollout), requests())
+    for engine in fleet.rollout:
+        for found, expected in zip(generate(engine, requests()), bare, strict=True):
+            np.testing.assert_array_equal(found.response_ids, expected.response_ids)
+            np.testing.assert_array_equal(found.log_probs, expected.log_probs)
+            assert (found.finish_reason, set(found.weight_versions)) == (expected.finish_reason, {0})
+
+
+def test_training_and_scores_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Path, initial: str) -> None:
+    config = fleet_config(model)
+    fleet.training.load(initial, "initial")
+    engine = TorchEngine(config.model, config.training, config.algorithm, temperature=1.0, total_steps=TOTAL_STEPS)
+    batch = make_batch()
+    for found, expected in zip(fleet.training.score(batch, "actor"), engine.score(batch, "actor"), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    arguments = {"num_steps": 1, "expected_version": 0, "input_digest": "an input"}
+    expected_result = engine.train(batch, **arguments)
+    result = fleet.training.train(batch, **arguments)
+    assert replace(result, seconds=0) == replace(expected_result, seconds=0)
+    position = fleet.training.position()
+    assert (position.weight_version, position.last_input_digest) == (1, "an input")
+    assert (position.state_digest, position.last_result) == (result.state_digest, result)
+
+
+def test_what_an_engine_raises_comes_through_as_itself(fleet: Fleet) -> None:
+    ahead = fleet.training.position().weight_version + 1
+    with pytest.raises(WrongVersion, match=f"not at {ahead}") as raised:
+        fleet.training.train(make_batch(), num_steps=1, expected_version=ahead, input_digest="")
+    assert type(raised.value) is WrongVersion
+    with pytest.raises(RequestRefused, match="7") as raised_by_rollout:
+        generate(fleet.rollout[0], [GenerateRequest(7, [VOCABULARY + 9], (1,), SamplingParams(4))])
+    assert type(raised_by_rollout.value) is RequestRefused
+    assert len(generate(fleet.rollout[0], requests())) == 15
+
+
+def test_an_engine_says_what_its_own_process_computes_on(fleet: Fleet, model: Path) -> None:
+    here = TransformersEngine(str(model), fleet_config(model).rollout).environment()
+    assert fleet.rollout[0].environment == here
+    assert fleet.generating_environment(fleet.rollout[1]) == here
+    assert fleet.training.environment.threads == fleet_config(model).training.num_threads
+
+
+def test_a_machine_with_another_model_than_the_runs_is_refused(ray_cluster: Cluster, model: Path) -> None:
+    config, digest = fleet_config(model), folder_digest(model)
+    with pytest.raises(
+        BadModel, match=f"has loaded another model than the run's: the digest of {model} on .* copy the"
+    ):
+        Fleet.start(config, name="other", total_steps=1, model_digests={"model": "0" * 64, "data": "1" * 64})
+    with Fleet.start(config, name="same", total_steps=1, model_digests={"model": digest, "data": "1" * 64}) as fleet:
+        assert fleet.rollout[0].weight_version() == 0
+
+
+def test_a_bad_model_folder_is_named_and_leaves_no_actor(ray_cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match="nowhere does not exist"):
+        Fleet.start(fleet_config(tmp_path / "nowhere"), name="bad", total_steps=1)
+
+    def states() -> list[str]:
+        return [g["state"] for g in ray.util.placement_group_table().values() if g["name"].startswith("cairn:bad:")]
+
+    wait_for(lambda: not [name for name in ray.util.list_named_actors() if name.startswith("cairn:bad:")], 60)
+    wait_for(lambda: states() == ["REMOVED", "REMOVED"], 60)
+
+
+def test_an_engine_that_does_not_start_in_time_says_so_itself(fleet: Fleet, model: Path) -> None:
+    config = fleet_config(model, rollout={"engine": "sglang"})
+    nobody = EnginePlan(external_url="http://127.0.0.1:1")
+    actors = fleet.rollout[0]._actors
+    engine = RolloutHandle("rollout:0", actors, nobody, str(model), config.rollout, config.fleet)
+    with pytest.raises(EngineTimeout, match=r"127\.0\.0\.1:1 did not serve within .* take it out of"):
+        engine._make_engine(Deadline(2))
+
+
+def test_gpus_that_the_cluster_lacks_are_refused_at_once_with_what_it_has(ray_cluster: Cluster, model: Path) -> None:
+    config = fleet_config(model, rollout={"num_engines": 2, "num_gpus_per_engine": 64})
+    with pytest.raises(
+        ClusterError, match=r"rollout 2 × \(1 CPU, 64 GPU\).*it has 16 CPU.*rollout.num_gpus_per_engine"
+    ):
+        Fleet.start(config, name="gpus", total_steps=1)
+
+
+def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_the_base_model(
+    fleet: Fleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    version = train_once(fleet)
+    fleet.sync_weights()
+    engine, pid = fleet.rollout[0], pid_of(fleet, 0)
+    stream = engine.generate(requests(64, max_new_tokens=200))
+    next(stream)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match="cairn:fleet:rollout:0"):
+        list(stream)
+    assert isinstance(fleet.health()["rollout:0"], EngineDied)
+    told: list[str] = []
+    engine.tell = told.append
+    engine.ensure_alive()
+    (sentence,) = told
+    assert sentence.startswith("Engine rollout:0 is made again: cairn:fleet:rollout:0.health(): ")
+    assert fleet.rollout_versions() == [0, version]
+    assert fleet.sync_weights() == [version, version]
+    assert {int(v) for completion in generate(engine, requests()) for v in completion.weight_versions} == {version}
+    assert capfd.readouterr().out == ""  # it belongs to the command
+
+
+def test_a_stopped_rollout_engine_is_a_timeout_and_is_killed_hard(fleet: Fleet, model: Path) -> None:
+    engine = hasty(fleet, model, 1, timeout=600, call_timeout=2)
+    process = psutil.Process(pid_of(fleet, 1))
+    process.suspend()
+    with pytest.raises(EngineTimeout, match="cairn:fleet:rollout:1"):
+        generate(engine, requests())
+    fleet.rollout[1].restart()
+    assert pid_of(fleet, 1) != process.pid
+    assert not process.is_running()
+    assert len(generate(fleet.rollout[1], requests())) == 15
+
+
+def test_a_generation_that_takes_too_long_is_a_timeout_and_its_engine_is_replaced(fleet: Fleet, model: Path) -> None:
+    engine, pid = hasty(fleet, model, 0, timeout=0.2, call_timeout=30), pid_of(fleet, 0)
+    with pytest.raises(EngineTimeout, match=r"within 0\.2 s"):
+        generate(engine, requests(64, max_new_tokens=200))
+    engine.ensure_alive()
+    assert engine.health()["pid"] != pid
+
+
+def test_an_engine_is_free_after_a_generation_that_was_given_up(fleet: Fleet) -> None:
+    engine, pid = fleet.rollout[0], pid_of(fleet, 0)
+    stream = engine.generate(requests(64, max_new_tokens=200))
+    next(stream)
+    stream.close()
+    assert engine.health()["running_requests"] == 0
+    assert len(generate(engine, requests())) == 15
+    engine.ensure_alive()
+    assert engine.health()["pid"] == pid
+
+
+def test_an_abort_ends_the_stream_with_every_sample_as_far_as_it_came(fleet: Fleet) -> None:
+    engine = fleet.rollout[0]
+    asked = requests(64, max_new_tokens=200)
+    done: list[Completion] = []
+    for completions in engine.generate(asked):
+        done += completions
+        if not any(c.finish_reason == FinishReason.ABORT for c in done):
+            engine.abort()
+    assert {(c.request_id, c.sample_index) for c in done} == {
+        (request.request_id, index) for request in asked for index in range(len(request.seeds))
+    }
+    assert FinishReason.ABORT in {c.finish_reason for c in done}
+    assert len(generate(engine, requests())) == 15, "an abort ends that generation alone"
+
+
+def test_a_killed_trainer_is_an_error_and_restarts_at_the_initial_weights(fleet: Fleet, initial: str) -> None:
+    fleet.training.load(initial, "initial")
+    before = fleet.training.position()
+    train_once(fleet)
+    os.kill(fleet.training.health()["pid"], signal.SIGKILL)
+    with pytest.raises(EngineDied, match="cairn:fleet:training:0"):
+        fleet.training.position()
+    fleet.training.ensure_alive()
+    assert fleet.training.position() == before
+
+
+def test_a_sync_gives_every_engine_the_trainers_weights(fleet: Fleet) -> None:
+    version = train_once(fleet)
+    with pytest.raises(EngineError, match="checksum"):
+        fleet.verify_weights()
+    assert fleet.sync_weights() == [version, version]
+    checksums = {fleet.training.weights_checksum()} | {engine.weights_checksum() for engine in fleet.rollout}
+    assert len(checksums) == 1
+
+
+def test_a_sync_begins_a_broken_off_update_again_and_leaves_engines_alone_that_are_up_to_date(fleet: Fleet) -> None:
+    version = train_once(fleet)
+    fleet.sync_weights()
+    broken_off = fleet.rollout[1].submit("begin_weight_update", version)
+    fleet.rollout[1].finish(broken_off, "begin_weight_update")
+    assert fleet.rollout_versions() == [version, None]
+    with fleet.rollout[0].alone():  # an update would wait for it
+        assert fleet.sync_weights(verify=True) == [version, version]
+
+
+def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    config = fleet_config(model, training={"world_size": 2})
+    single = TorchEngine(
+        config.model, fleet_config(model).training, config.algorithm, temperature=1.0, total_steps=TOTAL_STEPS
+    )
+    with Fleet.start(config, name="ranks", total_steps=TOTAL_STEPS) as fleet:
+        training, batch = fleet.training, make_batch()
+        assert training.position() == single.position()
+        for found, expected in zip(training.score(batch, "actor"), single.score(batch, "actor"), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        result = training.train(batch, num_steps=1, expected_version=0, input_digest="x")
+        expected_result = single.train(batch, num_steps=1, expected_version=0, input_digest="x")
+        assert result.metrics["loss"] == pytest.approx(expected_result.metrics["loss"], abs=1e-5)
+        assert fleet.sync_weights(verify=True) == [1]
+        with pytest.raises(WrongVersion):
+            training.train(batch, num_steps=1, expected_version=0, input_digest="y")
+        pids = training.health()["pids"]
+        training.ensure_alive()
+        assert training.health()["pids"] == pids
+
+        position = training.position()
+        with pytest.raises(EngineError, match="different states"):
+            training._agreed([position, replace(position, state_digest="another")], lambda p: p.state_digest)
+        training.ensure_alive()
+        restarted = training.health()["pids"]
+        assert not set(pids) & set(restarted)
+        assert training.position().weight_version == 0
+
+        if why_not() is None:
+            with (
+                small_disk(tmp_path / "disk", 2**14) as disk,
+                pytest.raises(NoSpace, match=rf"cannot write {disk}/\S+: no space is left"),  # the other merely waited
+            ):
+                training.save(str(disk), "checkpoint")
+
+        os.kill(restarted[1], signal.SIGKILL)
+        with pytest.raises(EngineDied, match="cairn:ranks:training:1"):
+            training.train(batch, num_steps=1, expected_version=0, input_digest="y")

@@ -1,0 +1,96 @@
+"""A sample depends on the weights, its prompt, its seed and its sampling parameters: bit for bit, in any company."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from tests.engines.rollout.models import Samples, collect, configs, random_requests, rollout_config, same
+
+
+def assert_same_samples(found: Samples, expected: Samples) -> None:
+    assert found.keys() <= expected.keys()
+    different = [key for key, sample in found.items() if not same(sample, expected[key])]
+    assert not different
+
+
+@pytest.mark.parametrize("architecture", [name for name in configs() if name != "qwen3"])
+def test_samples_are_equal_alone_together_and_in_another_order(
+    architecture: str, model_folders: dict[str, str]
+) -> None:
+    engine = TransformersEngine(model_folders[architecture], rollout_config())
+    requests = random_requests(seed=1, count=12)
+    together = collect(engine, requests)
+    assert len(together) == sum(len(request.seeds) for request in requests)
+    assert_same_samples(collect(engine, requests[::-1]), together)
+    for request in requests:
+        assert_same_samples(collect(engine, [request]), together)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_samples_are_equal_in_random_companies_and_numbers_of_rows(seed: int, model_folders: dict[str, str]) -> None:
+    requests = random_requests(seed=100 + seed, count=30)
+    expected = collect(TransformersEngine(model_folders["qwen3"], rollout_config()), requests)
+    draw = random.Random(seed)
+    for max_running_requests in (4, 5, draw.randrange(6, 40), draw.randrange(40, 100)):
+        engine = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=max_running_requests))
+        some = draw.sample(requests, draw.randrange(1, len(requests)))
+        assert_same_samples(collect(engine, some), expected)
+
+
+def test_a_group_finished_after_a_kill_is_what_it_would_have_been(model_folders: dict[str, str]) -> None:
+    requests = random_requests(seed=7, count=16)
+    expected = collect(TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=24)), requests)
+    killed = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=24))
+    finished: Samples = {}
+    for completions in killed.generate(requests):
+        finished |= {(c.request_id, c.sample_index): c for c in completions}
+        if len(finished) > 20:
+            break
+    whole = {r.request_id for r in requests if all((r.request_id, i) in finished for i in range(len(r.seeds)))}
+    assert 0 < len(whole) < len(requests)
+    restarted = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=24))
+    rest = collect(restarted, [request for request in requests if request.request_id not in whole])
+    kept = {key: sample for key, sample in finished.items() if key[0] in whole}
+    assert (kept | rest).keys() == expected.keys()
+    assert_same_samples(kept | rest, expected)
+
+
+def test_a_sample_depends_on_its_own_seed_only(qwen3: TransformersEngine) -> None:
+    group = replace(random_requests(seed=3, count=1)[0], seeds=tuple(range(10, 18)))
+    expected = collect(qwen3, [group])
+    alone = replace(group, seeds=(group.seeds[5],))
+    assert same(collect(qwen3, [alone])[group.request_id, 0], expected[group.request_id, 5])
+
+
+def test_stale_keys_and_values_in_a_slot_change_nothing(qwen3: TransformersEngine) -> None:
+    requests = random_requests(seed=11, count=6)
+    expected = collect(qwen3, requests)
+    with torch.inference_mode():
+        for store in qwen3._decoder.cache.stores:
+            store.normal_(std=100)
+    assert_same_samples(collect(qwen3, requests), expected)
+
+
+@pytest.mark.parametrize("architecture", configs())
+def test_the_check_at_start_up_finds_what_the_tests_above_prove(
+    architecture: str, model_folders: dict[str, str]
+) -> None:
+    engine = TransformersEngine(model_folders[architecture], rollout_config())
+    assert engine.health()["batch_invariant"] is None
+    assert engine.check_batch_invariance()
+    assert engine.health()["batch_invariant"] is True
+
+
+def test_the_check_notices_samples_that_depend_on_their_row(
+    qwen3: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_the_row(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        return np.linspace(0.1, 0.9, len(seeds), dtype=np.float32)
+
+    monkeypatch.setattr("cairn.engines.rollout.transformers.batch.uniforms", of_the_row)
+    assert not qwen3.check_batch_invariance()
+    assert qwen3.health()["batch_invariant"] is False
