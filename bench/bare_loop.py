@@ -163,19 +163,20 @@ class BareLoop:
             parts = [
                 [
                     GenerateRequest(
-                        row.group_id,
+                        (row.group_id, i),
                         row.row.prompt_ids,
-                        tuple(sample_seed(config.seed, index, row.group_id, i) for i in range(n)),
+                        sample_seed(config.seed, index, row.group_id, i),
                         params,
                     )
                     for row in shard_rows(drawn, part, len(self.engines))
+                    for i in range(n)
                 ]
                 for part in range(len(self.engines))
             ]
             samples = self._generate(parts)
         rows = {row.group_id: row.row for row in drawn.rows}
         with _timed(seconds, "reward"):
-            rewards = self._grade(self.grader, [(c, rows[c.request_id].label) for c in samples])
+            rewards = self._grade(self.grader, [(c, rows[c.request_id[0]].label) for c in samples])
         lengths = [len(c.response_ids) for c in samples]
         with _timed(seconds, "advantage"):
             estimate = get_estimator(config.algorithm.advantage_estimator)
@@ -183,7 +184,7 @@ class BareLoop:
             log_probs = [c.log_probs for c in samples]
             batch = TrainBatch(
                 input_ids=[
-                    np.concatenate([np.asarray(rows[c.request_id].prompt_ids, np.int32), c.response_ids])
+                    np.concatenate([np.asarray(rows[c.request_id[0]].prompt_ids, np.int32), c.response_ids])
                     for c in samples
                 ],
                 response_lengths=lengths,
@@ -211,18 +212,19 @@ class BareLoop:
         )
         n = benchmark.n_samples_per_eval_prompt
         requests = [
-            GenerateRequest(
-                row.index,
-                row.prompt_ids,
-                tuple(eval_seed(self.config.seed, benchmark.name, row.index, i) for i in range(n)),
-                params,
-            )
-            for row in rows
+            [
+                GenerateRequest(
+                    (row.index, i), row.prompt_ids, eval_seed(self.config.seed, benchmark.name, row.index, i), params
+                )
+                for row in rows[part :: len(self.engines)]
+                for i in range(n)
+            ]
+            for part in range(len(self.engines))
         ]
-        samples = self._generate([requests[part :: len(self.engines)] for part in range(len(self.engines))])
+        samples = self._generate(requests)
         own = {"rm_type": benchmark.rm_type, "custom_rm_path": None} if benchmark.rm_type else {}
         with GraderPool(self.config.reward.model_copy(update=own)) as grader:
-            return float(self._grade(grader, [(c, rows[c.request_id].label) for c in samples]).mean())
+            return float(self._grade(grader, [(c, rows[c.request_id[0]].label) for c in samples]).mean())
 
     def close(self) -> None:
         """End all processes."""
@@ -234,7 +236,7 @@ class BareLoop:
         for engine, requests in zip(self.engines, parts, strict=True):
             engine.start_generating(requests)
         samples = [completion for engine in self.engines for completion in engine.completions()]
-        return sorted(samples, key=lambda c: (c.request_id, c.sample_index))
+        return sorted(samples, key=lambda c: c.request_id)
 
     def _grade(self, grader: GraderPool, samples: Sequence[tuple[Completion, str | None]]) -> np.ndarray:
         ids = [completion.response_ids.tolist() for completion, _ in samples]

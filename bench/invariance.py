@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import transformers
 from rich.console import Console
 from rich.table import Table
@@ -42,14 +43,14 @@ class FreeDecoder(Decoder):
         self._padding = 0
 
     def run(self, requests: Sequence[GenerateRequest], *args: Any) -> Iterator[list[Completion]]:
-        self._longest = max(len(request.prompt_ids) for request in requests) - 1
+        self._longest = max(len(request.input_ids) for request in requests) - 1
         with mock.patch.object(decoder, "round_up", lambda length: length):
             yield from super().run(requests, *args)
 
     def num_rows(self, size: int) -> int:
         return size
 
-    def _prefill_length(self, request: GenerateRequest) -> int:
+    def _prefill_length(self, tokens: np.ndarray) -> int:
         return self._longest
 
 

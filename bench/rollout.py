@@ -83,15 +83,13 @@ def make_requests(workload: str, batch_size: int) -> list[GenerateRequest]:
     samples = GROUP_SIZE if workload == "groups" else 1
     stops = tuple(range(0, VOCAB_SIZE, STOP_SHARE)) if workload == "groups" else ()
     count = 2 * batch_size // GROUP_SIZE if workload == "groups" else batch_size
-    return [
-        GenerateRequest(
-            request_id=i,
-            prompt_ids=draw.integers(VOCAB_SIZE, size=draw.integers(16, 48)).tolist(),
-            seeds=tuple(draw.integers(2**63, size=samples).tolist()),
-            sampling_params=SamplingParams(NEW_TOKENS, stop_token_ids=stops),
-        )
-        for i in range(count)
-    ]
+    params = SamplingParams(NEW_TOKENS, stop_token_ids=stops)
+    requests = []
+    for number in range(count):
+        prompt = draw.integers(VOCAB_SIZE, size=draw.integers(16, 48)).tolist()
+        seeds = draw.integers(2**63, size=samples).tolist()
+        requests += [GenerateRequest((number, i), prompt, seed, params) for i, seed in enumerate(seeds)]
+    return requests
 
 
 def run_engine(engine: TransformersEngine, requests: list[GenerateRequest]) -> int:
@@ -103,7 +101,7 @@ def run_engine(engine: TransformersEngine, requests: list[GenerateRequest]) -> i
 def run_generate(model: PreTrainedModel, requests: list[GenerateRequest]) -> int:
     """The same through `generate`: left padding, and log-probs gathered from the logits that it returns."""
     params = requests[0].sampling_params
-    prompts = [list(request.prompt_ids) for request in requests for _ in request.seeds]
+    prompts = [list(request.input_ids) for request in requests]
     width = max(map(len, prompts))
     input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
     attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -137,8 +135,7 @@ def measure(model: PreTrainedModel, path: Path, workload: str, batch_size: int, 
     )
     engine = TransformersEngine(str(path), config)
     requests = make_requests(workload, batch_size)
-    per_call = batch_size // len(requests[0].seeds)
-    calls = [requests[i : i + per_call] for i in range(0, len(requests), per_call)]
+    calls = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
     sides: dict[str, Callable[[], int]] = {
         "generate": lambda: sum(run_generate(model, call) for call in calls),
         "engine": lambda: run_engine(engine, requests),

@@ -37,15 +37,13 @@ START_TIMEOUT = 600.0
 def make_requests(samples: int) -> list[GenerateRequest]:
     """Groups of so many samples in all, none of which ends before its last token."""
     draw = np.random.default_rng(samples)
-    return [
-        GenerateRequest(
-            request_id=i,
-            prompt_ids=draw.integers(VOCAB_SIZE, size=draw.integers(16, 48)).tolist(),
-            seeds=tuple(draw.integers(2**31, size=GROUP_SIZE).tolist()),
-            sampling_params=SamplingParams(NEW_TOKENS),
-        )
-        for i in range(samples // GROUP_SIZE)
-    ]
+    requests = []
+    for number in range(samples // GROUP_SIZE):
+        prompt = draw.integers(VOCAB_SIZE, size=draw.integers(16, 48)).tolist()
+        seeds = draw.integers(2**31, size=GROUP_SIZE).tolist()
+        params = SamplingParams(NEW_TOKENS)
+        requests += [GenerateRequest((number, i), prompt, seed, params) for i, seed in enumerate(seeds)]
+    return requests
 
 
 def run_engine(engine: SGLangEngine, requests: Sequence[GenerateRequest]) -> int:
@@ -63,12 +61,11 @@ def run_client(url: str, requests: Sequence[GenerateRequest]) -> int:
     async def all_samples() -> int:
         bodies = [
             {
-                "input_ids": list(request.prompt_ids),
+                "input_ids": list(request.input_ids),
                 "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0},
                 "return_logprob": True,
             }
             for request in requests
-            for _ in request.seeds
         ]
         async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as http:
             return sum(await asyncio.gather(*(sample(http, body) for body in bodies)))

@@ -94,21 +94,19 @@ class OneProcess:
         n = rollout.n_samples_per_prompt
         requests = [
             GenerateRequest(
-                row.group_id,
-                row.row.prompt_ids,
-                tuple(sample_seed(config.seed, index, row.group_id, i) for i in range(n)),
-                params,
+                (row.group_id, i), row.row.prompt_ids, sample_seed(config.seed, index, row.group_id, i), params
             )
             for row in drawn.rows
+            for i in range(n)
         ]
         samples = [sample for part in self.engine.generate(requests) for sample in part]
-        samples.sort(key=lambda sample: (sample.request_id, sample.sample_index))
+        samples.sort(key=lambda sample: sample.request_id)
         meter.mark("generation")
         rows = {row.group_id: row.row for row in drawn.rows}
         responses = [sample.response_ids.tolist() for sample in samples]
         texts = self.tokenizer.batch_decode(responses, skip_special_tokens=True)
         rewards = np.array(
-            [self.grade(Sample(text, rows[s.request_id].label)) for text, s in zip(texts, samples, strict=True)],
+            [self.grade(Sample(text, rows[s.request_id[0]].label)) for text, s in zip(texts, samples, strict=True)],
             np.float32,
         )
         lengths = [len(response) for response in responses]
@@ -117,7 +115,8 @@ class OneProcess:
         log_probs = [sample.log_probs for sample in samples]
         batch = TrainBatch(
             input_ids=[
-                np.concatenate([np.asarray(rows[s.request_id].prompt_ids, np.int32), s.response_ids]) for s in samples
+                np.concatenate([np.asarray(rows[s.request_id[0]].prompt_ids, np.int32), s.response_ids])
+                for s in samples
             ],
             response_lengths=lengths,
             loss_mask=[np.ones(length, np.uint8) for length in lengths],

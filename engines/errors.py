@@ -35,13 +35,15 @@ class WrongVersion(EngineError):
 class RequestRefused(ValueError):
     """Requests that the engine cannot serve, however often it is asked; nothing was generated."""
 
-    def __init__(self, refused: dict[int, str]) -> None:
+    def __init__(self, refused: dict[tuple[int, ...], str]) -> None:
         """`refused`: why, by the request's id."""
         self.refused = refused
         super().__init__(refused)
 
     def __str__(self) -> str:
-        return "; ".join(f"request {id} cannot be served: {why}" for id, why in self.refused.items())
+        return "; ".join(
+            f"request {'/'.join(map(str, id))} cannot be served: {why}" for id, why in self.refused.items()
+        )
 
 
 class BadModel(Exception):

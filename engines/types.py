@@ -90,31 +90,32 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0
 
 
+RequestId = tuple[int, ...]
+"""Names a request among those of its stream. The first number is its group's: requests of a group begin alike, and go
+to one server where there are several."""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One prompt and the samples wanted of it."""
+    """One sample: the tokens to go on from, and how. What is drawn depends on these, the seed, the position and the
+    weights, and on nothing else. Samples that go on from equal tokens have them computed once."""
 
-    request_id: int
-    prompt_ids: Sequence[int]
-    seeds: tuple[int, ...]
-    """One 64-bit seed a sample: the sample's tokens depend on it, the prompt, the weights and nothing else."""
+    request_id: RequestId
+    input_ids: Sequence[int] | np.ndarray
+    """The tokens to go on from, a prompt for one."""
+    seed: int
+    """64 bits."""
     sampling_params: SamplingParams
-    prefixes: tuple[Sequence[int] | np.ndarray, ...] = ()
-    """Where samples are continued: the response tokens that each has, in the order of the seeds; they count towards
-    `max_new_tokens` and are not returned. Empty: all samples begin at the prompt."""
-
-    def prefix(self, index: int) -> Sequence[int] | np.ndarray:
-        """The response tokens that the sample at a position of its seed already has."""
-        return self.prefixes[index] if self.prefixes else ()
+    position: int = 0
+    """Where a sample is continued: how many of the last input tokens it has drawn with this seed before. They count
+    towards `max_new_tokens`, and are not returned."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample of a request, finished or aborted. Tokens that the request gave as its prefix are left out."""
+    """What became of a request, finished or aborted. Tokens that the request gave are left out."""
 
-    request_id: int
-    sample_index: int
-    """Position of its seed in the request."""
+    request_id: RequestId
     response_ids: np.ndarray
     """[T] int32, generated in this call, the end token included."""
     log_probs: np.ndarray
@@ -127,20 +128,17 @@ class Completion:
     seconds: float
     """From the request's admission to its end."""
     cached_tokens: int = 0
-    """Of the prompt and the prefix, those whose keys and values the engine had kept from other requests."""
+    """Of the input tokens, those whose keys and values the engine had kept from other requests."""
     kept: KeptTokens | None = None
     """What its T tokens were drawn from, where that was asked for and is less than the whole vocabulary."""
     error: str | None = None
     """Why generation failed; None where it did not."""
 
     @classmethod
-    def empty(
-        cls, request_id: int, sample_index: int, finish_reason: FinishReason, error: str | None = None
-    ) -> "Completion":
+    def empty(cls, request_id: RequestId, finish_reason: FinishReason, error: str | None = None) -> "Completion":
         """One without a token."""
         return cls(
             request_id=request_id,
-            sample_index=sample_index,
             response_ids=np.zeros(0, np.int32),
             log_probs=np.zeros(0, np.float32),
             weight_versions=np.zeros(0, np.int32),

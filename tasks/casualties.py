@@ -21,7 +21,7 @@ _SHOWN = 8
 
 
 class Casualties:
-    """By step, how often an engine was lost under this driver, and the requests that were unfinished each time.
+    """By step, how often an engine was lost under this driver, and the groups that were unfinished each time.
     Thread-safe."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Casualties:
         self._lost: dict[str, tuple[int, frozenset[int]]] = {}
 
     def add(self, step: "StepCall", unfinished: Iterable[int]) -> None:
-        """An engine was lost before it had finished these requests."""
+        """An engine was lost before it had finished these groups."""
         with self._lock:
             times, before = self._lost.get(_name(step), (0, None))
             ids = frozenset(unfinished)
@@ -42,7 +42,7 @@ class Casualties:
 
     def told(self, step: "StepCall", error: Exception, rows: Mapping[int, int]) -> str:
         """The error's message, with what was there each time if there was another loss before. `rows`: of the data, by
-        the request's id."""
+        the group's id."""
         with self._lock:
             times, ids = self._lost.get(_name(step), (0, frozenset()))
         if times < 2:

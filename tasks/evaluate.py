@@ -16,7 +16,7 @@ import pyarrow as pa
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fingerprint import combined
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import EVAL, GENERATED_EVAL, Status
 from cairn.storage.write_ahead import WriteAhead
@@ -78,25 +78,24 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     rows = [data.row(index) for index in range(len(data))]
     n = benchmark.n_samples_per_eval_prompt
     # The draws are the same at every evaluation: differences are then those of the weights.
-    requests = [
-        GenerateRequest(
-            row.index,
-            row.prompt_ids,
-            tuple(eval_seed(run.config.seed, name, row.index, index) for index in range(n)),
-            SamplingParams(
-                max_new_tokens=benchmark.max_response_len,
-                temperature=benchmark.temperature,
-                top_p=benchmark.top_p,
-                top_k=benchmark.top_k,
-                stop_token_ids=run.config.rollout.rollout_stop_token_ids,
-            ),
+    params = SamplingParams(
+        max_new_tokens=benchmark.max_response_len,
+        temperature=benchmark.temperature,
+        top_p=benchmark.top_p,
+        top_k=benchmark.top_k,
+        stop_token_ids=run.config.rollout.rollout_stop_token_ids,
+    )
+    requests: dict[RequestId, GenerateRequest] = {
+        (row.index, index): GenerateRequest(
+            (row.index, index), row.prompt_ids, eval_seed(run.config.seed, name, row.index, index), params
         )
         for row in rows
-    ]
+        for index in range(n)
+    }
     bring_up_to_date(run, weights)
-    completions = _generate(step, weights, requests)
+    completions = _generate(step, weights, list(requests.values()))
     texts = run.tokenizer.batch_decode([c.response_ids.tolist() for c in completions], skip_special_tokens=True)
-    asked = [rows[c.request_id] for c in completions]
+    asked = [rows[c.request_id[0]] for c in completions]
     graded = grade_generated(
         run.benchmark_grader(name),
         given_samples(
@@ -133,7 +132,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         {
             "benchmark": [name] * len(graded),
             "prompt_index": [row.index for row in asked],
-            "sample_index": [c.sample_index for c in completions],
+            "sample_index": [c.request_id[1] for c in completions],
             "prompt_text": [row.prompt_text for row in asked],
             "response_text": texts,
             "response_ids": [c.response_ids for c in completions],
@@ -145,7 +144,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
                 for bad, completion in zip(failed, completions, strict=True)
             ],
             "error": [g.error for g in graded],
-            "seed": [requests[c.request_id].seeds[c.sample_index] for c in completions],
+            "seed": [requests[c.request_id].seed for c in completions],
             "weight_version": [version] * len(completions),
         },
         EVAL,
@@ -183,19 +182,19 @@ def scores(rewards: Sequence[float | None]) -> tuple[float, float | None]:
 
 
 def _generate(step: StepCall, weights: Commit | None, requests: Sequence[GenerateRequest]) -> list[Completion]:
-    """All samples, the requests dealt out over the rollout engines. What an earlier attempt finished is in the log, and
+    """All samples, the groups dealt out over the rollout engines. What an earlier attempt finished is in the log, and
     is not generated again."""
     engines = step.run.fleet.rollout
     earlier = step.earlier_digests
     with WriteAhead(step.attempt, step.input_digest, schema=GENERATED_EVAL, earlier_digests=earlier) as log:
         tables = [log.recover()]
         finished = set(tables[0].column("group_id").to_pylist())
-        missing = [request for request in requests if request.request_id not in finished]
+        missing = [row for row in dict.fromkeys(request.request_id[0] for request in requests) if row not in finished]
 
         def on_engine(index: int) -> list[pa.Table]:
             found = []
-            share = missing[index :: len(engines)]
-            rows = {request.request_id: request.request_id for request in share}
+            rows = {row: row for row in missing[index :: len(engines)]}
+            share = [request for request in requests if request.request_id[0] in rows]
             for completions in generate_groups(step, engines[index], weights, share, rows=rows):
                 found.append(pa.Table.from_pylist([_row(completion) for completion in completions], GENERATED_EVAL))
                 log.append(found[-1])
@@ -210,8 +209,8 @@ def _generate(step: StepCall, weights: Commit | None, requests: Sequence[Generat
 
 def _row(completion: Completion) -> dict[str, Any]:
     return {
-        "group_id": completion.request_id,
-        "sample_index": completion.sample_index,
+        "group_id": completion.request_id[0],
+        "sample_index": completion.request_id[1],
         "response_ids": completion.response_ids,
         "finish_reason": str(completion.finish_reason),
         "error": completion.error,
@@ -221,5 +220,5 @@ def _row(completion: Completion) -> dict[str, Any]:
 def _completion(row: dict[str, Any]) -> Completion:
     """Without what is only known of tokens that are trained on."""
     reason = FinishReason(row["finish_reason"])
-    empty = Completion.empty(row["group_id"], row["sample_index"], reason, row["error"])
+    empty = Completion.empty((row["group_id"], row["sample_index"]), reason, row["error"])
     return replace(empty, response_ids=np.asarray(row["response_ids"], np.int32))

@@ -76,20 +76,21 @@ def generate_groups(
     rows: Mapping[int, int],
     enough: int | None = None,
 ) -> Iterator[list[Completion]]:
-    """Generate every sample of every request with the weights that `weights` left; yield each request's completions, by
-    sample, when the last of them has ended. Raises EngineError where a new try of the step may help. `rows`: of the
-    data, by the request's id, from 0.
+    """Generate every sample with the weights that `weights` left; yield each group's completions, by their ids, when
+    the last of them has ended. Raises EngineError where a new try of the step may help. `rows`: of the data, by the
+    group's id, from 0.
 
     After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came.
     """
     quota = _Quota(enough)
     failures, casualties = step.run.failed_generations, step.run.casualties
-    suspects = [request for request in requests if failures[_key(step, request)] >= TOGETHER]
-    others = [request for request in requests if request not in suspects]
+    groups = _grouped(requests)
+    suspects = {id: group for id, group in groups.items() if failures[_key(step, id)] >= TOGETHER}
+    others = [request for request in requests if _group(request) not in suspects]
     try:
         yield from _together(step, engine, weights, others[:: -1 if casualties.times(step) % 2 else 1], quota)
-        for request in suspects:
-            yield from _alone(step, engine, weights, request, quota)
+        for id, group in suspects.items():
+            yield from _alone(step, engine, weights, id, group, quota)
     except (EngineDied, EngineTimeout) as error:
         raise type(error)(casualties.told(step, error, rows)) from error
 
@@ -97,34 +98,37 @@ def generate_groups(
 def _together(
     step: StepCall, engine: Engine, weights: Commit | None, requests: Sequence[GenerateRequest], quota: _Quota
 ) -> Iterator[list[Completion]]:
+    unfinished = _grouped(requests)
     if not requests or quota.is_met:
-        yield from map(_unbegun, requests)
+        yield from map(_unbegun, unfinished.values())
         return
-    unfinished = {request.request_id: request for request in requests}
-    finished: dict[int, list[Completion]] = {request.request_id: [] for request in requests}
+    finished: dict[int, list[Completion]] = {id: [] for id in unfinished}
     aborted = False
     try:
         for completions in engine.generate(requests):
             for completion in completions:
                 _check(engine, completion, version_of(weights), may_abort=aborted)
-                group = finished[completion.request_id]
+                id = _group(completion)
+                group = finished[id]
                 group.append(completion)
-                if len(group) == len(unfinished[completion.request_id].seeds):
-                    del unfinished[completion.request_id]
+                if len(group) == len(unfinished[id]):
+                    del unfinished[id]
                     quota.count(group)
-                    yield sorted(group, key=lambda sample: sample.sample_index)
+                    yield sorted(group, key=lambda sample: sample.request_id)
             if quota.is_met and unfinished and not aborted:
                 aborted = True
                 engine.abort()
         if unfinished:
-            lost = ", ".join(f"{len(finished[id])} of {len(one.seeds)} for {id}" for id, one in unfinished.items())
+            lost = ", ".join(f"{len(finished[id])} of {len(group)} for {id}" for id, group in unfinished.items())
             raise EngineError(f"{engine.name} gave fewer samples than asked: {lost}")
     except RequestRefused as refusal:
-        for id, why in refusal.refused.items():
+        reasons = {id: why for (id, *_), why in refusal.refused.items()}
+        for id, why in reasons.items():
             yield _failed(unfinished.pop(id), why)
-        yield from _together(step, engine, weights, list(unfinished.values()), quota)
+        left = [request for group in unfinished.values() for request in group]
+        yield from _together(step, engine, weights, left, quota)
     except GenerationFailed:
-        step.run.failed_generations.update(_key(step, request) for request in unfinished.values())
+        step.run.failed_generations.update(_key(step, id) for id in unfinished)
         raise
     except (EngineDied, EngineTimeout):
         step.run.casualties.add(step, unfinished)
@@ -132,16 +136,21 @@ def _together(
 
 
 def _alone(
-    step: StepCall, engine: Engine, weights: Commit | None, request: GenerateRequest, quota: _Quota
+    step: StepCall,
+    engine: Engine,
+    weights: Commit | None,
+    id: int,
+    group: Sequence[GenerateRequest],
+    quota: _Quota,
 ) -> Iterator[list[Completion]]:
     with step.run.weights_lock:  # one suspect at a time, so that each answers for its own failures
         bring_up_to_date(step.run, weights)
         try:
-            groups = list(_together(step, engine, weights, [request], quota))
+            groups = list(_together(step, engine, weights, group, quota))
         except GenerationFailed as error:
-            if step.run.failed_generations[_key(step, request)] < TOGETHER + ALONE:
+            if step.run.failed_generations[_key(step, id)] < TOGETHER + ALONE:
                 raise
-            groups = [_failed(request, f"{type(error).__name__}: {error}")]
+            groups = [_failed(group, f"{type(error).__name__}: {error}")]
             bring_up_to_date(step.run, weights)
     yield from groups
 
@@ -152,16 +161,28 @@ def _check(engine: Engine, completion: Completion, version: int, *, may_abort: b
     if others:
         raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {version}")
     if completion.finish_reason == FinishReason.ABORT and not may_abort:
-        raise EngineError(f"{engine.name} gave up request {completion.request_id}, which nobody had aborted")
+        raise EngineError(f"{engine.name} gave up a sample of group {_group(completion)}, which nobody had aborted")
 
 
-def _unbegun(request: GenerateRequest) -> list[Completion]:
-    return [Completion.empty(request.request_id, index, FinishReason.ABORT) for index in range(len(request.seeds))]
+def _group(one: GenerateRequest | Completion) -> int:
+    return one.request_id[0]
 
 
-def _failed(request: GenerateRequest, why: str) -> list[Completion]:
-    return [Completion.empty(request.request_id, index, FinishReason.ERROR, why) for index in range(len(request.seeds))]
+def _grouped(requests: Sequence[GenerateRequest]) -> dict[int, list[GenerateRequest]]:
+    """By the id of their group."""
+    groups: dict[int, list[GenerateRequest]] = {}
+    for request in requests:
+        groups.setdefault(_group(request), []).append(request)
+    return groups
 
 
-def _key(step: StepCall, request: GenerateRequest) -> tuple[str, int]:
-    return commit_name(step.iteration, step.attempt.step, step.shard), request.request_id
+def _unbegun(group: Sequence[GenerateRequest]) -> list[Completion]:
+    return [Completion.empty(request.request_id, FinishReason.ABORT) for request in group]
+
+
+def _failed(group: Sequence[GenerateRequest], why: str) -> list[Completion]:
+    return [Completion.empty(request.request_id, FinishReason.ERROR, why) for request in group]
+
+
+def _key(step: StepCall, group_id: int) -> tuple[str, int]:
+    return commit_name(step.iteration, step.attempt.step, step.shard), group_id

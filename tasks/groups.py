@@ -34,7 +34,7 @@ class Group:
         """The samples that have to be generated."""
         if not self.parts:
             return list(range(len(self.seeds)))
-        return [part.sample_index for part in self.parts if part.finish_reason == FinishReason.ABORT]
+        return [index for index, part in enumerate(self.parts) if part.finish_reason == FinishReason.ABORT]
 
     @property
     def carried_tokens(self) -> int:
@@ -51,24 +51,27 @@ class Group:
         pairs = zip(self.unfinished, completions, strict=True)
         return sum(self._input_length(i) for i, completion in pairs if len(completion.response_ids))
 
-    def request(self, params: SamplingParams) -> GenerateRequest:
+    def requests(self, params: SamplingParams) -> list[GenerateRequest]:
         """For the samples that have to be generated."""
-        left = self.unfinished
-        prefixes = tuple(self.parts[i].response_ids for i in left) if self.parts else ()
-        return GenerateRequest(
-            self.drawn.group_id,
-            self.drawn.row.prompt_ids,
-            tuple(self.seeds[i] for i in left),
-            params,
-            prefixes if any(map(len, prefixes)) else (),
-        )
+        prompt = self.drawn.row.prompt_ids
+        parts = {index: self.parts[index].response_ids for index in self.unfinished} if self.parts else {}
+        return [
+            GenerateRequest(
+                (self.drawn.group_id, index),
+                [*prompt, *parts[index].tolist()] if index in parts else prompt,
+                self.seeds[index],
+                params,
+                len(parts.get(index, ())),
+            )
+            for index in self.unfinished
+        ]
 
     def whole(self, completions: Sequence[Completion]) -> list[Completion]:
-        """All samples, those of the request in `completions` after what was there of them."""
+        """All samples, those that were asked for in `completions` after what was there of them."""
         error = next((completion.error for completion in completions if completion.error is not None), None)
         if error is not None:
             id = self.drawn.group_id
-            return [Completion.empty(id, i, FinishReason.ERROR, error) for i in range(len(self.seeds))]
+            return [Completion.empty((id, index), FinishReason.ERROR, error) for index in range(len(self.seeds))]
         if not self.parts:
             return list(completions)
         samples = list(self.parts)
@@ -100,8 +103,7 @@ def unfinished_group(rows: pa.Table) -> Group:
     )
     parts = tuple(
         Completion(
-            request_id=sample["group_id"],
-            sample_index=sample["sample_index"],
+            request_id=(sample["group_id"], sample["sample_index"]),
             response_ids=np.asarray(sample["response_ids"], np.int32),
             log_probs=np.asarray(sample["log_probs"], np.float32),
             weight_versions=np.asarray(sample["weight_versions"], np.int32),
@@ -137,10 +139,8 @@ def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Co
     texts = run.tokenizer.batch_decode([s.response_ids.tolist() for s in samples], skip_special_tokens=True)
     columns = {
         "group_id": [group.drawn.group_id] * n,
-        "sample_index": [s.sample_index for s in samples],
-        "rollout_id": [
-            group.drawn.group_id * run.config.rollout.n_samples_per_prompt + s.sample_index for s in samples
-        ],
+        "sample_index": list(range(n)),
+        "rollout_id": [group.drawn.group_id * run.config.rollout.n_samples_per_prompt + index for index in range(n)],
         "prompt_index": [row.index] * n,
         "epoch": [group.drawn.epoch] * n,
         "prompt_text": [row.prompt_text] * n,
@@ -153,7 +153,7 @@ def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Co
         "finish_reason": [str(s.finish_reason) for s in samples],
         "status": [str(completion_status(s)) for s in samples],
         "error": [s.error for s in samples],
-        "seed": [group.seeds[s.sample_index] for s in samples],
+        "seed": group.seeds,
         "engine": [engine] * n,
         "seconds": [s.seconds for s in samples],
         "cached_tokens": [s.cached_tokens for s in samples],
@@ -174,7 +174,6 @@ def _joined(part: Completion, rest: Completion) -> Completion:
     cut = part.kept is not None or rest.kept is not None
     return replace(
         rest,
-        sample_index=part.sample_index,
         response_ids=np.concatenate([part.response_ids, rest.response_ids]),
         log_probs=np.concatenate([part.log_probs, rest.log_probs]),
         weight_versions=np.concatenate([part.weight_versions, rest.weight_versions]),

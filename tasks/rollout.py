@@ -87,12 +87,12 @@ def rollout(
         tables = [recovered]
         began = time.perf_counter()
         enough = None if needed is None else _size(needed, part, parts) - _usable(recovered)
-        requests = [group.request(_sampling_params(run)) for group in missing.values()]
+        requests = [request for group in missing.values() for request in group.requests(_sampling_params(run))]
         given = sum(group.input_tokens for group in groups if group.drawn.group_id in finished)
         aborted = 0
         rows = {id: group.drawn.row.index for id, group in missing.items()}
         for completions in generate_groups(step, engine, weights, requests, rows=rows, enough=enough):
-            group = missing[completions[0].request_id]
+            group = missing[completions[0].request_id[0]]
             table = group_table(run, engine.name, group, group.whole(completions))
             tables.append(table)
             given += group.given_tokens(completions)

@@ -23,7 +23,7 @@ class LocalRollout:
         pass
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        self.generated_groups += len(requests)
+        self.generated_groups += len({request.request_id[0] for request in requests})
         return self.engine.generate(requests)
 
     def abort(self) -> None:

@@ -102,7 +102,7 @@ def test_the_cursor_is_never_ahead_of_prompts_in_flight(tiny_assets: Path, tmp_p
     def dies_in_the_second_shard(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterator[Any]:
         for completions in engine.generate(requests):
             yield completions
-            if requests[0].request_id == 6:  # the second shard of iteration 1, while the first's cursor is past it
+            if requests[0].request_id[0] == 6:  # the second shard of iteration 1, while the first's cursor is past it
                 raise Dies
 
     with pytest.raises(Dies):
@@ -260,7 +260,7 @@ def test_an_engine_that_gives_fewer_samples_than_asked_is_found_out(tiny_assets:
         nonlocal calls
         calls += 1
         for completions in engine.generate(requests):
-            yield [c for c in completions if calls > 1 or (c.request_id, c.sample_index) != (2, 3)]
+            yield [c for c in completions if calls > 1 or c.request_id != (2, 3)]
 
     fleet = disturbed(config, loses_one_at_first)
     with pytest.raises(EngineError, match="rollout:0 gave fewer samples than asked: 3 of 4 for 2"):
@@ -299,14 +299,14 @@ def reward_of(row: dict[str, Any]) -> float | None:
 
 def refuses(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
     """A tokenizer that knows more tokens than the model: the engine refuses the prompt for what it holds."""
-    spoilt = [replace(r, prompt_ids=(10**6,)) if r.request_id % 4 == 1 else r for r in requests]
+    spoilt = [replace(r, input_ids=(10**6,)) if r.request_id[0] % 4 == 1 else r for r in requests]
     return engine.generate(spoilt)
 
 
 def fails(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
     """The engine lives, and fails on the prompt."""
     for completions in engine.generate(requests):
-        if any(completion.request_id % 4 == 1 for completion in completions):
+        if any(completion.request_id[0] % 4 == 1 for completion in completions):
             raise GenerationFailed("no finite logits")
         yield completions
 

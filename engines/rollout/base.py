@@ -18,13 +18,13 @@ class RolloutEngine(Protocol):
     """
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        """Generate every sample of every request; yield each as it finishes, earlier requests first where possible.
+        """Generate a sample for every request; yield each as it finishes, earlier requests first where possible.
 
-        A sample that has a prefix goes on after it, as if it had never been interrupted but for other weights.
+        A sample that is continued goes on as if it had never been interrupted but for other weights.
 
         Raises:
             RequestRefused: some of the requests cannot be served; nothing is generated.
-            GenerationFailed: the weights give no finite logits for a prompt, or the engine, alive, failed on one.
+            GenerationFailed: the weights give no finite logits for a sample, or the engine, alive, failed on one.
             EngineError: another `generate` or a weight update is in progress, or the engine is not to be reached.
         """
 

@@ -17,40 +17,38 @@ def validate_requests(requests: Sequence[GenerateRequest], context_length: int, 
 
 
 def _problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
-    if any(not -(2**63) <= seed < 2**64 for seed in request.seeds):
-        return "a seed has more than 64 bits"
+    if not -(2**63) <= request.seed < 2**64:
+        return "its seed has more than 64 bits"
     return (
-        _prompt_problem(request, context_length, vocab_size)
-        or _prefix_problem(request, context_length, vocab_size)
-        or _params_problem(request.sampling_params)
+        _params_problem(request.sampling_params)
+        or _position_problem(request, context_length)
+        or _input_problem(request, context_length, vocab_size)
     )
 
 
-def _prompt_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
-    prompt = np.asarray(request.prompt_ids)
-    if len(prompt) == 0:
+def _input_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
+    tokens = np.asarray(request.input_ids)
+    if len(tokens) == 0:
         return "its prompt is empty; a model needs at least one token to continue"
-    if len(prompt) >= context_length:
+    if len(tokens) >= context_length:
         return (
-            f"its prompt of {len(prompt)} tokens leaves no room in the context of {context_length} tokens; drop it, or "
+            f"its prompt of {len(tokens)} tokens leaves no room in the context of {context_length} tokens; drop it, or "
             "lower rollout_max_prompt_len"
         )
-    if prompt.min() < 0 or prompt.max() >= vocab_size:
-        outside = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         return f"its prompt holds token {outside}, outside the model's vocabulary of {vocab_size}"
     return None
 
 
-def _prefix_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
-    if request.prefixes and len(request.prefixes) != len(request.seeds):
-        return f"it has {len(request.prefixes)} prefixes for {len(request.seeds)} samples"
-    room = min(request.sampling_params.max_new_tokens, context_length - len(request.prompt_ids))
-    for prefix in map(np.asarray, request.prefixes):
-        if len(prefix) >= room:
-            return f"a response of {len(prefix)} tokens cannot be continued: it may have {room}"
-        if len(prefix) and (prefix.min() < 0 or prefix.max() >= vocab_size):
-            return f"a response so far holds a token outside the model's vocabulary of {vocab_size}"
-    return None
+def _position_problem(request: GenerateRequest, context_length: int) -> str | None:
+    drawn, given = request.position, len(request.input_ids)
+    if not drawn:
+        return None
+    if not 0 < drawn < given:
+        return f"its position is {drawn}; it must be 0 or more and less than its {given} tokens"
+    room = min(request.sampling_params.max_new_tokens, context_length - (given - drawn))
+    return f"a response of {drawn} tokens cannot be continued: it may have {room}" if drawn >= room else None
 
 
 def _params_problem(params: SamplingParams) -> str | None:

@@ -36,11 +36,11 @@ def verify_log_probs(source: TrainingHandle, targets: Sequence[RolloutHandle], c
         EngineError: they differ by more than TOLERANCE.
     """
     params = SamplingParams(NEW_TOKENS, config.rollout.rollout_temperature)
-    requests = [GenerateRequest(row, prompt, (row,), params) for row, prompt in enumerate(PROMPTS)]
+    requests = [GenerateRequest((row,), prompt, row, params) for row, prompt in enumerate(PROMPTS)]
     for target in targets:
         completions = [completion for part in target.generate(requests) for completion in part]
         batch = TrainBatch(
-            [np.array([*PROMPTS[done.request_id], *done.response_ids], np.int32) for done in completions],
+            [np.array([*PROMPTS[done.request_id[0]], *done.response_ids], np.int32) for done in completions],
             [len(done.response_ids) for done in completions],
             [np.ones(len(done.response_ids), np.uint8) for done in completions],
         )

@@ -63,7 +63,7 @@ def note_what_is_generated(file: Path) -> None:
     def asking(
         step: StepCall, engine: Any, weights: Any, requests: Sequence[GenerateRequest], **options: Any
     ) -> Iterator[Any]:
-        note(step.iteration, step.shard, asked=[request.request_id for request in requests])
+        note(step.iteration, step.shard, asked=list(dict.fromkeys(request.request_id[0] for request in requests)))
         yield from generate(step, engine, weights, requests, **options)
 
     def writing(log: WriteAhead, number: int, table: pa.Table) -> None:

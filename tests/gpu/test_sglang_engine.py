@@ -1,6 +1,6 @@
 """SGLang's servers on a GPU. Needs `sglang==0.5.21` beside Cairn."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +10,12 @@ import torch
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.engines.types import GenerateRequest, SamplingParams
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.schemas import MEASURED
 from tests.engines.rollout.sglang.test_partial_rollout import Dies, ServedFleet
+from tests.requests import by_id, group
 from tests.sglang_server import START_TIMEOUT, sglang_config
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -35,20 +36,24 @@ def deterministic(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     engine.close()
 
 
-def group(number: int) -> GenerateRequest:
-    prompt = [5 + (number + place) % 40 for place in range(8 + number)]
-    return GenerateRequest(number, prompt, tuple(range(100 * number, 100 * number + 4)), SamplingParams(32))
-
-
-def generate(engine: SGLangEngine, requests: Sequence[GenerateRequest]) -> dict[tuple[int, int], Completion]:
-    return {(one.request_id, one.sample_index): one for part in engine.generate(requests) for one in part}
+def groups(numbers: Iterable[int]) -> list[GenerateRequest]:
+    return [
+        one
+        for number in numbers
+        for one in group(
+            number,
+            [5 + (number + place) % 40 for place in range(8 + number)],
+            range(100 * number, 100 * number + 4),
+            SamplingParams(32),
+        )
+    ]
 
 
 def test_with_deterministic_inference_a_group_comes_out_the_same_in_other_company(deterministic: SGLangEngine) -> None:
     assert deterministic.check_batch_invariance()
-    together = generate(deterministic, [group(number) for number in range(6)])
+    together = by_id(deterministic.generate(groups(range(6))))
     for missing in ([2], [4, 1], [5, 0, 3]):
-        again = generate(deterministic, [group(number) for number in missing])
+        again = by_id(deterministic.generate(groups(missing)))
         assert len(again) == 4 * len(missing)
         for place, sample in again.items():
             np.testing.assert_array_equal(sample.response_ids, together[place].response_ids)

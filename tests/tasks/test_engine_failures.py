@@ -14,6 +14,7 @@ from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.schemas import Status
 from tests.local_fleet import LocalFleet
+from tests.requests import grouped
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 STRIKES = 6
@@ -53,7 +54,7 @@ def struck(config: RunConfig, strike: Callable[[list[Completion]], list[Completi
     def disturbed(requests: Sequence[GenerateRequest]) -> Generated:
         nonlocal struck
         for completions in generate(requests):
-            hit = struck < STRIKES and any(completion.request_id % 4 == 1 for completion in completions)
+            hit = struck < STRIKES and any(completion.request_id[0] % 4 == 1 for completion in completions)
             struck += hit
             yield strike(completions) if hit else completions
 
@@ -111,7 +112,7 @@ def test_where_no_prompt_was_there_every_time_none_is_named(config: RunConfig, t
 
     def dying(requests: Sequence[GenerateRequest]) -> Generated:
         """Once it has finished a group."""
-        yield from generate(requests[:1])
+        yield from generate(next(grouped(requests)))
         raise EngineDied("gone")
 
     engine: Any = fleet.rollout[0]
@@ -132,7 +133,7 @@ def test_a_prompt_that_the_engine_fails_on_in_company_is_a_group_like_any_other_
     generate = fleet.rollout[0].generate
 
     def fails_in_company(requests: Sequence[GenerateRequest]) -> Generated:
-        if len(requests) > 1:
+        if len(list(grouped(requests))) > 1:
             raise GenerationFailed("no finite logits")
         return generate(requests)
 

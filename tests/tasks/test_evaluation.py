@@ -20,6 +20,7 @@ from cairn.storage.collector import collect, garbage
 from cairn.tasks.evaluate import eval_seed, evaluate, scores
 from cairn.tasks.groups import sample_seed
 from tests.local_fleet import LocalFleet
+from tests.requests import grouped
 from tests.tiny_run import tiny_config, tiny_context
 
 GRADER = """
@@ -101,11 +102,12 @@ def test_what_an_evaluation_has_generated_is_kept_when_its_driver_is_killed(tiny
     generate, asked = engine.generate, list[int]()
 
     def two_groups(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        yield from generate(requests[:2])
+        first, second, *_ = grouped(requests)
+        yield from generate(first + second)
         raise Killed
 
     def count(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        asked.extend(request.request_id for request in requests)
+        asked.extend(group[0].request_id[0] for group in grouped(requests))
         return generate(requests)
 
     with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
@@ -129,7 +131,7 @@ def test_a_sample_without_a_response_has_no_length(tiny_assets: Path, tmp_path: 
     generate = engine.generate
 
     def refuses_two(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        return generate([replace(r, prompt_ids=[]) if r.request_id in (1, 2) else r for r in requests])
+        return generate([replace(r, input_ids=[]) if r.request_id[0] in (1, 2) else r for r in requests])
 
     engine.generate = refuses_two
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -265,11 +265,12 @@ def dies_after(groups: int) -> Callable[[LocalRollout, Generate], Generate]:
 
     def dies(_: LocalRollout, generate: Generate) -> Generate:
         def generate_until_the_end(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-            left = Counter({request.request_id: len(request.seeds) for request in requests})
+            left = Counter(request.request_id[0] for request in requests)
+            asked = len(left)
             for completions in generate(requests):
                 yield completions
-                left -= Counter(completion.request_id for completion in completions)
-                if len(left) <= len(requests) - groups:
+                left -= Counter(completion.request_id[0] for completion in completions)
+                if len(left) <= asked - groups:
                     raise Dies
 
         return generate_until_the_end
@@ -329,9 +330,9 @@ def _dies(**fields: object) -> Commit:
 
 def refuses_two(_: LocalRollout, generate: Generate) -> Generate:
     def without_prompt(request: GenerateRequest) -> GenerateRequest:
-        return GenerateRequest(request.request_id, [], request.seeds, request.sampling_params)
+        return replace(request, input_ids=[], position=0)
 
-    return lambda requests: generate([r if r.request_id > 1 else without_prompt(r) for r in requests])
+    return lambda requests: generate([r if r.request_id[0] > 1 else without_prompt(r) for r in requests])
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -383,6 +384,6 @@ def test_a_sample_that_nobody_aborted_is_not_taken_for_a_part(tiny_assets: Path,
     config = tiny_config(tiny_assets)
     with (
         tiny_context(str(tmp_path), config, fleet=fleet_with(config, aborts_itself)) as (run, _),
-        pytest.raises(EngineError, match="gave up request 0, which nobody had aborted"),
+        pytest.raises(EngineError, match="gave up a sample of group 0, which nobody had aborted"),
     ):
         run_iterations(run, 1)

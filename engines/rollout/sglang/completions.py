@@ -6,14 +6,13 @@ import numpy as np
 
 from cairn.engines.errors import EngineError, GenerationFailed
 from cairn.engines.rollout.sglang.kept import drawn_from
-from cairn.engines.types import Completion, FinishReason
+from cairn.engines.types import Completion, FinishReason, RequestId
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 def completion(
-    request_id: int,
-    sample_index: int,
+    request_id: RequestId,
     content: dict[str, Any],
     seconds: float,
     *,
@@ -54,7 +53,6 @@ def completion(
         raise GenerationFailed(f"{len(ids)} tokens came with {np.isfinite(log_probs).sum()} finite log-probs")
     return Completion(
         request_id=request_id,
-        sample_index=sample_index,
         response_ids=ids,
         log_probs=log_probs,
         weight_versions=_weight_versions(meta, len(ids)),

@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -28,7 +27,7 @@ from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Generat
 from cairn.engines.rollout.sglang.completions import completion
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
-from cairn.engines.types import Completion, FinishReason, GenerateRequest
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId
 
 ATTEMPTS = 3
 """Times that a sample is asked for behind a router."""
@@ -48,15 +47,6 @@ class _ServerFailed(Exception):
 
     def __init__(self, error: EngineError) -> None:
         self.error = error
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """What one `/generate` asks for."""
-
-    number: int
-    request: GenerateRequest
-    index: int
 
 
 class Generation:
@@ -90,7 +80,7 @@ class Generation:
         self._name = uuid.uuid4().hex
         self._running: set[str] = set()
         """Ids of the requests that a server may be at work on."""
-        self._refused: dict[int, str] = {}
+        self._refused: dict[RequestId, str] = {}
 
     def run(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         """Yield each sample as it finishes. Raises EngineDied, EngineTimeout, EngineError, and RequestRefused when the
@@ -119,7 +109,6 @@ class Generation:
             finished.put(None)
 
     async def _generate_all(self, requests: Sequence[GenerateRequest], finished: Finished) -> None:
-        wanted = [(request, index) for request in requests for index in range(len(request.seeds))]
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
@@ -130,8 +119,8 @@ class Generation:
                         group.create_task(self._loads.watch(http)),
                     ]
                     calls = [
-                        group.create_task(self._sample(http, _Sample(number, request, index)))
-                        for number, (request, index) in enumerate(wanted)
+                        group.create_task(self._sample(http, number, request))
+                        for number, request in enumerate(requests)
                     ]
                     for call in asyncio.as_completed(calls):
                         sample = await call
@@ -146,9 +135,8 @@ class Generation:
         if self._refused:
             raise RequestRefused(self._refused)
 
-    async def _sample(self, http: aiohttp.ClientSession, sample: _Sample) -> Completion | None:
-        """One sample; None where the request was refused."""
-        request, index = sample.request, sample.index
+    async def _sample(self, http: aiohttp.ClientSession, number: int, request: GenerateRequest) -> Completion | None:
+        """One sample, the call's `number`th; None where it was refused."""
         async with self._slots:
             began = time.perf_counter()
             retrying = AsyncRetrying(
@@ -160,10 +148,10 @@ class Generation:
             try:
                 async for attempt in retrying:
                     with attempt:
-                        if self._aborted.is_set() or request.request_id in self._refused:
-                            return Completion.empty(request.request_id, index, FinishReason.ABORT)
-                        rid = f"{self._name}-{sample.number:08d}-{attempt.retry_state.attempt_number}"
-                        content = await self._ask(http, rid, request, index)
+                        if self._aborted.is_set():
+                            return Completion.empty(request.request_id, FinishReason.ABORT)
+                        rid = f"{self._name}-{number:08d}-{attempt.retry_state.attempt_number}"
+                        content = await self._ask(http, rid, request)
             except _ServerFailed as failed:
                 raise failed.error from failed
             except RequestRefused as refused:
@@ -172,29 +160,27 @@ class Generation:
             params = request.sampling_params
             return completion(
                 request.request_id,
-                index,
                 content,
                 time.perf_counter() - began,
                 may_abort=self._aborted.is_set(),
                 with_kept=params.cuts_vocabulary and params.return_kept,
             )
 
-    async def _ask(self, http: aiohttp.ClientSession, rid: str, request: GenerateRequest, index: int) -> dict[str, Any]:
+    async def _ask(self, http: aiohttp.ClientSession, rid: str, request: GenerateRequest) -> dict[str, Any]:
         """The server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError.
 
         A 500 of a router may only mean that a server is gone, so the request is at fault where all of them answer."""
-        params, prefix = request.sampling_params, request.prefix(index)
-        longest = min(params.max_new_tokens, self._context - len(request.prompt_ids))
+        params, given = request.sampling_params, len(request.input_ids)
         body = {
             "rid": rid,
-            "input_ids": [*map(int, request.prompt_ids), *map(int, prefix)],
+            "input_ids": [*map(int, request.input_ids)],
             "sampling_params": {
-                "max_new_tokens": longest - len(prefix),
+                "max_new_tokens": min(params.max_new_tokens - request.position, self._context - given),
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k,
                 "stop_token_ids": list(params.stop_token_ids),
-                "sampling_seed": request.seeds[index] % 2**31,
+                "sampling_seed": request.seed % 2**31,
             },
             "return_logprob": True,
             "return_sampling_mask": params.cuts_vocabulary and params.return_kept,

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cairn.engines.types import RequestId
+
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Header by which the router's policies `consistent_hashing` and `manual` keep requests together."""
 
@@ -21,6 +23,6 @@ class Route:
         """Straight to one server."""
         return cls(server, (server,))
 
-    def headers(self, group: int) -> Mapping[str, str]:
-        """Of a `/generate` for a sample of this group: the samples of a group share a prompt, and so a cache."""
-        return {ROUTING_KEY: str(group)}
+    def headers(self, request_id: RequestId) -> Mapping[str, str]:
+        """Of a `/generate`: the samples of a group share a prompt, and so a cache."""
+        return {ROUTING_KEY: str(request_id[0])}

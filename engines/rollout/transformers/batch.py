@@ -15,118 +15,118 @@ from cairn.engines.rollout.transformers.sampling import sample, uniforms
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, KeptTokens
 
 
-@dataclass(frozen=True)
-class Start:
-    """Samples of a request that begin after the same tokens."""
+@dataclass(eq=False)
+class Sample:
+    """A request on its way to a completion."""
 
     request: GenerateRequest
-    indices: Sequence[int]
-    tokens: Sequence[int]
-    """The prompt, and the prefix where a sample is continued; one object for all samples that share it."""
-
-    @classmethod
-    def of(cls, request: GenerateRequest) -> "list[Start]":
-        """All samples of a request: together, or each on its own where they are continued."""
-        if request.prefixes:
-            return [
-                cls(request, [index], [*request.prompt_ids, *prefix]) for index, prefix in enumerate(request.prefixes)
-            ]
-        return [cls(request, range(len(request.seeds)), request.prompt_ids)] if request.seeds else []
-
-    def split(self, size: int) -> "tuple[Start, Start]":
-        """The first `size` samples and the others."""
-        first, others = self.indices[:size], self.indices[size:]
-        return Start(self.request, first, self.tokens), Start(self.request, others, self.tokens)
-
-    def aborted(self) -> list[Completion]:
-        """What becomes of samples that were never admitted."""
-        return [Completion.empty(self.request.request_id, index, FinishReason.ABORT) for index in self.indices]
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """One sample of a request, admitted at a time of `time.perf_counter`."""
-
-    start: Start
-    index: int
-    admitted: float
+    tokens: np.ndarray
+    """[L] int64: what it goes on from."""
+    start: bytes
+    """The same as a key: samples with equal ones have equal keys and values to begin with."""
+    began: float = 0.0
+    """When it was admitted, by `time.perf_counter`."""
     kept: list[np.ndarray] = field(default_factory=list)
     """Of each token generated, the ids that it was drawn from, where they are asked for."""
 
+    @property
+    def limit(self) -> int:
+        """Most tokens that it may ask for."""
+        return self.request.sampling_params.max_new_tokens - self.request.position
+
+
+def samples_of(requests: Sequence[GenerateRequest]) -> list[Sample]:
+    """Of valid requests, in their order."""
+    seen: dict[int, tuple[np.ndarray, bytes]] = {}
+    samples = []
+    for request in requests:
+        found = seen.get(id(request.input_ids))
+        if found is None:
+            tokens = np.asarray(request.input_ids, np.int64)
+            found = seen[id(request.input_ids)] = tokens, tokens.tobytes()
+        samples.append(Sample(request, *found))
+    return samples
+
 
 class Batch:
-    """State of the running samples for one list of requests.
+    """State of the running samples, which come and go.
 
     Args:
-        requests: all that will be served, already validated.
         end_ids: token ids that end every response, besides each request's own.
-        num_rows: samples that run at a time.
-        context_length: longest prompt and response together, in tokens.
+        context_length: longest input and response together, in tokens.
         vocab_size: width of the logits.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[GenerateRequest],
-        end_ids: frozenset[int],
-        num_rows: int,
-        context_length: int,
-        vocab_size: int,
-    ) -> None:
-        params = [request.sampling_params for request in requests]
-        self._samples: list[_Sample] = []
+    def __init__(self, end_ids: frozenset[int], context_length: int, vocab_size: int) -> None:
+        self._samples: list[Sample] = []
         self._context_length = context_length
         self._vocab_size = vocab_size
-        self.tokens = np.zeros(num_rows, dtype=np.int64)
-        """Last token of each row."""
-        self.positions = np.zeros(num_rows, dtype=np.int64)
-        """Its position in prompt and response; behind the running rows both are 0."""
-        self._generated = np.zeros(num_rows, dtype=np.int64)
-        self._continued = np.zeros(num_rows, dtype=np.int64)
-        self._limits = np.zeros(num_rows, dtype=np.int64)
-        self._seeds = np.zeros(num_rows, dtype=np.uint64)
-        self._temperatures = np.ones(num_rows, dtype=np.float32)
-        self._top_ps = np.ones(num_rows, dtype=np.float32)
-        self._top_ks = np.zeros(num_rows, dtype=np.int64)
-        longest = min(max((p.max_new_tokens for p in params), default=0), context_length)
-        self._responses = np.zeros((num_rows, longest), dtype=np.int32)
-        self._log_probs = np.zeros((num_rows, longest), dtype=np.float32)
-
-        stop_sets = {frozenset(p.stop_token_ids) | end_ids for p in params}
-        self._stop_rows = {ids: row for row, ids in enumerate(stop_sets)}
         self._end_ids = end_ids
-        self._stop_sets = np.zeros(num_rows, dtype=np.int64)
-        self._stops = np.zeros((len(stop_sets), vocab_size), dtype=bool)
-        for ids, row in self._stop_rows.items():
-            self._stops[row, [i for i in ids if i < vocab_size]] = True
-        self._any_greedy = any(p.temperature == 0 for p in params)
-        self._any_temperature = any(p.temperature not in (0, 1) for p in params)
-        self._any_truncated = any(p.top_p < 1 or 0 < p.top_k < vocab_size for p in params)
+        self.tokens = np.zeros(0, dtype=np.int64)
+        """Last token of each row."""
+        self.positions = np.zeros(0, dtype=np.int64)
+        """Its position in input and response; behind the running rows both are 0."""
+        self._generated = np.zeros(0, dtype=np.int64)
+        self._continued = np.zeros(0, dtype=np.int64)
+        self._limits = np.zeros(0, dtype=np.int64)
+        self._seeds = np.zeros(0, dtype=np.uint64)
+        self._temperatures = np.ones(0, dtype=np.float32)
+        self._top_ps = np.ones(0, dtype=np.float32)
+        self._top_ks = np.zeros(0, dtype=np.int64)
+        self._responses = np.zeros((0, 0), dtype=np.int32)
+        self._log_probs = np.zeros((0, 0), dtype=np.float32)
+        self._stop_sets = np.zeros(0, dtype=np.int64)
+        self._forget_params()
+
+    def _forget_params(self) -> None:
+        """Of samples that have ended."""
+        self._stop_rows: dict[tuple[int, ...], int] = {}
+        self._stops = np.zeros((0, self._vocab_size), dtype=bool)
+        self._any_greedy = self._any_temperature = self._any_truncated = False
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def find(self, start: Start) -> int | None:
-        """A row that runs a sample which began after the same tokens."""
-        return next((row for row, sample in enumerate(self._samples) if sample.start.tokens is start.tokens), None)
+    def starts(self) -> dict[bytes, int]:
+        """The `start` of every running sample, and a row that runs it."""
+        return {sample.start: row for row, sample in enumerate(self._samples)}
 
-    def admit(self, start: Start) -> list[int]:
+    def reserve(self, num_rows: int, samples: Sequence[Sample]) -> None:
+        """Have so many rows, padding included, with room for the responses of the samples."""
+        if not self._samples:
+            self._forget_params()
+        rows, width = self._responses.shape
+        longest = min(max(sample.limit for sample in samples), self._context_length)
+        if longest > width:
+            width = max(longest, min(2 * width, self._context_length))
+            self._responses, self._log_probs = (
+                _grown(array, rows, width) for array in (self._responses, self._log_probs)
+            )
+        if num_rows > rows:
+            self._grow(max(num_rows, 2 * rows))
+
+    def admit(self, samples: Sequence[Sample]) -> list[int]:
         """Add samples whose tokens are, but for the last one, in the KV cache. Returns their rows."""
-        params = start.request.sampling_params
-        continued = len(start.tokens) - len(start.request.prompt_ids)
-        rows = slice(len(self), len(self) + len(start.indices))
-        self.tokens[rows] = start.tokens[-1]
-        self.positions[rows] = len(start.tokens) - 1
+        rows = slice(len(self), len(self) + len(samples))
+        params = [sample.request.sampling_params for sample in samples]
+        given = np.array([len(sample.tokens) for sample in samples])
+        self.tokens[rows] = [sample.tokens[-1] for sample in samples]
+        self.positions[rows] = given - 1
         self._generated[rows] = 0
-        self._continued[rows] = continued
-        self._limits[rows] = min(params.max_new_tokens - continued, self._context_length - len(start.tokens))
-        self._seeds[rows] = [start.request.seeds[i] & (2**64 - 1) for i in start.indices]
-        self._temperatures[rows] = params.temperature
-        self._top_ps[rows] = params.top_p
-        self._top_ks[rows] = params.top_k if 0 < params.top_k < self._vocab_size else self._vocab_size
-        self._stop_sets[rows] = self._stop_rows[frozenset(params.stop_token_ids) | self._end_ids]
+        self._continued[rows] = [sample.request.position for sample in samples]
+        self._limits[rows] = np.minimum([sample.limit for sample in samples], self._context_length - given)
+        self._seeds[rows] = [sample.request.seed & (2**64 - 1) for sample in samples]
+        self._temperatures[rows] = [p.temperature for p in params]
+        self._top_ps[rows] = [p.top_p for p in params]
+        self._top_ks[rows] = [p.top_k if 0 < p.top_k < self._vocab_size else self._vocab_size for p in params]
+        self._stop_sets[rows] = [self._stop_set(p.stop_token_ids) for p in params]
+        self._any_greedy |= any(p.temperature == 0 for p in params)
+        self._any_temperature |= any(p.temperature not in (0, 1) for p in params)
+        self._any_truncated |= any(p.top_p < 1 or 0 < p.top_k < self._vocab_size for p in params)
         now = time.perf_counter()
-        self._samples += [_Sample(start, i, now) for i in start.indices]
+        for one in samples:
+            one.began = now
+        self._samples += samples
         return list(range(rows.start, rows.stop))
 
     def advance(self, logits: torch.Tensor) -> np.ndarray:
@@ -155,24 +155,24 @@ class Batch:
         completions = []
         for row in rows:
             ended = self._samples[row]
-            request = ended.start.request
+            request = ended.request
             log_probs = self._log_probs[row, : self._generated[row]].copy()
             if not np.isfinite(log_probs).all():
                 raise GenerationFailed(
                     f"The weights of version {weight_version} give logits that are not finite (request "
-                    f"{request.request_id}): the policy has diverged; go back to an earlier checkpoint."
+                    f"{'/'.join(map(str, request.request_id))}): the policy has diverged; go back to an earlier "
+                    "checkpoint."
                 )
             stopped = self._stops[self._stop_sets[row], self.tokens[row]]
             reason = FinishReason.ABORT if aborted else FinishReason.STOP if stopped else FinishReason.LENGTH
             completions.append(
                 Completion(
                     request_id=request.request_id,
-                    sample_index=ended.index,
                     response_ids=self._responses[row, : self._generated[row]].copy(),
                     log_probs=log_probs,
                     weight_versions=np.full(len(log_probs), weight_version, np.int32),
                     finish_reason=reason,
-                    seconds=now - ended.admitted,
+                    seconds=now - ended.began,
                     kept=KeptTokens.of(ended.kept) if ended.kept else None,
                 )
             )
@@ -199,24 +199,25 @@ class Batch:
         counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()
         for row, kept in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):
             sample = self._samples[row]
-            if sample.start.request.sampling_params.return_kept:
+            if sample.request.sampling_params.return_kept:
                 sample.kept.append(kept)
 
-    def _row_values(self) -> tuple[np.ndarray, ...]:
-        return (
-            self.tokens,
-            self.positions,
-            self._generated,
-            self._continued,
-            self._limits,
-            self._seeds,
-            self._temperatures,
-            self._top_ps,
-            self._top_ks,
-            self._stop_sets,
-            self._responses,
-            self._log_probs,
-        )
+    def _stop_set(self, stop_token_ids: tuple[int, ...]) -> int:
+        """The row of `_stops` for samples that these end too."""
+        row = self._stop_rows.get(stop_token_ids)
+        if row is None:
+            row = self._stop_rows[stop_token_ids] = len(self._stops)
+            self._stops = _grown(self._stops, row + 1, self._vocab_size)
+            self._stops[row, [i for i in self._end_ids.union(stop_token_ids) if i < self._vocab_size]] = True
+        return row
+
+    def _row_values(self) -> list[np.ndarray]:
+        return [getattr(self, name) for name in _ROW_VALUES]
+
+    def _grow(self, num_rows: int) -> None:
+        for name in _ROW_VALUES:
+            array = getattr(self, name)
+            setattr(self, name, _grown(array, num_rows, *array.shape[1:]))
 
     def _sampling_inputs(
         self, device: torch.device
@@ -243,3 +244,26 @@ class Batch:
             if len(part):
                 truncated = put(part), put(top_ps[part]), put(top_ks[part])
         return uniform, divisors, greedy, truncated
+
+
+_ROW_VALUES = (
+    "tokens",
+    "positions",
+    "_generated",
+    "_continued",
+    "_limits",
+    "_seeds",
+    "_temperatures",
+    "_top_ps",
+    "_top_ks",
+    "_stop_sets",
+    "_responses",
+    "_log_probs",
+)
+
+
+def _grown(array: np.ndarray, *shape: int) -> np.ndarray:
+    """The array with zeros behind what it holds."""
+    larger = np.zeros(shape, array.dtype)
+    larger[tuple(map(slice, array.shape))] = array
+    return larger

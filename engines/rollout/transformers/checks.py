@@ -7,7 +7,7 @@ import torch
 
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.decoding_step import trial_inputs
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.engines.types import Completion, GenerateRequest, RequestId, SamplingParams
 
 _TOLERANCE = {torch.float32: 1e-3}
 _TOLERANCE_REDUCED_PRECISION = 0.5
@@ -19,9 +19,9 @@ def find_decoding_error(decoder: Decoder) -> str | None:
 
     Architectures whose attention needs more than keys, values, positions and a mask fail here rather than in training.
     """
-    request = _request(0, prompt_length=5, num_samples=1, max_new_tokens=4, decoder=decoder)
+    (request,) = _group(0, prompt_length=5, num_samples=1, max_new_tokens=4, decoder=decoder)
     try:
-        completion = _run(decoder, [request])[0, 0]
+        (completion,) = _run(decoder, [request]).values()
         expected = _full_log_probs(decoder, request, completion)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
         lines = str(error).splitlines()
@@ -62,38 +62,37 @@ def _samples_are_invariant(decoder: Decoder) -> bool:
     rows do.
     """
     shapes = [(2, 1, 7), (9, 3, 5), (18, 8, 4), (40, 16, 2), (75, 5, 3)]
-    requests = [
-        _request(i, prompt_length, num_samples, max_new_tokens, decoder)
+    groups = [
+        _group(i, prompt_length, num_samples, max_new_tokens, decoder)
         for i, (prompt_length, num_samples, max_new_tokens) in enumerate(shapes)
     ]
-    alone = {key: sample for request in requests for key, sample in _run(decoder, [request]).items()}
+    requests = [request for group in groups for request in group]
+    alone = {id: sample for group in groups for id, sample in _run(decoder, group).items()}
     companies = (_run(decoder, requests), _run(decoder, requests[::-1]))
-    return all(_same(sample, company[key]) for company in companies for key, sample in alone.items())
+    return all(_same(sample, company[id]) for company in companies for id, sample in alone.items())
 
 
-def _request(
-    request_id: int, prompt_length: int, num_samples: int, max_new_tokens: int, decoder: Decoder
-) -> GenerateRequest:
+def _group(
+    number: int, prompt_length: int, num_samples: int, max_new_tokens: int, decoder: Decoder
+) -> list[GenerateRequest]:
     prompt_length = max(1, min(prompt_length, decoder.context_length - max_new_tokens))
-    draw = np.random.Generator(np.random.Philox(key=request_id))
-    return GenerateRequest(
-        request_id=request_id,
-        prompt_ids=draw.integers(decoder.vocab_size, size=prompt_length).tolist(),
-        seeds=tuple(draw.integers(2**63, size=num_samples).tolist()),
-        # Every second request draws from a part of the vocabulary.
-        sampling_params=SamplingParams(max_new_tokens=max_new_tokens, top_p=1.0 if request_id % 2 == 0 else 0.9),
-    )
+    draw = np.random.Generator(np.random.Philox(key=number))
+    prompt = draw.integers(decoder.vocab_size, size=prompt_length).tolist()
+    # Every second group draws from a part of the vocabulary.
+    params = SamplingParams(max_new_tokens=max_new_tokens, top_p=1.0 if number % 2 == 0 else 0.9)
+    seeds = draw.integers(2**63, size=num_samples).tolist()
+    return [GenerateRequest((number, index), prompt, seed, params) for index, seed in enumerate(seeds)]
 
 
-def _run(decoder: Decoder, requests: Sequence[GenerateRequest]) -> dict[tuple[int, int], Completion]:
+def _run(decoder: Decoder, requests: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
     streamed = decoder.run(requests, end_ids=frozenset(), weight_version=0, aborted=lambda: False)
-    return {(sample.request_id, sample.sample_index): sample for samples in streamed for sample in samples}
+    return {sample.request_id: sample for samples in streamed for sample in samples}
 
 
 @torch.inference_mode()
 def _full_log_probs(decoder: Decoder, request: GenerateRequest, completion: Completion) -> np.ndarray:
     """[T] float32 of the completion's tokens, from one forward pass without a cache."""
-    prompt, response = torch.tensor(request.prompt_ids), torch.from_numpy(completion.response_ids).long()
+    prompt, response = torch.as_tensor(request.input_ids), torch.from_numpy(completion.response_ids).long()
     input_ids = torch.cat([prompt, response])[None].to(decoder.device)
     logits = decoder.model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
     return torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0].numpy()

@@ -30,10 +30,10 @@ from transformers.cache_utils import DynamicCache
 from cairn.engines.errors import BadModel
 from cairn.engines.models import context_length
 from cairn.engines.rollout.transformers.attention import SLOT_ATTENTION
-from cairn.engines.rollout.transformers.batch import Batch, Start
+from cairn.engines.rollout.transformers.batch import Batch, Sample, samples_of
 from cairn.engines.rollout.transformers.decoding_step import DecodingStep, Step, record
 from cairn.engines.rollout.transformers.kv_cache import KVCache, round_up
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types import Completion, FinishReason, GenerateRequest
 
 MIN_ROWS = 4
 """Rows of a step; fewer samples are filled up with padding."""
@@ -84,10 +84,8 @@ class Decoder:
         Raises:
             EngineError: the logits are not finite.
         """
-        waiting = deque(start for request in requests for start in Start.of(request))
-        rows = self.num_rows(min(self.max_rows, sum(len(start.indices) for start in waiting)))
-        batch = Batch(requests, end_ids, rows, self.context_length, self.vocab_size)
-        self.cache.reserve(rows, 1)
+        waiting = deque(samples_of(requests))
+        batch = Batch(end_ids, self.context_length, self.vocab_size)
         try:
             while (waiting or len(batch)) and not aborted():
                 self._admit(waiting, batch)
@@ -95,7 +93,7 @@ class Decoder:
                     yield completions
             if waiting or len(batch):
                 parts = batch.completions(np.arange(len(batch)), weight_version, aborted=True)
-                yield parts + [completion for start in waiting for completion in start.aborted()]
+                yield parts + [Completion.empty(one.request.request_id, FinishReason.ABORT) for one in waiting]
         except Exception:
             self.cache = KVCache(self._example)  # what a slot holds behind its length must stay finite
             raise
@@ -107,44 +105,49 @@ class Decoder:
         return max(size + self._padding, MIN_ROWS)
 
     @torch.inference_mode()
-    def _admit(self, waiting: deque[Start], batch: Batch) -> None:
-        """Start the first waiting samples that fit."""
-        by_length: dict[int, list[Start]] = defaultdict(list)
-        free = self.max_rows - len(batch)
-        while waiting and free:
-            start = waiting.popleft()
-            if len(start.indices) > free:
-                start, rest = start.split(free)
-                waiting.appendleft(rest)
-            free -= len(start.indices)
-            if (sibling := batch.find(start)) is not None:
-                slots = batch.admit(start)
-                self.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(start.tokens) - 1)
+    def _admit(self, waiting: deque[Sample], batch: Batch) -> None:
+        """Start the first waiting samples that fit. Those that go on from equal tokens share their keys and values."""
+        admitted = [waiting.popleft() for _ in range(min(len(waiting), self.max_rows - len(batch)))]
+        if not admitted:
+            return
+        running = batch.starts()
+        rows = self.num_rows(len(batch) + len(admitted))
+        batch.reserve(rows, admitted)
+        self.cache.reserve(rows, 1)
+        by_start: dict[bytes, list[Sample]] = defaultdict(list)
+        for sample in admitted:
+            by_start[sample.start].append(sample)
+        by_length: dict[int, list[list[Sample]]] = defaultdict(list)
+        for start, group in by_start.items():
+            if (sibling := running.get(start)) is not None:
+                slots = batch.admit(group)
+                self.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(group[0].tokens) - 1)
             else:
-                by_length[self._prefill_length(start)].append(start)
-        for length, starts in by_length.items():
-            remaining = iter(starts)
+                by_length[self._prefill_length(group[0].tokens)].append(group)
+        for length, groups in by_length.items():
+            remaining = iter(groups)
             while chunk := list(islice(remaining, max(1, PREFILL_TOKENS // max(1, length)))):
                 self._prefill(chunk, length, batch)
         self.running = len(batch)
 
-    def _prefill_length(self, start: Start) -> int:
+    def _prefill_length(self, tokens: np.ndarray) -> int:
         """Padded length of all but the last of the tokens: a function of these alone."""
-        length = len(start.tokens) - 1
+        length = len(tokens) - 1
         return min(round_up(length + self._padding), self.context_length) if length else 0
 
-    def _prefill(self, starts: list[Start], length: int, batch: Batch) -> None:
-        """Compute the keys and values of tokens of one padded length and hand them to the slots of their samples.
+    def _prefill(self, groups: list[list[Sample]], length: int, batch: Batch) -> None:
+        """Compute the keys and values of each group's tokens, of one padded length, and hand them to the slots of its
+        samples.
 
         Padding stands on the right, where causal attention cannot see it.
         """
-        input_ids = torch.zeros(len(starts), length, dtype=torch.int64)
+        input_ids = torch.zeros(len(groups), length, dtype=torch.int64)
         sources, slots = [], []
-        for i, start in enumerate(starts):
-            known = torch.as_tensor(np.asarray(start.tokens[:-1], dtype=np.int64))
-            input_ids[i, : len(known)] = known
-            slots += batch.admit(start)
-            sources += [i] * len(start.indices)
+        for i, group in enumerate(groups):
+            known = group[0].tokens[:-1]
+            input_ids[i, : len(known)] = torch.from_numpy(known)
+            slots += batch.admit(group)
+            sources += [i] * len(group)
         if not length:
             return
         self.cache.reserve(0, length)

@@ -73,7 +73,7 @@ class TransformersEngine:
         with self._alone("generate"):
             if self._weight_version != weight_version:
                 raise EngineError("The weights changed since generate was called: call it again.")
-            self._asked = sum(len(request.seeds) for request in requests)
+            self._asked = len(requests)
             start = time.perf_counter()
             for completions in self._decoder.run(requests, self._end_ids, weight_version, self._aborted.is_set):
                 self._tokens += sum(len(completion.response_ids) for completion in completions)

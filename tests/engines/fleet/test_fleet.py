@@ -24,6 +24,7 @@ from cairn.engines.types import Completion, FinishReason, GenerateRequest, Sampl
 from cairn.storage.errors import NoSpace
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
 from tests.ray_fixtures import fleet_config
+from tests.requests import group
 from tests.small_disk import small_disk, why_not
 from tests.waiting import wait_for
 
@@ -64,14 +65,15 @@ def requests(count: int = 5, max_new_tokens: int = 24) -> list[GenerateRequest]:
     draw = np.random.default_rng(count)
     params = SamplingParams(max_new_tokens)
     return [
-        GenerateRequest(i, draw.integers(VOCABULARY, size=3 + i).tolist(), tuple(range(i, i + 3)), params)
+        one
         for i in range(count)
+        for one in group(i, draw.integers(VOCABULARY, size=3 + i).tolist(), range(i, i + 3), params)
     ]
 
 
 def generate(engine: RolloutHandle | TransformersEngine, wanted: list[GenerateRequest]) -> list[Completion]:
     completions = [completion for part in engine.generate(wanted) for completion in part]
-    return sorted(completions, key=lambda c: (c.request_id, c.sample_index))
+    return sorted(completions, key=lambda c: c.request_id)
 
 
 def train_once(fleet: Fleet) -> int:
@@ -124,7 +126,7 @@ def test_what_an_engine_raises_comes_through_as_itself(fleet: Fleet) -> None:
         fleet.training.train(make_batch(), num_steps=1, expected_version=ahead, input_digest="")
     assert type(raised.value) is WrongVersion
     with pytest.raises(RequestRefused, match="7") as raised_by_rollout:
-        generate(fleet.rollout[0], [GenerateRequest(7, [VOCABULARY + 9], (1,), SamplingParams(4))])
+        generate(fleet.rollout[0], group(7, [VOCABULARY + 9], [1], SamplingParams(4)))
     assert type(raised_by_rollout.value) is RequestRefused
     assert len(generate(fleet.rollout[0], requests())) == 15
 

@@ -17,6 +17,7 @@ from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 from tests.engines.training.builders import make_batch
 from tests.ray_fixtures import fleet_config
+from tests.requests import group
 from tests.sglang_server import running, sglang_config
 from tests.waiting import wait_for
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def requests(max_new_tokens: int = 8) -> list[GenerateRequest]:
     params = SamplingParams(max_new_tokens)
-    return [GenerateRequest(index, [5 + index, 6, 7], tuple(range(SAMPLES)), params) for index in range(GROUPS)]
+    return [one for index in range(GROUPS) for one in group(index, [5 + index, 6, 7], range(SAMPLES), params)]
 
 
 def generate(engine: RolloutHandle, max_new_tokens: int = 8) -> list[Completion]:

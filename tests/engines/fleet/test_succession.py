@@ -17,15 +17,16 @@ from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.roles import Bundle, Role
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.engines.types import Completion, SamplingParams
 from cairn.storage.errors import LeaseLost
 from cairn.storage.leases import Lease, Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from tests.engines.training.builders import make_batch, model_folder
 from tests.ray_fixtures import NUM_CPUS, fleet_config
+from tests.requests import group
 
-ASKED = [GenerateRequest(index, [5 + index, 6, 7], (1, 2), SamplingParams(8)) for index in range(3)]
+ASKED = [one for index in range(3) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
 
 
 class Run:

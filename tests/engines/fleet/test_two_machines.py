@@ -13,14 +13,15 @@ from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types import SamplingParams
 from cairn.engines.weights.send import send_weights
 from tests.engines.training.builders import make_batch
 from tests.ray_fixtures import fleet_config
+from tests.requests import group
 from tests.sglang_server import sglang_config
 from tests.waiting import wait_for
 
-ASKED = [GenerateRequest(index, [5 + index, 6, 7], (1, 2), SamplingParams(8)) for index in range(4)]
+ASKED = [one for index in range(4) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -54,7 +55,7 @@ def test_every_rank_takes_new_weights_by_what_leaves_a_machine(fleet: Fleet, tra
     send_weights(fleet.training, fleet.rollout, version + 1, options, load_timeout=60)
     fleet.verify_weights()
     done = [completion for part in engine.generate(ASKED) for completion in part]
-    assert len(done) == sum(len(request.seeds) for request in ASKED)
+    assert len(done) == len(ASKED)
     assert {version for completion in done for version in completion.weight_versions.tolist()} == {version + 1}
 
 

@@ -8,13 +8,14 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Pretr
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.engines.types import Completion, GenerateRequest, RequestId, SamplingParams
+from tests.requests import by_id, group
 
 VOCAB_SIZE = 320
 CONTEXT_LENGTH = 128
 END_TOKEN = 7
 
-Samples = dict[tuple[int, int], Completion]
+Samples = dict[RequestId, Completion]
 
 
 def configs() -> dict[str, PretrainedConfig]:
@@ -59,17 +60,20 @@ def rollout_config(**changes: object) -> RolloutConfig:
     return RolloutConfig(num_rollout=1, rollout_batch_size=1, rollout_max_response_len=16).model_copy(update=changes)
 
 
-def request(request_id: int, prompt: list[int], samples: int = 1, **params: object) -> GenerateRequest:
-    seeds = np.random.default_rng([request_id, 1]).integers(2**63, size=samples)
+def request(number: int, prompt: list[int], samples: int = 1, **params: object) -> list[GenerateRequest]:
+    """A group."""
+    seeds = np.random.default_rng([number, 1]).integers(2**63, size=samples).tolist()
     defaults: dict = {"max_new_tokens": 8}
-    return GenerateRequest(request_id, prompt, tuple(seeds.tolist()), SamplingParams(**(defaults | params)))
+    return group(number, prompt, seeds, SamplingParams(**(defaults | params)))
 
 
 def random_requests(seed: int, count: int) -> list[GenerateRequest]:
-    """Requests of every kind: lengths, group sizes, sampling parameters."""
+    """Groups of every kind: lengths, sizes, sampling parameters."""
     draw = np.random.default_rng(seed)
     return [
-        request(
+        one
+        for i in range(count)
+        for one in request(
             i,
             draw.integers(VOCAB_SIZE, size=int(draw.choice([1, 2, 9, 16, 17, 33, 60, 90]))).tolist(),
             samples=int(draw.choice([1, 2, 3, 8])),
@@ -80,12 +84,11 @@ def random_requests(seed: int, count: int) -> list[GenerateRequest]:
             stop_token_ids=tuple(draw.integers(VOCAB_SIZE, size=int(draw.choice([0, 4]))).tolist()),
             return_kept=True,
         )
-        for i in range(count)
     ]
 
 
 def collect(engine: TransformersEngine, requests: list[GenerateRequest]) -> Samples:
-    return {(c.request_id, c.sample_index): c for completions in engine.generate(requests) for c in completions}
+    return by_id(engine.generate(requests))
 
 
 def same(one: Completion, other: Completion) -> bool:
@@ -101,9 +104,9 @@ def full_log_probs(model: torch.nn.Module, request: GenerateRequest, sample: Com
     """[T] log-probs of a sample's tokens, from one forward pass of the library over the whole sequence, without a
     cache, over what they were drawn from as it is reported."""
     response = torch.from_numpy(sample.response_ids).long()
-    input_ids = torch.cat([torch.tensor(list(request.prompt_ids)), response])[None]
+    input_ids = torch.cat([torch.as_tensor(request.input_ids), response])[None]
     with torch.no_grad():
-        logits = model(input_ids=input_ids, use_cache=False).logits[0, len(request.prompt_ids) - 1 : -1].double()
+        logits = model(input_ids=input_ids, use_cache=False).logits[0, len(request.input_ids) - 1 : -1].double()
     logits /= request.sampling_params.temperature or 1.0
     if (kept := sample.kept) is not None:
         for row, (end, count) in enumerate(zip(np.cumsum(kept.counts), kept.counts, strict=True)):

@@ -14,9 +14,10 @@ from cairn.engines.training.collate import Tokens
 from cairn.engines.training.kept import Kept, within
 from cairn.engines.training.log_probs import entropy
 from cairn.engines.training.losses.objective import objective
-from cairn.engines.types import GenerateRequest, KeptTokens, SamplingParams, TrainBatch
+from cairn.engines.types import KeptTokens, SamplingParams, TrainBatch
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder
+from tests.requests import group
 
 CUT = {"top_p": 0.8, "top_k": 200}
 CPU = torch.device("cpu")
@@ -103,14 +104,15 @@ def sampled(folder: Path) -> TrainBatch:
     engine = TransformersEngine(str(folder), rollout_config())
     draw = np.random.default_rng(0)
     params = SamplingParams(24, temperature=0.8, return_kept=True, **CUT)
-    requests = [GenerateRequest(i, draw.integers(VOCABULARY, size=5 + i).tolist(), (1, 2, 3), params) for i in range(4)]
+    prompts = [draw.integers(VOCABULARY, size=5 + i).tolist() for i in range(4)]
+    requests = [one for i, prompt in enumerate(prompts) for one in group(i, prompt, (1, 2, 3), params)]
     done = [c for part in engine.generate(requests) for c in part]
     assert all(c.kept is not None and len(c.kept) == len(c.response_ids) for c in done)
     counts = np.concatenate([c.kept.counts for c in done if c.kept is not None])
     assert counts.min() > 1
     assert counts.max() < VOCABULARY
     return TrainBatch(
-        input_ids=[np.concatenate([requests[c.request_id].prompt_ids, c.response_ids]).astype(np.int32) for c in done],
+        input_ids=[np.concatenate([prompts[c.request_id[0]], c.response_ids]).astype(np.int32) for c in done],
         response_lengths=[len(c.response_ids) for c in done],
         loss_mask=[np.ones(len(c.response_ids), np.uint8) for c in done],
         advantages=[np.full(len(c.response_ids), draw.normal(), np.float32) for c in done],

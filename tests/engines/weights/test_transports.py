@@ -18,14 +18,15 @@ from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.colocation import Turns
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types import SamplingParams
 from cairn.engines.weights.send import send_weights
 from tests.engines.training.builders import make_batch
 from tests.ray_fixtures import fleet_config
+from tests.requests import group
 from tests.sglang_server import sglang_config
 
 TRANSPORTS = ("tensor", "disk", "distributed")
-ASKED = [GenerateRequest(0, [5, 6, 7], (1, 2), SamplingParams(8))]
+ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(8))
 
 pytestmark = pytest.mark.timeout(600)
 

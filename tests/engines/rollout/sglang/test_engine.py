@@ -13,6 +13,7 @@ from cairn.engines.errors import EngineError, RequestRefused
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from tests.engines.rollout.models import full_log_probs
+from tests.requests import group, ids
 from tests.sglang_server import once_decoding
 
 pytestmark = pytest.mark.timeout(600)
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def requests(count: int, samples: int = 4, **params: object) -> list[GenerateRequest]:
     given = SamplingParams(**{"max_new_tokens": 16, **params})  # type: ignore[arg-type]
-    return [GenerateRequest(index, [5 + index, 6, 7, 8], tuple(range(samples)), given) for index in range(count)]
+    return [one for index in range(count) for one in group(index, [5 + index, 6, 7, 8], range(samples), given)]
 
 
 def generate(engine: SGLangEngine, asked: list[GenerateRequest]) -> list[Completion]:
@@ -30,11 +31,12 @@ def generate(engine: SGLangEngine, asked: list[GenerateRequest]) -> list[Complet
 def worst_difference(model: PreTrainedModel, asked: list[GenerateRequest], done: list[Completion]) -> float:
     """Largest difference between the server's log-probs and Hugging Face's."""
     worst = 0.0
+    requests = {request.request_id: request for request in asked}
     for completion in done:
-        request = asked[completion.request_id]
-        ids = torch.tensor([[*request.prompt_ids, *completion.response_ids.tolist()]])
+        request = requests[completion.request_id]
+        ids = torch.tensor([[*request.input_ids, *completion.response_ids.tolist()]])
         with torch.no_grad():
-            logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+            logits = model(ids).logits[0, len(request.input_ids) - 1 : -1].float()
         log_probs = torch.log_softmax(logits / request.sampling_params.temperature, -1)
         expected = log_probs.gather(1, torch.tensor(completion.response_ids, dtype=torch.int64)[:, None])[:, 0]
         worst = max(worst, float(np.abs(expected.numpy() - completion.log_probs).max()))
@@ -47,7 +49,7 @@ def test_every_sample_comes_with_the_log_probs_of_its_tokens(
 ) -> None:
     asked = requests(6, temperature=temperature)
     done = generate(engine, asked)
-    assert sorted((c.request_id, c.sample_index) for c in done) == [(r, i) for r in range(6) for i in range(4)]
+    assert sorted(c.request_id for c in done) == sorted(ids(6, 4))
     assert all(1 <= len(c.response_ids) == len(c.log_probs) <= 16 for c in done)
     assert {c.finish_reason for c in done} <= {FinishReason.STOP, FinishReason.LENGTH}
     assert worst_difference(model, asked, done) < 1e-4
@@ -65,7 +67,8 @@ def test_a_sample_by_top_p_and_top_k_comes_with_what_its_tokens_were_drawn_from(
         assert kept is not None
         assert len(kept) == len(completion.response_ids)
         assert kept.first_without(completion.response_ids) is None
-        expected = full_log_probs(model, asked[completion.request_id], completion)
+        (request,) = [one for one in asked if one.request_id == completion.request_id]
+        expected = full_log_probs(model, request, completion)
         assert np.abs(expected - completion.log_probs).max() < 1e-4
         sizes += kept.counts.tolist()
     assert min(sizes) >= 1
@@ -135,9 +138,9 @@ def test_an_aborted_generation_gives_all_as_far_as_it_came(engine: SGLangEngine)
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_generated(engine: SGLangEngine) -> None:
-    too_long = GenerateRequest(1, [3] * 5000, (1,), SamplingParams(4))
+    too_long = group(1, [3] * 5000, [1], SamplingParams(4))
     with pytest.raises(RequestRefused, match="leaves no room"):
-        generate(engine, [*requests(1), too_long])
+        generate(engine, [*requests(1), *too_long])
 
 
 def test_health_tells_the_server_and_its_load(engine: SGLangEngine) -> None:

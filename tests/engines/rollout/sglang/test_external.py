@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.rollout.sglang.launch_plan import EnginePlan
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types import SamplingParams
+from tests.requests import group
 from tests.sglang_server import sglang_config
 from tests.waiting import wait_for
 
@@ -24,7 +25,7 @@ def connect(url: str, model: Path, log: Path, start_timeout: float = 60.0, **opt
     return SGLangEngine(str(model), config, "cpu", log, start_timeout, EnginePlan(external_url=url))
 
 
-ASKED = [GenerateRequest(0, [5, 6, 7], (1, 2), SamplingParams(4))]
+ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(4))
 
 
 def update(engine: SGLangEngine, model: PreTrainedModel, version: int) -> None:

@@ -24,18 +24,18 @@ from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
 from cairn.engines.rollout.sglang.router import Router
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from tests.requests import by_id, group, ids
 from tests.sglang_server import once_decoding, running
 from tests.waiting import wait_for
 
 CONTEXT = 1024
-Samples = dict[tuple[int, int], Completion]
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def requests(count: int, samples: int = 4, **params: object) -> list[GenerateRequest]:
     given = SamplingParams(**{"max_new_tokens": 8, **params})  # type: ignore[arg-type]
-    return [GenerateRequest(index, [5 + index, 6, 7, 8], tuple(range(samples)), given) for index in range(count)]
+    return [one for index in range(count) for one in group(index, [5 + index, 6, 7, 8], range(samples), given)]
 
 
 def generation(
@@ -47,10 +47,6 @@ def generation(
     concurrency: int = 64,
 ) -> Generation:
     return Generation(route, context, timeout, concurrency, aborted or threading.Event(), Loads(route.servers[0]))
-
-
-def collect(streamed: Iterator[list[Completion]]) -> Samples:
-    return {(c.request_id, c.sample_index): c for part in streamed for c in part}
 
 
 def log_probs(model: PreTrainedModel, prompt: list[int], response: np.ndarray, temperature: float) -> np.ndarray:
@@ -72,8 +68,8 @@ def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weight
     asked = requests(12, max_new_tokens=300, temperature=0.9)
     aborted = threading.Event()
     with once_decoding(engine.health, aborted.set):
-        first = collect(generation(route, aborted, concurrency=24).run(asked))
-    assert first.keys() == {(r, i) for r in range(12) for i in range(4)}
+        first = by_id(generation(route, aborted, concurrency=24).run(asked))
+    assert first.keys() == ids(12, 4)
     parts = {key: sample for key, sample in first.items() if sample.finish_reason == FinishReason.ABORT}
     lengths = sorted(len(sample.response_ids) for sample in parts.values())
     assert lengths[0] == 0, "some waited with the client"
@@ -84,40 +80,35 @@ def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weight
     engine.begin_weight_update(1)
     engine.update_weights(changed)
     engine.end_weight_update()
-    again = []
-    for request in asked:
-        left = [i for i in range(4) if (request.request_id, i) in parts]
-        if left:
-            prefixes = tuple(parts[request.request_id, i].response_ids for i in left)
-            again.append(replace(request, seeds=tuple(request.seeds[i] for i in left), prefixes=prefixes))
-    second = collect(generation(route).run(again))
+    again = [
+        replace(one, input_ids=[*one.input_ids, *part.response_ids.tolist()], position=len(part.response_ids))
+        for one in asked
+        if (part := parts.get(one.request_id)) is not None
+    ]
+    second = by_id(generation(route).run(again))
     sampled_with = AutoModelForCausalLM.from_config(model.config).eval()
     sampled_with.load_state_dict(changed, strict=False)
     sampled_with.tie_weights()
     for request in again:
-        for index, prefix in enumerate(request.prefixes):
-            sample = second[request.request_id, index]
-            assert len(prefix) + len(sample.response_ids) <= 300
-            assert sample.finish_reason == FinishReason.STOP or len(prefix) + len(sample.response_ids) == 300
-            whole = np.concatenate([prefix, sample.response_ids]).astype(np.int32)
-            for made, by, part, version in (
-                (first[_original(asked, request, index)], model, slice(None, len(prefix)), 0),
-                (sample, sampled_with, slice(len(prefix), None), 1),
-            ):
-                expected = log_probs(by, request.prompt_ids, whole, 0.9)[part]  # type: ignore[arg-type]
-                assert np.abs(made.log_probs - expected).max(initial=0) < 1e-4
-                assert (made.weight_versions == version).all()
-
-
-def _original(asked: list[GenerateRequest], part: GenerateRequest, index: int) -> tuple[int, int]:
-    return part.request_id, asked[part.request_id].seeds.index(part.seeds[index])
+        sample, drawn = second[request.request_id], request.position
+        assert drawn + len(sample.response_ids) <= 300
+        assert sample.finish_reason == FinishReason.STOP or drawn + len(sample.response_ids) == 300
+        prompt = list(request.input_ids[: len(request.input_ids) - drawn])
+        whole = np.concatenate([first[request.request_id].response_ids, sample.response_ids])
+        for made, by, part, version in (
+            (first[request.request_id], model, slice(None, drawn), 0),
+            (sample, sampled_with, slice(drawn, None), 1),
+        ):
+            expected = log_probs(by, prompt, whole, 0.9)[part]
+            assert np.abs(made.log_probs - expected).max(initial=0) < 1e-4
+            assert (made.weight_versions == version).all()
 
 
 def test_an_abort_does_not_touch_what_others_asked_of_the_server(engine: SGLangEngine, route: Route) -> None:
     aborted = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        asked_by_others = pool.submit(lambda: collect(generation(route).run(requests(4, max_new_tokens=400))))
-        asked_by_me = pool.submit(lambda: collect(generation(route, aborted).run(requests(4, max_new_tokens=900))))
+        asked_by_others = pool.submit(lambda: by_id(generation(route).run(requests(4, max_new_tokens=400))))
+        asked_by_me = pool.submit(lambda: by_id(generation(route, aborted).run(requests(4, max_new_tokens=900))))
         wait_for(lambda: running(engine.health()) >= 20, 60)  # some of either, of 16 and 16
         aborted.set()
         mine, others = asked_by_me.result(), asked_by_others.result()
@@ -132,10 +123,10 @@ def test_an_abort_reaches_the_servers_behind_a_router(engine: SGLangEngine, rout
         router.serve([engine.worker])
         aborted = threading.Event()
         with once_decoding(engine.health, aborted.set):
-            done = collect(generation(Route(router.url, route.servers), aborted).run(requests(4, max_new_tokens=900)))
+            done = by_id(generation(Route(router.url, route.servers), aborted).run(requests(4, max_new_tokens=900)))
     finally:
         router.close()
-    assert done.keys() == {(r, i) for r in range(4) for i in range(4)}
+    assert done.keys() == ids(4, 4)
     parts = [sample for sample in done.values() if sample.finish_reason == FinishReason.ABORT]
     assert max(len(sample.response_ids) for sample in parts) > 0
     wait_until_idle(engine)
@@ -150,7 +141,7 @@ def test_a_router_that_hangs_is_given_up_and_so_is_what_it_was_asked(
         assert router.process.pid is not None
         os.kill(router.process.pid, signal.SIGSTOP)
         with pytest.raises(EngineDied, match="/generate of"):
-            collect(generation(Route(router.url, route.servers)).run(requests(1)))
+            by_id(generation(Route(router.url, route.servers)).run(requests(1)))
         with pytest.raises(EngineDied, match=f"the router at {router.url} did not answer for 2 s and was given up"):
             router.health()
     finally:
@@ -168,32 +159,34 @@ def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, 
 
 def test_a_request_that_the_server_refuses_is_named_when_the_others_are_done(route: Route) -> None:
     asked = requests(2)
-    asked.append(GenerateRequest(7, [5] * 5000, (1, 2), SamplingParams(4)))  # more than the server's context
+    asked += group(7, [5] * 5000, (1, 2), SamplingParams(4))  # more than the server's context
     done: list[Completion] = []
     with pytest.raises(RequestRefused) as refused:
         done.extend(sample for part in generation(route, context=9000).run(asked) for sample in part)
-    assert refused.value.refused.keys() == {7}
-    assert "400" in refused.value.refused[7]
-    assert {(c.request_id, c.sample_index) for c in done} == {(r, i) for r in range(2) for i in range(4)}
+    assert refused.value.refused.keys() == {(7, 0), (7, 1)}
+    assert "400" in refused.value.refused[7, 0]
+    assert {c.request_id for c in done} == ids(2, 4)
 
 
 def test_a_prompt_that_was_seen_before_comes_from_the_cache(route: Route) -> None:
     prompt = list(range(40, 104))
-    asked = [GenerateRequest(0, prompt, (1,), SamplingParams(2))]
-    collect(generation(route).run(asked))
-    (sample,) = collect(generation(route).run(asked)).values()
+    asked = group(0, prompt, [1], SamplingParams(2))
+    by_id(generation(route).run(asked))
+    (sample,) = by_id(generation(route).run(asked)).values()
     assert 32 <= sample.cached_tokens < len(prompt)
 
 
 def test_what_does_not_end_in_time_is_an_error_and_leaves_the_server_idle(engine: SGLangEngine, route: Route) -> None:
     with pytest.raises(EngineTimeout, match="did not end within 1 s"):
-        collect(generation(route, timeout=1).run(requests(8, max_new_tokens=900)))
+        by_id(generation(route, timeout=1).run(requests(8, max_new_tokens=900)))
     wait_until_idle(engine)
 
 
 def test_giving_up_the_stream_leaves_the_server_idle(engine: SGLangEngine, route: Route) -> None:
     short = requests(1, samples=1)
-    streamed = generation(route).run(short + [replace(r, request_id=9) for r in requests(1, max_new_tokens=900)])
+    streamed = generation(route).run(
+        short + [replace(r, request_id=(9, *r.request_id)) for r in requests(1, max_new_tokens=900)]
+    )
     next(streamed)
     streamed.close()  # type: ignore[attr-defined]
     wait_until_idle(engine)
@@ -251,7 +244,7 @@ def relay(server: str, answers: list[int | None]) -> Iterator[tuple[str, list[st
 @pytest.mark.parametrize("failure", [503, None])
 def test_behind_a_router_another_server_gets_its_turn(route: Route, failure: int | None) -> None:
     with relay(route.url, [failure, failure]) as (url, seen):
-        done = collect(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+        done = by_id(generation(Route(url, route.servers)).run(requests(1, samples=1)))
     assert done.keys() == {(0, 0)}
     assert len(seen) == len(set(seen)) == 3
 
@@ -261,17 +254,17 @@ def test_a_failure_is_told_after_a_few_attempts_and_at_once_where_there_is_one_s
     route: Route, failure: int | None, error: type[EngineError]
 ) -> None:
     with relay(route.url, [failure] * 9) as (url, seen), pytest.raises(error):
-        collect(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+        by_id(generation(Route(url, route.servers)).run(requests(1, samples=1)))
     assert len(seen) == ATTEMPTS
     with relay(route.url, [failure] * 9) as (url, seen), pytest.raises(error):
-        collect(generation(Route.to(url)).run(requests(1, samples=1)))
+        by_id(generation(Route.to(url)).run(requests(1, samples=1)))
     assert len(seen) == 1
 
 
 def test_a_prompt_is_at_fault_only_where_every_server_still_answers(route: Route) -> None:
     def failure(status: int, servers: tuple[str, ...]) -> type[Exception]:
         with relay(route.url, [status] * 9) as (url, _), pytest.raises(EngineError) as raised:
-            collect(generation(Route(url, servers)).run(requests(1, samples=1)))
+            by_id(generation(Route(url, servers)).run(requests(1, samples=1)))
         return raised.type
 
     assert failure(500, route.servers) is GenerationFailed
@@ -281,5 +274,5 @@ def test_a_prompt_is_at_fault_only_where_every_server_still_answers(route: Route
 
 def test_a_refusal_is_not_asked_again(route: Route) -> None:
     with relay(route.url, [400]) as (url, seen), pytest.raises(RequestRefused):
-        collect(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+        by_id(generation(Route(url, route.servers)).run(requests(1, samples=1)))
     assert len(seen) == 1

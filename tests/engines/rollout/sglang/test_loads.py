@@ -3,7 +3,8 @@
 import pytest
 
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types import SamplingParams
+from tests.requests import group
 from tests.sglang_server import sglang_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -11,11 +12,11 @@ pytestmark = pytest.mark.timeout(600)
 
 def test_the_most_that_ran_and_waited_are_told_after_a_generation(engine: SGLangEngine) -> None:
     slots = sglang_config().max_running_requests
-    request = GenerateRequest(0, [5, 6, 7, 8], tuple(range(3 * slots)), SamplingParams(64))
-    assert sum(len(samples) for samples in engine.generate([request])) == 3 * slots
+    asked = group(0, [5, 6, 7, 8], range(3 * slots), SamplingParams(64))
+    assert sum(len(samples) for samples in engine.generate(asked)) == 3 * slots
     busy = engine.usage()
     assert slots / 2 <= busy["running_requests_max"] <= slots
     assert 1 <= busy["queued_requests_max"] <= 2 * slots
 
-    list(engine.generate([GenerateRequest(0, [5, 6, 7, 8], (1,), SamplingParams(64))]))
+    list(engine.generate(group(0, [5, 6, 7, 8], [1], SamplingParams(64))))
     assert all(count <= 1 for count in engine.usage().values())

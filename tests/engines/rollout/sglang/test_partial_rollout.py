@@ -1,5 +1,6 @@
 """Partial rollout through a real SGLang server: long responses are aborted, committed, and continued by later steps."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,13 @@ class Served:
         self._dies_after = dies_after
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        left = {request.request_id: len(request.seeds) for request in requests}
+        left = Counter(request.request_id[0] for request in requests)
         done = 0
         for completions in self.engine.generate(requests):
             yield completions
             for completion in completions:
-                left[completion.request_id] -= 1
-                done += left[completion.request_id] == 0
+                left[completion.request_id[0]] -= 1
+                done += left[completion.request_id[0]] == 0
             if self._dies_after is not None and done >= self._dies_after:
                 raise Dies
 

@@ -9,6 +9,7 @@ import torch
 
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from tests.engines.rollout.models import Samples, collect, configs, random_requests, rollout_config, same
+from tests.requests import by_id, group
 
 
 def assert_same_samples(found: Samples, expected: Samples) -> None:
@@ -24,7 +25,7 @@ def test_samples_are_equal_alone_together_and_in_another_order(
     engine = TransformersEngine(model_folders[architecture], rollout_config())
     requests = random_requests(seed=1, count=12)
     together = collect(engine, requests)
-    assert len(together) == sum(len(request.seeds) for request in requests)
+    assert len(together) == len(requests)
     assert_same_samples(collect(engine, requests[::-1]), together)
     for request in requests:
         assert_same_samples(collect(engine, [request]), together)
@@ -47,23 +48,25 @@ def test_a_group_finished_after_a_kill_is_what_it_would_have_been(model_folders:
     killed = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=24))
     finished: Samples = {}
     for completions in killed.generate(requests):
-        finished |= {(c.request_id, c.sample_index): c for c in completions}
+        finished |= by_id([completions])
         if len(finished) > 20:
             break
-    whole = {r.request_id for r in requests if all((r.request_id, i) in finished for i in range(len(r.seeds)))}
-    assert 0 < len(whole) < len(requests)
+    unfinished = {one.request_id[0] for one in requests if one.request_id not in finished}
+    whole = {one.request_id[0] for one in requests} - unfinished
+    assert whole
+    assert unfinished
     restarted = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=24))
-    rest = collect(restarted, [request for request in requests if request.request_id not in whole])
+    rest = collect(restarted, [one for one in requests if one.request_id[0] in unfinished])
     kept = {key: sample for key, sample in finished.items() if key[0] in whole}
     assert (kept | rest).keys() == expected.keys()
     assert_same_samples(kept | rest, expected)
 
 
 def test_a_sample_depends_on_its_own_seed_only(qwen3: TransformersEngine) -> None:
-    group = replace(random_requests(seed=3, count=1)[0], seeds=tuple(range(10, 18)))
-    expected = collect(qwen3, [group])
-    alone = replace(group, seeds=(group.seeds[5],))
-    assert same(collect(qwen3, [alone])[group.request_id, 0], expected[group.request_id, 5])
+    one = random_requests(seed=3, count=1)[0]
+    expected = collect(qwen3, group(0, one.input_ids, range(10, 18), one.sampling_params))
+    alone = replace(one, seed=15)
+    assert same(collect(qwen3, [alone])[alone.request_id], expected[0, 5])
 
 
 def test_stale_keys_and_values_in_a_slot_change_nothing(qwen3: TransformersEngine) -> None:

@@ -46,7 +46,7 @@ def test_no_version_and_no_tokens_between_begin_and_end(qwen3: TransformersEngin
     qwen3.begin_weight_update(1)
     assert qwen3.get_weight_version() is None
     with pytest.raises(EngineError, match="between begin and end of a weight update"):
-        qwen3.generate([request(0, [1])])
+        qwen3.generate(request(0, [1]))
     qwen3.update_weights(weights)
     assert qwen3.get_weight_version() is None
     qwen3.end_weight_update()
@@ -175,6 +175,6 @@ def test_an_engine_whose_memory_was_released_serves_nothing_until_it_has_weights
     qwen3.resume_memory("weights")
     update(qwen3, 1, weights)
     with pytest.raises(EngineError, match="memory was released"):
-        qwen3.generate([request(0, [1])])
+        qwen3.generate(request(0, [1]))
     qwen3.resume_memory("kv_cache")
-    assert collect(qwen3, [request(0, [1])])
+    assert collect(qwen3, request(0, [1]))

@@ -15,15 +15,17 @@ from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import CONTROL
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
+from cairn.engines.types import SamplingParams, TrainBatch
 from tests.engines.training.builders import make_batch, model_folder
 from tests.engines.training.megatron.cases import EP
 from tests.ray_fixtures import fleet_config
+from tests.requests import group
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
-ASKED = [GenerateRequest(row, [5 + row, 6, 7, 90 - row], (1, 2), SamplingParams(12)) for row in range(4)]
+PROMPTS = [[5 + row, 6, 7, 90 - row] for row in range(4)]
+ASKED = [one for row, prompt in enumerate(PROMPTS) for one in group(row, prompt, (1, 2), SamplingParams(12))]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,7 @@ def test_experts_cut_over_ranks_reach_a_rollout_engine_whose_log_probs_are_the_t
         fleet.turns.for_training()
         fleet.verify_weights()
         batch = TrainBatch(
-            [np.array([*ASKED[done.request_id].prompt_ids, *done.response_ids], np.int32) for done in sampled],
+            [np.array([*PROMPTS[done.request_id[0]], *done.response_ids], np.int32) for done in sampled],
             [len(done.response_ids) for done in sampled],
             [np.ones(len(done.response_ids), np.uint8) for done in sampled],
         )
