@@ -30,7 +30,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
-from cairn.tasks.advantages import get_estimator
+from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.data import PromptData, draw
 from cairn.tasks.evaluate import eval_seed
 from cairn.tasks.groups import sample_seed
@@ -179,8 +179,9 @@ class BareLoop:
             rewards = self._grade(self.grader, [(c, rows[c.request_id[0]].label) for c in samples])
         lengths = [len(c.response_ids) for c in samples]
         with _timed(seconds, "advantage"):
-            estimate = get_estimator(config.algorithm.advantage_estimator)
-            advantages, _ = estimate(rewards.reshape(-1, n), lengths, config.algorithm)
+            masks = [np.ones(length, np.uint8) for length in lengths]
+            scored = ScoredBatch(rewards, [n] * (len(rewards) // n), masks)
+            advantages, _ = estimate(scored, config.algorithm)
             log_probs = [c.log_probs for c in samples]
             batch = TrainBatch(
                 input_ids=[
@@ -188,7 +189,7 @@ class BareLoop:
                     for c in samples
                 ],
                 response_lengths=lengths,
-                loss_mask=[np.ones(length, np.uint8) for length in lengths],
+                loss_mask=masks,
                 advantages=advantages,
                 old_log_probs=log_probs if config.algorithm.use_rollout_logprobs else None,
                 rollout_log_probs=log_probs,

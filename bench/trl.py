@@ -37,16 +37,16 @@ from bench.command import SMALL_RUN, parse, say
 from bench.meter import Meter
 from bench.trl_process import Step, TrlProcess, install
 from cairn.configs.loader import load
+from cairn.configs.plugins import load_callable
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
 from cairn.flows.events import Event, IterationDone
 from cairn.flows.train import start
-from cairn.tasks.advantages import get_estimator
+from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.data import Draw, PromptData, draw
 from cairn.tasks.groups import sample_seed
-from cairn.tasks.plugins import load_callable
 from cairn.tasks.rewards import get_grader
 from cairn.tasks.rewards.sample import Sample
 
@@ -110,8 +110,8 @@ class OneProcess:
             np.float32,
         )
         lengths = [len(response) for response in responses]
-        estimate = get_estimator(config.algorithm.advantage_estimator)
-        advantages, _ = estimate(rewards.reshape(-1, n), lengths, config.algorithm)
+        masks = [np.ones(length, np.uint8) for length in lengths]
+        advantages, _ = estimate(ScoredBatch(rewards, [n] * (len(rewards) // n), masks), config.algorithm)
         log_probs = [sample.log_probs for sample in samples]
         batch = TrainBatch(
             input_ids=[
@@ -119,7 +119,7 @@ class OneProcess:
                 for s in samples
             ],
             response_lengths=lengths,
-            loss_mask=[np.ones(length, np.uint8) for length in lengths],
+            loss_mask=masks,
             advantages=advantages,
             old_log_probs=log_probs if config.algorithm.use_rollout_logprobs else None,
             rollout_log_probs=log_probs,

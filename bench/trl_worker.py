@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from bench.meter import Meter
-from cairn.tasks.plugins import load_callable
+from cairn.configs.plugins import load_callable
 from cairn.tasks.rewards.sample import Sample
 
 

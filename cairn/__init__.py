@@ -1,1 +1,32 @@
-"""Cairn: durable reinforcement learning for language models. What user code imports is here; all else is below it."""
+"""Cairn: durable reinforcement learning for language models. What user code imports is here; all else is below it.
+
+Importing it costs next to nothing: what a name stands for is imported when it is asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cairn.configs.kinds import plugin as plugin
+    from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
+    from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
+    from cairn.tasks.filters.decision import FilterDecision as FilterDecision
+    from cairn.tasks.rewards import TryAgain as TryAgain
+    from cairn.tasks.rewards.sample import Sample as Sample
+
+_PLACES = {
+    "AlgorithmConfig": "cairn.configs.schema.algorithm",
+    "FilterDecision": "cairn.tasks.filters.decision",
+    "Sample": "cairn.tasks.rewards.sample",
+    "ScoredBatch": "cairn.tasks.advantages.batch",
+    "TryAgain": "cairn.tasks.rewards",
+    "plugin": "cairn.configs.kinds",
+}
+
+__all__ = [*_PLACES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -99,7 +99,7 @@ def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConf
     `algorithm.kl_loss_type` once had the default `k1`, which manifests name whether it is read or not.
     """
     algorithm, before = config.algorithm, recorded.get("algorithm", {})
-    same = not algorithm.use_reference or before.get("kl_loss_type") == algorithm.kl_estimator
+    same = not algorithm.reads_kl or before.get("kl_loss_type") == algorithm.kl_estimator
     if algorithm.kl_loss_type is not None or before.get("kl_loss_type") is None or not same:
         return config
     algorithm = algorithm.model_copy(update={"kl_loss_type": before["kl_loss_type"]})

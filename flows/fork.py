@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest, inherit
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.training.needs import has_critic
 from cairn.flows.session import Sources
 from cairn.flows.trust import require_trusted
 from cairn.storage import layout
@@ -106,12 +107,15 @@ def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
     tell it from the weight version."""
     was = from_manifest(parent.owner(iteration).manifest.config)
     before = was.algorithm
-    if config.algorithm.use_critic != before.use_critic:
-        raise CannotFork(
-            f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was trained "
-            f"with {before.advantage_estimator}, {'with' if before.use_critic else 'without'} a critic: keep "
-            f"{before.advantage_estimator}, or start a new run with `cairn train`"
-        )
+    if config.algorithm.advantage_estimator != before.advantage_estimator:
+        require_trusted(was, parent.store, config)  # to be asked, both are loaded
+        had = has_critic(before)
+        if has_critic(config.algorithm) != had:
+            raise CannotFork(
+                f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was "
+                f"trained with {before.advantage_estimator}, {'with' if had else 'without'} a critic: keep "
+                f"{before.advantage_estimator}, or start a new run with `cairn train`"
+            )
     if _critic_only_updates(config) != _critic_only_updates(was):
         raise CannotFork(
             f"algorithm.num_critic_only_steps and training.num_steps_per_rollout must be as in {parent.run}, "

@@ -19,7 +19,9 @@ from uuid import uuid4
 
 from cairn.configs.digest import digest
 from cairn.configs.errors import ConfigError
+from cairn.configs.kinds import user_code
 from cairn.configs.loader import from_manifest, in_recorded_words
+from cairn.configs.plugins import load_callable
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fingerprint import cpu_model, installed
 from cairn.engines.fleet.fencing import Claim, Tenure
@@ -27,7 +29,7 @@ from cairn.engines.models import check_model_folder, context_length, folder_dige
 from cairn.flows.events import Event
 from cairn.flows.iteration import last_selection
 from cairn.flows.preemption import OnLease, Preempted
-from cairn.flows.trust import recorded_config, user_code
+from cairn.flows.trust import recorded_config
 from cairn.flows.validation import load_tokenizer, setup_problems
 from cairn.storage import canonical, layout
 from cairn.storage.commits import FORMAT, Environment, Step
@@ -40,7 +42,6 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.data import PromptData
 from cairn.tasks.events import Message
 from cairn.tasks.plugin_sources import defining_file_digest, source_digest
-from cairn.tasks.plugins import load_callable
 from cairn.tasks.recovery import ReplayDiverged
 from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.rules import untold

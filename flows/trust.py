@@ -16,7 +16,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from cairn.configs.errors import ConfigError
+from cairn.configs.kinds import OPTIONS
 from cairn.configs.loader import from_manifest
+from cairn.configs.plugins import code_files
 from cairn.configs.schema.base import Section
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED, refused
@@ -24,7 +26,6 @@ from cairn.engines.training.megatron.permitted import PERMITTED as MEGATRON_PERM
 from cairn.storage import layout
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
-from cairn.tasks.plugins import code_files
 
 Rule = Callable[[Any, Store], str | None]
 """(value, store that it comes from) → why a store may not set it, and the way out; None if it may."""
@@ -64,15 +65,6 @@ def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = N
             problems.append(f"{option} is {shown} in the ledger{of}, and {why}")
     if problems:
         raise ConfigError(problems)
-
-
-def user_code(config: RunConfig) -> dict[str, str]:
-    """Where the user's own functions are, by the option that names each."""
-    named = {
-        "reward.custom_rm_path": config.reward.custom_rm_path,
-        "rollout.dynamic_sampling_filter": config.rollout.dynamic_sampling_filter,
-    }
-    return {option: path for option, path in named.items() if path is not None and "." in path}
 
 
 def is_at_hand(source: Path, store: Store) -> bool:
@@ -188,6 +180,7 @@ _ROW: dict[str, Rule] = {
 }
 
 RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(OPTIONS, _code),
     "model.path": _model_folder,
     "model.ref_path": _model_folder,
     "model.teacher_path": _model_folder,
@@ -197,10 +190,8 @@ RULES: Mapping[str, Rule] = {
     "rollout.router": _among(ROUTER_PERMITTED, "the router"),
     "rollout.server_groups.overrides": _among(PERMITTED, "a server"),
     "rollout.external_urls": _servers,
-    "rollout.dynamic_sampling_filter": _code,
     "reward.rm_type": _anything,  # one of Cairn's own, or refused when it is looked up
     "retry.grader.errors": _anything,  # names that are compared with those of exceptions, never imported
-    "reward.custom_rm_path": _code,
     "training.megatron": _megatron,
     "training.lora.target_modules": _anything,
     **{f"eval.benchmarks.{name}": rule for name, rule in _ROW.items()},

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from cairn.configs.kinds import OPTIONS, named
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.rollout import RolloutConfig
@@ -23,8 +25,6 @@ from cairn.engines.training.megatron.options import problems as megatron_problem
 from cairn.engines.weights.options import weight_problems
 from cairn.storage.commits import FORMAT
 from cairn.tasks.data import BadData, PromptData
-from cairn.tasks.filters import get_filter
-from cairn.tasks.plugins import BadPlugin
 from cairn.tasks.rewards import get_grader
 from cairn.tasks.rules import untold
 
@@ -181,17 +181,21 @@ def _code_of_the_model(rollout: RolloutConfig, path: str) -> Iterator[str]:
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:
-    try:
-        get_grader(config.reward)
-    except BadPlugin as error:
-        yield f"reward: {error}"
+    for option, kind in OPTIONS.items():
+        name = named(config, option)
+        if name is not None:
+            try:
+                kind.load(name)
+            except BadPlugin as error:
+                yield f"{option}: {error}"
+    if config.reward.custom_rm_path is None:
+        try:
+            get_grader(config.reward)
+        except BadPlugin as error:
+            yield f"reward: {error}"
     for index, benchmark in enumerate(config.eval.benchmarks):
         if benchmark.rm_type is not None:
             try:
                 get_grader(config.reward.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None}))
             except BadPlugin as error:
                 yield f"eval.benchmarks.{index}: {error}"
-    try:
-        get_filter(config.rollout.dynamic_sampling_filter)
-    except BadPlugin as error:
-        yield f"rollout.dynamic_sampling_filter: {error}"

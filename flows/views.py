@@ -210,7 +210,7 @@ def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequen
     if not any(commit.step is Step.FILTER and commit.values["full"] for commit in commits):
         return Step.ROLLOUT
     due = {
-        Step.SCORE: needs_scores(config),
+        Step.SCORE: _scored(ledger, config, iteration),
         Step.ADVANTAGE: True,
         Step.TRAIN: True,
         Step.CHECKPOINT: checkpoint_due(config, iteration),
@@ -218,6 +218,14 @@ def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequen
     }
     left = [step for step, is_due in due.items() if is_due and step not in present]
     return left[0] if left else Step.EVAL if missing else None
+
+
+def _scored(ledger: Ledger, config: RunConfig, iteration: int) -> bool:
+    """Whether an iteration has a score step. User code, which alone knows whether it needs one, is not run to look at a
+    ledger: there it is as in the iteration before."""
+    if "." not in config.algorithm.advantage_estimator + config.algorithm.loss_type:
+        return needs_scores(config)
+    return iteration > 0 and any(commit.step is Step.SCORE for commit in ledger.commits(iteration - 1))
 
 
 def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:

@@ -9,9 +9,10 @@ import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.losses.kl import kl_divergence
+from cairn.engines.training.needs import advantage_needs
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import ADVANTAGE
-from cairn.tasks.advantages import get_estimator
+from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.advantages.distillation import distil, reverse_kl
 from cairn.tasks.advantages.normalization import normalise
 from cairn.tasks.batch import arrays, rows_of_groups, trained_tokens
@@ -45,32 +46,27 @@ def advantage(
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
     algorithm = run.config.algorithm
-    estimate = get_estimator(algorithm.advantage_estimator)
     rewards_per_group = [group.column("reward").to_numpy() for group in graded]
+    rewards_flat = np.concatenate(rewards_per_group)
     masks, ages = trained_tokens(run, selection, samples)
-    scored = None if scores is None else run.read(scores)
-    fields: dict[str, list[np.ndarray]] = {}
-    if algorithm.use_critic:
-        assert scored is not None
-        fields["values"] = arrays(scored, "values")
+    fields = _scores(samples, None if scores is None else run.read(scores), algorithm)
+    metrics = {}
     if algorithm.kl_coef > 0:
-        assert scored is not None
-        pairs = zip(_old_log_probs(samples, scored, algorithm), arrays(scored, "ref_log_probs"), strict=True)
+        pairs = zip(fields["old_log_probs"], fields["ref_log_probs"], strict=True)
         fields["kl"] = [
             kl_divergence(torch.tensor(current).double(), torch.tensor(ref).double(), algorithm.kl_estimator).numpy()
             for current, ref in pairs
         ]
-    advantages, returns = estimate(rewards_per_group, lengths, algorithm, loss_masks=masks, **fields)
-    metrics = {"kl": _mean_of_trained(fields["kl"], masks)} if "kl" in fields else {}
+        metrics["kl"] = _mean_of_trained(fields["kl"], masks)
+    sizes = list(map(len, rewards_per_group))
+    batch = ScoredBatch(rewards_flat, sizes, masks, arrays(samples, "log_probs"), **fields)
+    advantages, returns = estimate(batch, algorithm)
     if algorithm.use_opd:
-        assert scored is not None
-        teacher = arrays(scored, "teacher_log_probs")
-        divergences = reverse_kl(_old_log_probs(samples, scored, algorithm), teacher)
+        divergences = reverse_kl(fields["old_log_probs"], fields["teacher_log_probs"])
         advantages = distil(advantages, divergences, masks, algorithm.opd_kl_coef)
         metrics["opd_reverse_kl"] = _mean_of_trained(divergences, masks)
     if algorithm.normalize_advantages:
         advantages = normalise(advantages, masks)
-    rewards_flat = np.concatenate(rewards_per_group)
     table = pa.table(
         {
             "group_id": samples.column("group_id"),
@@ -96,9 +92,17 @@ def advantage(
     )
 
 
-def _old_log_probs(samples: pa.Table, scored: pa.Table, algorithm: AlgorithmConfig) -> list[np.ndarray]:
-    """[T_i] of each sample: under the policy before the update, as the loss has them."""
-    return arrays(samples if algorithm.use_rollout_logprobs else scored, "log_probs")
+def _scores(samples: pa.Table, scored: pa.Table | None, algorithm: AlgorithmConfig) -> dict[str, list[np.ndarray]]:
+    """[T_i] of each sample: the columns that advantages need, by their names in `ScoredBatch`."""
+    found = {}
+    for column in advantage_needs(algorithm):
+        if column == "old_log_probs":
+            table, name = samples if algorithm.use_rollout_logprobs else scored, "log_probs"
+        else:
+            table, name = scored, column
+        assert table is not None
+        found[column] = arrays(table, name)
+    return found
 
 
 def _age_metrics(

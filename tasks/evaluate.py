@@ -67,7 +67,6 @@ def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: in
         "rollout.rollout_stop_token_ids",
     ),
     externals=("model", "eval"),
-    plugins=("reward.custom_rm_path",),
 )
 def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left. Samples are durable

@@ -80,7 +80,6 @@ GroupPlace = tuple[int, str, int]
         "rollout.max_age",
         "rollout.mask_offpolicy_in_partial_rollout",
     ),
-    plugins=("rollout.dynamic_sampling_filter",),
 )
 def filter_groups(
     step: StepCall, previous: Commit | None, rollouts: Sequence[Commit], rewards: Sequence[Commit], *, round: int

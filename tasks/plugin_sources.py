@@ -21,9 +21,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from cairn.configs.plugins import BadPlugin, load_callable, module_of, specs
 from cairn.engines.fleet.syntax import parsed
 from cairn.storage import canonical
-from cairn.tasks.plugins import BadPlugin, load_callable, module_of, specs
 
 _OURS = [
     Path(folder).resolve()

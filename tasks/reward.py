@@ -16,7 +16,6 @@ from cairn.tasks.step import Outcome, StepCall, durable
 @durable(
     Step.REWARD,
     reads=("reward.rm_type", "reward.custom_rm_path", "reward.rm_timeout", "reward.rm_memory"),
-    plugins=("reward.custom_rm_path",),
 )
 def reward(step: StepCall, rollout: Commit) -> Outcome:
     """Grade every sample of the shard. A grader that fails, or takes too long, over a sample marks it failed, never

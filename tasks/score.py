@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import Role
+from cairn.engines.training.needs import scores_needed
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import SCORE
 from cairn.tasks.batch import rows_of_groups, train_batch
@@ -15,18 +15,9 @@ from cairn.tasks.recovery import prepare_trainer
 from cairn.tasks.step import Outcome, StepCall, durable
 
 
-def needs_old_log_probs(config: RunConfig) -> bool:
-    """Whether the old policy must be scored: with one optimizer step a rollout it is the policy itself, which the loss
-    knows, but rewards and advantages do not."""
-    algorithm = config.algorithm
-    told = algorithm.kl_coef > 0 or algorithm.use_opd
-    return not algorithm.use_rollout_logprobs and (config.training.num_steps_per_rollout > 1 or told)
-
-
 def needs_scores(config: RunConfig) -> bool:
     """Whether an iteration has a score step at all."""
-    algorithm = config.algorithm
-    return needs_old_log_probs(config) or algorithm.use_reference or algorithm.use_opd or algorithm.use_critic
+    return bool(scores_needed(config.algorithm, config.training.num_steps_per_rollout))
 
 
 @durable(
@@ -54,15 +45,11 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     """Score every trained sample, in the order of the batch."""
     run, config = step.run, step.run.config
     batch = train_batch(run, selection, rollouts)
-    roles: dict[str, tuple[Role, bool]] = {
-        "log_probs": ("actor", needs_old_log_probs(config)),
-        "ref_log_probs": ("ref", config.algorithm.use_reference),
-        "teacher_log_probs": ("teacher", config.algorithm.use_opd),
-        "values": ("critic", config.algorithm.use_critic),
-    }
+    needed = scores_needed(config.algorithm, config.training.num_steps_per_rollout)
+    names = {column: "log_probs" if column == "old_log_probs" else column for column in needed}
     with run.weights_lock:
         prepare_trainer(run, weights)
-        scored = {name: run.fleet.training.score(batch, role) for name, (role, needed) in roles.items() if needed}
+        scored = {names[column]: run.fleet.training.score(batch, role) for column, role in needed.items()}
     keys = pa.concat_tables(rows_of_groups(run, selection, rollouts, []))
     columns: dict[str, Any] = {name: keys.column(name) for name in ("group_id", "sample_index")}
     nothing = dict.fromkeys(("log_probs", "ref_log_probs"), [None] * len(batch))

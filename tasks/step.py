@@ -19,6 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec
 import pyarrow as pa
 
 from cairn.configs.digest import digest as config_digest_of
+from cairn.configs.kinds import naming_code
 from cairn.configs.schema.run import RunConfig
 from cairn.storage import canonical
 from cairn.storage.commits import Commit, Environment, OutputFile, Step
@@ -79,8 +80,11 @@ class DurableStep(Generic[Args]):
     externals: tuple[str, ...]
     """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval`, and `ref_model`,
     `teacher_model` and `critic_model` where the run has them."""
-    plugins: tuple[str, ...]
-    """Configuration fields that name user code: its source is part of the configuration digest."""
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """Of these fields, those that name user code: its source is part of the configuration digest."""
+        return naming_code(self.reads)
 
     def __call__(
         self, run: RunContext, iteration: int, shard: str | None, *args: Args.args, **kwargs: Args.kwargs
@@ -178,12 +182,12 @@ class DurableStep(Generic[Args]):
 
 
 def durable(
-    name: Step, *, reads: tuple[str, ...], externals: tuple[str, ...] = (), plugins: tuple[str, ...] = ()
+    name: Step, *, reads: tuple[str, ...], externals: tuple[str, ...] = ()
 ) -> Callable[[Callable[Concatenate[StepCall, Args], Outcome]], DurableStep[Args]]:
     """Make a durable step of a body. Its Commit arguments become inputs; its other arguments must be JSON values."""
 
     def wrap(body: Callable[Concatenate[StepCall, Args], Outcome]) -> DurableStep[Args]:
-        return DurableStep(name, body, reads, externals, plugins)
+        return DurableStep(name, body, reads, externals)
 
     return wrap
 

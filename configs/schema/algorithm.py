@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from cairn.configs.kinds import ESTIMATOR, readers
 from cairn.configs.schema.base import Section, is_recorded
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -16,9 +17,10 @@ class AlgorithmConfig(Section):
     loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
     """slime: `--loss-type`."""
 
-    advantage_estimator: Literal["grpo", "ppo"] = "grpo"
+    advantage_estimator: str = "grpo"
     """`grpo` compares a sample with its group; `ppo` trains a critic beside the actor and estimates advantages from its
-    values. slime: `--advantage-estimator`."""
+    values; or a function of your own, `package.module.function` or `file.py:function`. slime:
+    `--advantage-estimator`."""
 
     rewards_normalization: bool = True
     """`grpo`: subtract the group's mean reward. slime: on unless `--disable-rewards-normalization`."""
@@ -107,13 +109,8 @@ class AlgorithmConfig(Section):
     `actor.loss_scale_factor` of `seq-mean-token-sum-norm`; slime: a reducer of one's own."""
 
     @property
-    def use_critic(self) -> bool:
-        """Whether a critic is trained beside the actor."""
-        return self.advantage_estimator == "ppo"
-
-    @property
-    def use_reference(self) -> bool:
-        """Whether the reference model is scored."""
+    def reads_kl(self) -> bool:
+        """Whether the KL divergence from the reference model is computed, in the loss or in the rewards."""
         return self.use_kl_loss or self.kl_coef > 0
 
     @property
@@ -146,9 +143,10 @@ class AlgorithmConfig(Section):
             raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")
         if is_recorded(info):
             return self
-        for name, why, way_out in self._without_effect():
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
+        changed = {name: value for name, value in self if value != type(self).model_fields[name].default}
+        for name, why, way_out in self._without_effect() if changed else ():
+            if name in changed:
+                value = changed[name]
                 shown = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(f"{name} ({shown}) has no effect while {why}; {way_out}, or leave it out")
         if self.kl_loss_coef > 0 and self.kl_loss_type == "k1":
@@ -165,21 +163,24 @@ class AlgorithmConfig(Section):
             for name in type(self).model_fields.keys() - {"loss_type", "calculate_per_token_loss"}:
                 yield name, "loss_type is sft_loss", "set loss_type=policy_loss"
             return
-        if self.use_critic:
-            for name in ("rewards_normalization", "grpo_std_normalization"):
-                yield name, f"advantage_estimator is {self.advantage_estimator}", "set advantage_estimator=grpo"
-        else:
-            for name in ("gamma", "lambd", "kl_coef", "value_clip", "num_critic_only_steps"):
-                yield name, f"advantage_estimator is {self.advantage_estimator}", "set advantage_estimator=ppo"
+        yield from self._unread_by_the_estimator()
         if not self.rewards_normalization:
             yield "grpo_std_normalization", "rewards_normalization is false", "set rewards_normalization=true"
         if not self.use_kl_loss:
             yield "kl_loss_coef", "use_kl_loss is false", "set use_kl_loss=true"
         # Manifests name k1 whether anything reads it or not, and a fork begins with what its parent's says.
-        if not self.use_reference and self.kl_loss_type != "k1":
+        if not self.reads_kl and self.kl_loss_type != "k1":
             yield "kl_loss_type", "use_kl_loss is false and kl_coef is 0", "set use_kl_loss=true"
         if not self.use_opd:
             yield "opd_kl_coef", "use_opd is false", "set use_opd=true"
         if not self.use_tis:
             for name in ("tis_clip", "tis_clip_low"):
                 yield name, "use_tis is false", "set use_tis=true"
+
+    def _unread_by_the_estimator(self) -> Iterator[tuple[str, str, str]]:
+        if ESTIMATOR.declaration_of_ours(self.advantage_estimator) is None:
+            return
+        for name, estimators in readers(ESTIMATOR).items():
+            if self.advantage_estimator not in estimators:
+                why = f"advantage_estimator is {self.advantage_estimator}"
+                yield name, why, f"set advantage_estimator={' or '.join(estimators)}"

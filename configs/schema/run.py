@@ -2,6 +2,7 @@
 
 from pydantic import Field, ValidationInfo, model_validator
 
+from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import Section, is_recorded
 from cairn.configs.schema.data import DataConfig
@@ -144,8 +145,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _groups_can_be_normalised(self) -> "RunConfig":
         algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
-        grouped = algorithm.loss_type == "policy_loss" and algorithm.advantage_estimator == "grpo"
-        if grouped and algorithm.rewards_normalization and n == 1:
+        if n > 1 or not algorithm.rewards_normalization:
+            return self
+        ours = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator)
+        if ours is not None and "rewards_normalization" in ours.reads:
             raise ValueError(
                 "algorithm.rewards_normalization is true but rollout.n_samples_per_prompt is 1: every advantage would "
                 "be zero; raise n_samples_per_prompt or set rewards_normalization=false"
@@ -178,7 +181,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _reference_is_used(self) -> "RunConfig":
-        if self.model.ref_path is not None and not self.algorithm.use_reference:
+        users = any("." in name for name in (self.algorithm.advantage_estimator, self.algorithm.loss_type))
+        if self.model.ref_path is not None and not self.algorithm.reads_kl and not users:
             raise ValueError(
                 f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false and "
                 "algorithm.kl_coef is 0; nothing would read it"
@@ -204,8 +208,9 @@ class RunConfig(Section):
             "training.critic_lr": training.critic_lr,
             "training.critic_lr_warmup_iters": training.critic_lr_warmup_iters,
         }
+        estimator = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator) if any(critics.values()) else None
         for name, value in critics.items():
-            if value and not algorithm.use_critic:
+            if value and estimator is not None and "values" not in estimator.needs:
                 raise ValueError(
                     f"{name} ({value}) is set but algorithm.advantage_estimator is {algorithm.advantage_estimator}, "
                     "which has no critic; nothing would read it"

@@ -18,6 +18,7 @@ from cairn.engines.training.batching import MicroBatch, split_steps
 from cairn.engines.training.errors import NotFinite
 from cairn.engines.training.losses.aggregate import Weight, token_weights
 from cairn.engines.training.losses.metrics import over_steps
+from cairn.engines.training.needs import has_critic, scores_needed
 from cairn.engines.training.optimizer import learning_rate
 from cairn.engines.training.validate import check_batch, check_trainable
 from cairn.engines.types import Position, Role, TrainBatch, TrainResult
@@ -40,12 +41,9 @@ _FINITE = ("loss", "value_loss", "grad_norm", "critic_grad_norm")
 
 def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[Role, str]:
     """The folders of the models that an algorithm scores samples with and that never change."""
-    folders: dict[Role, str] = {}
-    if algorithm.use_reference:
-        folders["ref"] = model.ref_path or model.path
-    if algorithm.use_opd and model.teacher_path is not None:
-        folders["teacher"] = model.teacher_path
-    return folders
+    folders: dict[Role, str | None] = {"ref": model.ref_path or model.path, "teacher": model.teacher_path}
+    roles = scores_needed(algorithm).values()
+    return {role: folder for role, folder in folders.items() if role in roles and folder is not None}
 
 
 class Learner(Protocol):
@@ -218,7 +216,7 @@ class ExactlyOnceEngine(ABC):
 
     def _untrained(self, role: str) -> int:
         """Optimizer steps from the run's first in which a role is not trained."""
-        waits = role == "actor" and self._algorithm.use_critic
+        waits = role == "actor" and has_critic(self._algorithm)
         return self._algorithm.num_critic_only_steps * self._training.num_steps_per_rollout if waits else 0
 
     def _steps_taken(self, role: str) -> int:

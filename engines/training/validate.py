@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.needs import loss_needs
 from cairn.engines.types import TrainBatch
 
 PER_TOKEN = (
@@ -65,16 +66,8 @@ def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: Algori
             )
     if algorithm.loss_type == "sft_loss":
         return
-    needed = {
-        "advantages": ("loss_type=policy_loss", True),
-        "ref_log_probs": ("use_kl_loss", algorithm.use_kl_loss),
-        "rollout_log_probs": ("use_tis", algorithm.use_tis),
-        "old_log_probs": ("use_rollout_logprobs", algorithm.use_rollout_logprobs),
-        "values": ("advantage_estimator=ppo", algorithm.use_critic),
-        "returns": ("advantage_estimator=ppo", algorithm.use_critic),
-    }
-    for name, (why, required) in needed.items():
-        if required and getattr(batch, name) is None:
+    for name, why in loss_needs(algorithm).items():
+        if getattr(batch, name) is None:
             raise ValueError(f"the batch has no {name}, which algorithm.{why} needs")
     if batch.old_log_probs is None and len(steps) > 1:
         raise ValueError(

@@ -72,6 +72,7 @@ def cairn() -> None:
 def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
     from cairn.configs.errors import ConfigError
+    from cairn.configs.plugins import BadPlugin
     from cairn.engines.errors import BadModel, EngineError, Superseded
     from cairn.engines.training.errors import NotFinite
     from cairn.storage.errors import (
@@ -90,7 +91,6 @@ def exit_code(error: Exception) -> int | None:
     from cairn.storage.space import lacks_space
     from cairn.tasks.data import BadData
     from cairn.tasks.filter import BatchNotFilled
-    from cairn.tasks.plugins import BadPlugin
     from cairn.tasks.recovery import ReplayDiverged
     from cairn.tasks.rewards.pool import GraderFailed
 

@@ -1,23 +1,33 @@
-"""From rewards to advantages. One estimator a file, each a pure function
-
-    estimate(rewards_per_group, response_lengths, config) -> (advantages, returns)
-
-`rewards_per_group` holds an array [G] for each group, `response_lengths` [N] the tokens of each of the N samples in the
-same order; both results hold an array [T_i] float32 for each sample. What else there is, each an array [T_i] for each
-sample, is given as keyword arguments: `loss_masks`, `values` of the critic, `kl` from the reference.
-"""
-
-from collections.abc import Callable
+"""From rewards to advantages. One estimator a file, `estimate(batch, config) -> (advantages, returns)`: see
+`cairn.tasks.advantages.batch`. What one needs of the scores it declares, with `cairn.plugin`."""
 
 import numpy as np
 
-from cairn.tasks.advantages import grpo, ppo
+from cairn.configs.kinds import ESTIMATOR
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages.batch import Estimator, ScoredBatch
 
-Estimator = Callable[..., tuple[list[np.ndarray], list[np.ndarray]]]
-
-ESTIMATORS: dict[str, Estimator] = {"grpo": grpo.estimate, "ppo": ppo.estimate}
+__all__ = ["Estimator", "ScoredBatch", "estimate"]
 
 
-def get_estimator(name: str) -> Estimator:
-    """The estimator that `algorithm.advantage_estimator` names."""
-    return ESTIMATORS[name]
+def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Advantages and returns of a batch, [T_i] float32 of each sample, by `algorithm.advantage_estimator`.
+
+    Raises BadPlugin where the estimator returns anything else.
+    """
+    name = config.advantage_estimator
+    function: Estimator = ESTIMATOR.load(name)
+    found = function(batch, config)
+    lengths = [len(mask) for mask in batch.loss_masks]
+    try:
+        advantages, returns = ([np.asarray(field, np.float32) for field in fields] for fields in found)
+        fits = all([field.shape for field in fields] == [(n,) for n in lengths] for fields in (advantages, returns))
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise BadPlugin(
+            f"the advantage estimator {name!r} returned something else than (advantages, returns), each with an array "
+            f"for each of the {len(lengths)} samples, of as many numbers as it has response tokens: correct it"
+        )
+    return advantages, returns

@@ -6,27 +6,23 @@ Without the division it is the advantage of Dr. GRPO (Liu et al. 2025, "Understa
 3.2), whose loss is divided by a constant besides: `algorithm.loss_scale_factor`.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch
 
 EPSILON = 1e-6
 """Added to the standard deviation, as in slime."""
 
 
-def estimate(
-    rewards_per_group: Sequence[np.ndarray], response_lengths: Sequence[int], config: AlgorithmConfig, **_: object
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+@plugin(reads={"rewards_normalization", "grpo_std_normalization"})
+def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     """Every token of a sample gets the sample's normalised reward, as its advantage and as its return.
 
-    Each group is normalised over its own samples, however many there are. See `cairn.tasks.advantages` for the shapes.
+    Each group is normalised over its own samples, however many there are.
     """
-    per_sample = np.concatenate([normalise(rewards, config) for rewards in rewards_per_group])
-    advantages = [
-        np.full(length, advantage, np.float32) for advantage, length in zip(per_sample, response_lengths, strict=True)
-    ]
+    advantages = batch.spread(np.concatenate([normalise(batch.rewards[group], config) for group in batch.groups]))
     return advantages, advantages
 
 

@@ -15,34 +15,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch
 
 
-def estimate(
-    rewards_per_group: Sequence[np.ndarray],
-    response_lengths: Sequence[int],
-    config: AlgorithmConfig,
-    *,
-    loss_masks: Sequence[np.ndarray],
-    values: Sequence[np.ndarray],
-    kl: Sequence[np.ndarray] | None = None,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """See `cairn.tasks.advantages` for the shapes. Rewards are taken as they are, each sample for itself.
-
-    Args:
-        values: [T_i] of each sample, of the critic before the update.
-        kl: [T_i] estimates of the divergence from the reference model; read with `kl_coef`.
-    """
-    masks = [mask.astype(bool) for mask in loss_masks]
+@plugin(needs={"values"}, reads={"gamma", "lambd", "kl_coef", "value_clip", "num_critic_only_steps"})
+def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    """Rewards are taken as they are, each sample for itself."""
+    assert batch.values is not None
+    masks = [mask.astype(bool) for mask in batch.loss_masks]
     counts = np.array([mask.sum() for mask in masks])
     trained = np.arange(counts.max(initial=0)) < counts[:, None]
-    values_NT = _padded(values, masks, trained)
+    values_NT = _padded(batch.values, masks, trained)
     rewards_NT = np.zeros_like(values_NT)
     if config.kl_coef > 0:
-        assert kl is not None
-        rewards_NT -= config.kl_coef * _padded(kl, masks, trained)
+        assert batch.kl is not None
+        rewards_NT -= config.kl_coef * _padded(batch.kl, masks, trained)
     ended = np.flatnonzero(counts)
-    rewards_NT[ended, counts[ended] - 1] += np.concatenate(rewards_per_group)[ended]
+    rewards_NT[ended, counts[ended] - 1] += batch.rewards[ended]
     advantages_NT = gae(rewards_NT, values_NT, gamma=config.gamma, lambd=config.lambd)
     return _unpadded(advantages_NT, masks, trained), _unpadded(advantages_NT + values_NT, masks, trained)
 

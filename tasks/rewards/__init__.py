@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.tasks.plugins import BadPlugin, deferred, load_callable
+from cairn.configs.kinds import REWARD
+from cairn.configs.plugins import BadPlugin
 
 if TYPE_CHECKING:
     from cairn.configs.schema.reward import RewardConfig
 
 Grader = Callable[..., float | Mapping[str, Any]]
 
-BUILT_IN: dict[str, str | None] = {"math": "math-verify", "exact_match": None, "random": None}
-"""Name of a grader and the distribution that it rests on."""
+_LIBRARIES = {"math": "math-verify"}
+"""Of the graders that rest on another distribution, which."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
 
@@ -40,7 +41,7 @@ class NamedGrader:
 
     name: str
     path: str
-    """For `cairn.tasks.plugins.load_callable`."""
+    """For `cairn.configs.plugins.load_callable`."""
     version: str
     """Changes whenever the grader's code does."""
     whole_sample: bool = field(default=False, kw_only=True)
@@ -58,17 +59,17 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
         whole = _takes_whole_sample(path)
         return NamedGrader(path, path, _version_of_source(path), whole_sample=whole)
     name = config.rm_type
-    if name not in BUILT_IN:
+    if name not in REWARD.ours():
         raise BadPlugin(
-            f"there is no grader {name!r}: set rm_type to one of {', '.join(BUILT_IN)}, or custom_rm_path to "
+            f"there is no grader {name!r}: set rm_type to one of {', '.join(REWARD.ours())}, or custom_rm_path to "
             "package.module.function or file.py:function"
         )
-    return NamedGrader(name, f"cairn.tasks.rewards.{name}.grade", _version_of_built_in(name), whole_sample=True)
+    return NamedGrader(name, REWARD.path(name), _version_of_built_in(name), whole_sample=True)
 
 
 def grader_version(grader: NamedGrader) -> str:
     """The version of the code that a new process would import now."""
-    return _version_of_built_in(grader.name) if grader.name in BUILT_IN else _version_of_source(grader.path)
+    return _version_of_built_in(grader.name) if grader.name in REWARD.ours() else _version_of_source(grader.path)
 
 
 def _version_of_source(path: str) -> str:
@@ -84,36 +85,18 @@ def _version_of_built_in(name: str) -> str:
         assert spec is not None
         assert spec.origin is not None
         digest.update(Path(spec.origin).read_bytes())
-    distribution = BUILT_IN[name]
+    distribution = _LIBRARIES.get(name)
     library = "" if distribution is None else f" {distribution} {importlib.metadata.version(distribution)}"
     return digest.hexdigest()[:16] + library
 
 
 def _takes_whole_sample(path: str) -> bool:
     """Whether a grader takes one argument rather than three: where it may take either, its first is called `sample`."""
-    grader = load_callable(path)
-    if kind := deferred(grader):
-        raise BadPlugin(
-            f"the grader {path!r} is a {kind} function: let it wait for its answer itself, with asyncio.run, and "
-            "return its reward"
-        )
+    grader = REWARD.load(path)
+    ways = REWARD.ways(path, grader)
+    if len(ways) == 1:
+        return len(ways[0]) == 1
     try:
-        signature = inspect.signature(grader)
+        return next(iter(inspect.signature(grader).parameters)) == "sample"
     except ValueError:  # it is not written in Python
         return False
-    takes = {count for count in (1, 3) if _can_be_called(signature, count)}
-    if not takes:
-        raise BadPlugin(
-            f"the grader {path!r} takes {signature}: let it take (response, label, metadata), or one sample of the "
-            "type cairn.tasks.rewards.sample.Sample"
-        )
-    return takes == {1} or (1 in takes and next(iter(signature.parameters)) == "sample")
-
-
-def _can_be_called(signature: inspect.Signature, count: int) -> bool:
-    """With so many arguments by position."""
-    try:
-        signature.bind(*range(count))
-    except TypeError:
-        return False
-    return True

@@ -19,7 +19,7 @@ from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cairn.tasks.plugins import load_callable
+from cairn.configs.plugins import load_callable
 from cairn.tasks.rewards import Grader, TryAgain
 
 
@@ -57,10 +57,10 @@ def main(
         connection.send(None)
         while True:
             for sample in connection.recv():
-                connection.send(grade(grader, (sample,) if whole_sample else sample, transient, memory is not None))
+                connection.send(answer(grader, (sample,) if whole_sample else sample, transient, memory is not None))
 
 
-def grade(grader: Grader, arguments: Sequence[Any], transient: Sequence[str] = (), limited: bool = False) -> Answer:
+def answer(grader: Grader, arguments: Sequence[Any], transient: Sequence[str] = (), limited: bool = False) -> Answer:
     """One sample: its reward and components, or the error that the grader ended in. `limited`: what memory it may have
     was said, so that a lack of it is the sample's doing."""
     # A grader is user code: whatever it raises is the result of this sample, and no other is to suffer from it.

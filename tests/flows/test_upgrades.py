@@ -13,7 +13,6 @@ import pytest
 from pydantic import create_model
 from typer.testing import CliRunner
 
-import cairn.tasks.steps
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.data import DataConfig
@@ -179,8 +178,8 @@ def newer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             for attribute, value in vars(__import__(module, fromlist=["_"])).items():
                 if value is step:
                     monkeypatch.setattr(f"{module}.{attribute}", more)
-        monkeypatch.setitem(cairn.tasks.steps.STEPS, name, more)
-        monkeypatch.setitem(cairn.tasks.steps.RULES, str(name), more.rules)
+        monkeypatch.setitem(STEPS, name, more)
+        monkeypatch.setitem(RULES, str(name), more.rules)
 
 
 def newer_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

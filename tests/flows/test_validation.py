@@ -142,15 +142,18 @@ def test_user_code_that_cannot_be_had_is_named(model: Path, data: Path) -> None:
         config(
             model,
             data,
+            algorithm={"advantage_estimator": "gppo"},
             reward={"custom_rm_path": "no_such_module.grade"},
             rollout={"dynamic_sampling_filter": "check_reward"},
             eval={"benchmarks": [benchmark]},
         )
     )
-    assert len(problems) == 3
-    assert problems[0].startswith("reward: 'no_such_module.grade' cannot be loaded: no module named 'no_such_module'")
-    assert problems[1].startswith("eval.benchmarks.0: there is no grader 'maths'")
+    assert len(problems) == 4
+    assert problems[0].startswith("algorithm.advantage_estimator: there is no advantage estimator 'gppo'")
+    lacking = "'no_such_module.grade' cannot be loaded: no module named 'no_such_module'"
+    assert problems[1].startswith(f"reward.custom_rm_path: {lacking}")
     assert problems[2].startswith("rollout.dynamic_sampling_filter: there is no filter 'check_reward'")
+    assert problems[3].startswith("eval.benchmarks.0: there is no grader 'maths'")
 
 
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:

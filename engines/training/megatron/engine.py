@@ -26,6 +26,7 @@ from cairn.engines.training.megatron.packing import padded_length
 from cairn.engines.training.megatron.passes import Passes
 from cairn.engines.training.megatron.value_head import read_values
 from cairn.engines.training.megatron.vocabulary import Policy
+from cairn.engines.training.needs import has_critic
 from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raise_together
 from cairn.engines.weights.checksum import digest
@@ -70,7 +71,7 @@ class MegatronEngine(ExactlyOnceEngine):
         self._actor = MegatronLearner(actor, partial(policy.objective, algorithm=algorithm), policy.read, training)
         self._learners: dict[str, MegatronLearner] = {"actor": self._actor}
         self._scorers = {"actor": self._actor.score}
-        if algorithm.use_critic:
+        if has_critic(algorithm):
             critic = load_model(Path(model.critic_path or model.path), training, backend, critic=True)
             value = partial(value_objective, value_clip=algorithm.value_clip)
             self._learners["critic"] = MegatronLearner(critic, value, read_values, training.of_critic, "critic.")

@@ -27,6 +27,7 @@ from cairn.engines.training.digest import sharded_weights_checksum, state_digest
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
+from cairn.engines.training.needs import has_critic
 from cairn.engines.training.process import prepare_process
 from cairn.engines.training.sharding import raise_together, shard_model, whole
 from cairn.engines.training.torch.export import save_model_folder, whole_parameters
@@ -85,7 +86,7 @@ class TorchEngine(ExactlyOnceEngine):
             frozen = self._load_model(path, self._dtype).requires_grad_(False)
             self._frozen.append(frozen)
             self._scorers[role] = partial(self._log_probs, frozen)
-        if algorithm.use_critic:
+        if has_critic(algorithm):
             critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
             self._learners["critic"] = TorchLearner(
                 critic, partial(value_objective, value_clip=algorithm.value_clip), training, world_size

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages import get_estimator
+from cairn.tasks import advantages as estimators
 
 GRPO = AlgorithmConfig()
 DR_GRPO = AlgorithmConfig(grpo_std_normalization=False)
@@ -18,9 +18,10 @@ rewards = st.floats(-100, 100, allow_nan=False, width=32)
 
 
 def estimate(groups, config, lengths=None):
-    samples = sum(len(group) for group in groups)
-    groups = [np.array(group, np.float32) for group in groups]
-    return get_estimator("grpo")(groups, lengths or [1] * samples, config)
+    sizes = [len(group) for group in groups]
+    masks = [np.ones(length, np.uint8) for length in lengths or [1] * sum(sizes)]
+    rewards = np.array([reward for group in groups for reward in group], np.float32)
+    return estimators.estimate(estimators.ScoredBatch(rewards, sizes, masks), config)
 
 
 def per_sample(groups, config):
@@ -72,5 +73,5 @@ def test_every_token_of_a_sample_has_the_samples_advantage():
 
 
 def test_a_missing_sample_is_an_error():
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="3 rewards for 2 samples"):
         estimate([[1, 0, 1]], GRPO, lengths=[1, 1])

@@ -1,7 +1,6 @@
 """Generalised advantage estimation, against the sums that define it; and what is done to advantages afterwards."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.tasks.advantages import get_estimator
+from cairn.tasks import advantages as estimators
 from cairn.tasks.advantages.normalization import normalise
 
 
@@ -36,9 +35,9 @@ def draw_samples(seed: int, lengths: list[int]) -> Samples:
 
 
 def estimate(samples: Samples, config: AlgorithmConfig) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    lengths = [len(mask) for mask in samples.masks]
-    fields: Any = {"loss_masks": samples.masks, "values": samples.values, "kl": samples.kl}
-    return get_estimator("ppo")(samples.rewards, lengths, config, **fields)
+    rewards, sizes = np.concatenate(samples.rewards), [len(group) for group in samples.rewards]
+    batch = estimators.ScoredBatch(rewards, sizes, samples.masks, values=samples.values, kl=samples.kl)
+    return estimators.estimate(batch, config)
 
 
 def ppo(**options: float) -> AlgorithmConfig:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cairn.configs.plugins import BadPlugin
 from cairn.tasks.filters import Filter, FilterDecision, get_filter
-from cairn.tasks.plugins import BadPlugin
 
 
 @pytest.mark.parametrize("name", ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"])
@@ -71,11 +71,11 @@ def test_a_filter_of_ones_own_may_say_yes_or_no(tmp_path: Path) -> None:
 
 def test_a_filter_that_says_nothing_is_named(tmp_path: Path) -> None:
     keep = own_filter(tmp_path, "def keep(rewards):\n    pass\n")
-    with pytest.raises(BadPlugin, match=r"keep' returned None: let it return true, false or a cairn.tasks.filters"):
+    with pytest.raises(BadPlugin, match=r"keep' returned None: let it return true, false or a cairn.FilterDecision"):
         keep(np.zeros(2))
 
 
 @pytest.mark.parametrize("code", ["def keep(args, samples):\n    pass\n", "async def keep(rewards):\n    pass\n"])
 def test_a_filter_of_another_kind_is_refused_before_anything_starts(tmp_path: Path, code: str) -> None:
-    with pytest.raises(BadPlugin, match="let it take one array of rewards and return its decision"):
+    with pytest.raises(BadPlugin, match=r"let it (take \(rewards\)|be a plain)"):
         own_filter(tmp_path, code)

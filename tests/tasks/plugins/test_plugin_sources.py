@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cairn.configs.plugins import BadPlugin, _load_file
 from cairn.tasks.plugin_sources import source_digest, source_files
-from cairn.tasks.plugins import BadPlugin, _load_file
 
 FILES = {
     "grade.py": (

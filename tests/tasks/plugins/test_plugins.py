@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.tasks.plugins import BadPlugin, load_callable
+from cairn.configs.plugins import BadPlugin, load_callable
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.plugins import BadPlugin
 from cairn.tasks.rewards import get_grader
 from cairn.tasks.rewards import pool as pool_module
 from cairn.tasks.rewards.clock import OwnTime, _thread_states

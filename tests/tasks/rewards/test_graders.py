@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.plugins import BadPlugin, load_callable
 from cairn.tasks.rewards import exact_match, get_grader, math, random
 from cairn.tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
 from cairn.tasks.rewards.sample import Sample
@@ -167,5 +167,5 @@ def test_a_grader_of_ones_own_has_the_version_of_its_source(tmp_path):
 
 
 def test_an_unknown_grader_is_named_beside_the_known_ones():
-    with pytest.raises(BadPlugin, match="no grader 'maths': set rm_type to one of math, exact_match, random"):
+    with pytest.raises(BadPlugin, match="no grader 'maths': set rm_type to one of exact_match, math, random"):
         get_grader(RewardConfig(rm_type="maths"))

@@ -1,8 +1,6 @@
 """Keep the groups whose rewards differ: in all others every group-relative advantage is zero (DAPO, Yu et al. 2025,
 section 3.2: dynamic sampling)."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from cairn.tasks.filters.decision import FilterDecision
@@ -11,13 +9,8 @@ MIN_STD = 1e-6
 """As in slime."""
 
 
-def check_reward_nonzero_std(rewards: np.ndarray) -> FilterDecision:
+def keep(rewards: np.ndarray) -> FilterDecision:
     """Keep a group whose rewards, [G], have an unbiased standard deviation above 1e-6; a single sample has none."""
     if len(rewards) > 1 and np.std(rewards, ddof=1) > MIN_STD:
         return FilterDecision(keep=True)
     return FilterDecision(keep=False, reason=f"zero_std_{round(float(rewards[0]), 1)}")
-
-
-def check_reward_nonzero_std_with_fallback(rewards: np.ndarray) -> FilterDecision:
-    """The same, but groups of equal rewards fill what is missing when the rounds of rollout are used up."""
-    return replace(check_reward_nonzero_std(rewards), keep_when_insufficient=True)

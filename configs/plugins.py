@@ -1,4 +1,4 @@
-"""User code by name: `package.module.function` on the import path, or `file.py:function`."""
+"""Code by name: `package.module.function` on the import path, or `file.py:function`."""
 
 import functools
 import hashlib

@@ -1,0 +1,193 @@
+"""The kinds of code that a configuration names, each found, checked and digested in one way.
+
+| what a configuration says | is |
+|---|---|
+| a name without a dot, such as `grpo` | ours: the function of the kind in the file of that name in its folder |
+| `package.module.function` | yours, on the import path |
+| `file.py:function` | yours, in a file |
+
+A new one of ours is a file in the folder, and nothing else. What a function needs and which options it reads it
+declares itself, with `plugin`; what follows from that is said in one place, `cairn.engines.training.needs`. The source
+of yours counts in the digests of the steps that read the option (`cairn.tasks.step`), and a store may name it where it
+may name code at all (`cairn.flows.trust`): both follow from `KINDS`.
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cache, reduce
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cairn.configs.plugins import BadPlugin, deferred, load_callable
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a function says of itself."""
+
+    needs: frozenset[str] = frozenset()
+    """Of what its kind may need, what is to be computed and handed to it."""
+    reads: frozenset[str] = frozenset()
+    """Options of its section that have an effect where it is named, beside those that every one of its kind has."""
+
+
+def plugin(*, needs: Collection[str] = (), reads: Collection[str] = ()) -> Callable[[Function], Function]:
+    """Declare what a function needs, and which options it reads: see `Declaration`."""
+    declaration = Declaration(frozenset(needs), frozenset(reads))
+
+    def declare(function: Function) -> Function:
+        function.declaration = declaration  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def declared(function: Callable[..., Any]) -> Declaration:
+    """What a function declares; nothing, if it does not."""
+    found = getattr(function, "declaration", Declaration())
+    assert isinstance(found, Declaration)
+    return found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of code: where ours lies, how any of it is called, and what it may need."""
+
+    name: str
+    """In messages."""
+    options: tuple[str, ...]
+    """Of a run's configuration that name one."""
+    package: str
+    """With a file for each of ours."""
+    function: str
+    """What it is called in each of these files."""
+    takes: tuple[tuple[str, ...], ...]
+    """Its arguments, by position, in each of the ways in which it may be called."""
+    needs: frozenset[str] = frozenset()
+    """All that can be computed for one."""
+    waits: bool = False
+    """Whether it is a coroutine function."""
+
+    def ours(self) -> list[str]:
+        """Names of those in the folder. Imports none of them: a file that defines the function is one."""
+        return _defining(self.package, f"\n{'async ' if self.waits else ''}def {self.function}(")
+
+    def path(self, name: str) -> str:
+        """Where what `name` stands for is, for `load_callable`. Raises BadPlugin if it stands for nothing."""
+        if "." in name:
+            return name
+        if name not in self.ours():
+            raise BadPlugin(
+                f"there is no {self.name} {name!r}: use one of {', '.join(self.ours())}, package.module.function or "
+                "file.py:function"
+            )
+        return f"{self.package}.{name}.{self.function}"
+
+    def load(self, name: str) -> Callable[..., Any]:
+        """What `name` stands for, imported and checked. Raises BadPlugin if it cannot be had, cannot be called as this
+        kind is, or needs what nobody computes."""
+        function = load_callable(self.path(name))
+        self._check_signature(name, function)
+        for need in sorted(declared(function).needs - self.needs):
+            known = ", ".join(sorted(self.needs)) or "nothing"
+            raise BadPlugin(f"the {self.name} {name!r} needs {need!r}, which nobody computes: let it need of {known}")
+        return function
+
+    def ways(self, name: str, function: Callable[..., Any]) -> list[tuple[str, ...]]:
+        """The ways in which a function can be called; all of them where Python cannot tell. Raises BadPlugin if it can
+        be called in none."""
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # it is not written in Python
+            return list(self.takes)
+        found = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
+        if not found:
+            ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
+            raise BadPlugin(f"the {self.name} {name!r} takes {signature}: let it take {ways}")
+        return found
+
+    def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
+        self.ways(name, function)
+        found = deferred(function)
+        if found != ("coroutine" if self.waits else None):
+            wanted = "a coroutine" if self.waits else "a plain"
+            returns = "" if self.waits else " and return its result, with asyncio.run where it must wait"
+            raise BadPlugin(
+                f"the {self.name} {name!r} is {'a ' + found if found else 'a plain'} function: let it be {wanted} "
+                f"function{returns}"
+            )
+
+    def declaration_of_ours(self, name: str) -> Declaration | None:
+        """What one of ours declares; None of the user's code, which nothing but `load` may run, and where there is none
+        of that name."""
+        return declared(self.load(name)) if name in self.ours() else None
+
+
+@cache
+def _defining(package: str, beginning: str) -> list[str]:
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    files = Path(spec.origin).parent.glob("*.py")
+    return sorted(file.stem for file in files if beginning in file.read_text("utf-8"))
+
+
+ESTIMATOR = Kind(
+    "advantage estimator",
+    ("algorithm.advantage_estimator",),
+    "cairn.tasks.advantages",
+    "estimate",
+    (("batch", "config"),),
+    frozenset({"old_log_probs", "ref_log_probs", "teacher_log_probs", "values"}),
+)
+REWARD = Kind(
+    "grader",
+    ("reward.custom_rm_path",),
+    "cairn.tasks.rewards",
+    "grade",
+    (("sample",), ("response", "label", "metadata")),
+)
+FILTER = Kind("filter", ("rollout.dynamic_sampling_filter",), "cairn.tasks.filters", "keep", (("rewards",),))
+
+KINDS = (ESTIMATOR, REWARD, FILTER)
+
+OPTIONS = {option: kind for kind in KINDS for option in kind.options}
+"""Every option that names code, and the kind that it names."""
+
+
+def named(config: Any, option: str) -> str | None:
+    """What an option of a `RunConfig` that names code says."""
+    name: str | None = reduce(getattr, option.split("."), config)
+    return name
+
+
+def user_code(config: Any) -> dict[str, str]:
+    """Where the user's own functions are that a `RunConfig` names, by the option that names each."""
+    return {option: path for option in OPTIONS if (path := named(config, option)) is not None and "." in path}
+
+
+def naming_code(reads: Collection[str]) -> tuple[str, ...]:
+    """Of the options that name code, those that are among some options and sections."""
+    return tuple(option for option in OPTIONS if any(f"{option}.".startswith(f"{name}.") for name in reads))
+
+
+@cache
+def readers(kind: Kind) -> dict[str, list[str]]:
+    """Of every option that some of ours reads and not all of the kind need to, the names of those that do."""
+    found: dict[str, list[str]] = {}
+    for name in kind.ours():
+        for option in sorted(declared(kind.load(name)).reads):
+            found.setdefault(option, []).append(name)
+    return found
+
+
+def _binds(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True

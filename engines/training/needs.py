@@ -1,0 +1,68 @@
+"""What an algorithm needs: from this one answer follow the models that there are, the steps that run and the columns
+that are read.
+
+It is what the functions that a configuration names declare (`cairn.configs.kinds`), and what its options ask for
+besides.
+"""
+
+from cairn.configs.kinds import ESTIMATOR, declared
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.types import Role
+
+SCORES: dict[str, Role] = {
+    "old_log_probs": "actor",
+    "ref_log_probs": "ref",
+    "teacher_log_probs": "teacher",
+    "values": "critic",
+}
+"""Columns of which a model is asked, and which."""
+
+Needs = dict[str, str]
+"""Columns, and the option of `algorithm` that asks for each, for messages."""
+
+
+def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
+    """What the advantage step reads of the scores."""
+    needs: Needs = {}
+    if algorithm.kl_coef > 0:
+        needs |= dict.fromkeys(("old_log_probs", "ref_log_probs"), "kl_coef")
+    if algorithm.use_opd:
+        needs |= dict.fromkeys(("old_log_probs", "teacher_log_probs"), "use_opd")
+    name = algorithm.advantage_estimator
+    return needs | dict.fromkeys(declared(ESTIMATOR.load(name)).needs, f"advantage_estimator={name}")
+
+
+def loss_needs(algorithm: AlgorithmConfig) -> Needs:
+    """What the losses of the actor and, where there is one, the critic read of a batch."""
+    if algorithm.loss_type == "sft_loss":
+        return {}
+    needs = {"advantages": "loss_type=policy_loss"}
+    if algorithm.use_kl_loss:
+        needs["ref_log_probs"] = "use_kl_loss"
+    if algorithm.use_tis:
+        needs["rollout_log_probs"] = "use_tis"
+    if algorithm.use_rollout_logprobs:
+        needs["old_log_probs"] = "use_rollout_logprobs"
+    if has_critic(algorithm):
+        needs |= dict.fromkeys(("values", "returns"), f"advantage_estimator={algorithm.advantage_estimator}")
+    return needs
+
+
+def has_critic(algorithm: AlgorithmConfig) -> bool:
+    """Whether a critic is trained beside the actor: whether its values are what advantages are estimated from."""
+    return "values" in declared(ESTIMATOR.load(algorithm.advantage_estimator)).needs
+
+
+def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, Role]:
+    """The columns that are scored, and the model that each is asked of.
+
+    Args:
+        num_steps: optimizer steps of a batch. With one, the old policy is the one that is trained, which the loss
+            knows; advantages do not.
+    """
+    needs = advantage_needs(algorithm).keys() | ({"ref_log_probs"} if algorithm.use_kl_loss else set())
+    if num_steps > 1:
+        needs |= {"old_log_probs"}
+    if algorithm.use_rollout_logprobs:
+        needs -= {"old_log_probs"}  # those of the rollout engine
+    return {column: role for column, role in SCORES.items() if column in needs}

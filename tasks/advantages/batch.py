@@ -1,0 +1,69 @@
+"""What an advantage estimator is given, and what it returns."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from cairn.configs.schema.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """The N samples of an iteration, group after group, T_i response tokens each.
+
+    Fields of tokens hold an array [T_i] for each sample. Those that are scored are None unless the estimator needs
+    them.
+    """
+
+    rewards: np.ndarray
+    """[N]."""
+    group_sizes: Sequence[int]
+    """Samples of each group, in their order; they add up to N."""
+    loss_masks: Sequence[np.ndarray]
+    """1 at the tokens that are trained on, 0 at those that the world gave."""
+    rollout_log_probs: Sequence[np.ndarray] | None = None
+    """Of the rollout engine."""
+    old_log_probs: Sequence[np.ndarray] | None = None
+    """Of the policy before the update, as the loss has them."""
+    ref_log_probs: Sequence[np.ndarray] | None = None
+    """Of the reference model."""
+    teacher_log_probs: Sequence[np.ndarray] | None = None
+    """Of the teacher."""
+    values: Sequence[np.ndarray] | None = None
+    """Of the critic before the update."""
+    kl: Sequence[np.ndarray] | None = None
+    """Estimates of the divergence from the reference model, float64; None unless `kl_coef` is positive."""
+
+    def __post_init__(self) -> None:
+        if sum(self.group_sizes) != len(self.rewards) or len(self.loss_masks) != len(self.rewards):
+            raise ValueError(
+                f"there are {len(self.rewards)} rewards for {len(self.loss_masks)} samples in groups of "
+                f"{list(self.group_sizes)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def groups(self) -> Iterator[slice]:
+        """The samples of each group."""
+        return itertools.starmap(slice, itertools.pairwise([0, *itertools.accumulate(self.group_sizes)]))
+
+    def spread(self, per_sample: Sequence[float] | np.ndarray) -> list[np.ndarray]:
+        """[N] numbers → [T_i] float32 of each sample: every token has its sample's."""
+        return [np.full(len(mask), value, np.float32) for value, mask in zip(per_sample, self.loss_masks, strict=True)]
+
+
+Advantages = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
+"""Advantages and returns, [T_i] float32 of each sample. Returns are what a critic learns; where there is none they are
+only recorded."""
+
+
+class Estimator(Protocol):
+    """From rewards to advantages: a pure function."""
+
+    def __call__(self, batch: ScoredBatch, config: AlgorithmConfig, /) -> Advantages:
+        """The advantages and returns of a batch."""

@@ -1,0 +1,89 @@
+"""Code of the user's, each kind by one file outside the tree: found, checked, run and digested."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cairn.configs.kinds import ESTIMATOR, FILTER, KINDS, OPTIONS, REWARD, declared, naming_code, readers, user_code
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.needs import has_critic, scores_needed
+from cairn.tasks.advantages import ScoredBatch, estimate
+from tests.tiny_run import tiny_config
+
+
+def written(folder: Path, code: str, function: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(code)
+    return f"{file}:{function}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_ours_are_the_files_of_the_folder_and_each_is_what_its_kind_is(kind) -> None:  # type: ignore[no-untyped-def]
+    assert kind.ours()
+    for name in kind.ours():
+        function = kind.load(name)
+        assert function.__module__ == f"{kind.package}.{name}"
+        assert function.__doc__ or function.__module__.__doc__
+
+
+def test_the_names_that_ledgers_record_are_there() -> None:
+    assert {"grpo", "ppo"} <= {*ESTIMATOR.ours()}
+    assert {"math", "exact_match", "random"} == {*REWARD.ours()}
+    assert {"check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"} <= {*FILTER.ours()}
+
+
+def test_an_option_of_some_estimators_is_known_by_those_that_read_it() -> None:
+    assert readers(ESTIMATOR)["gamma"] == ["ppo"]
+    assert readers(ESTIMATOR)["rewards_normalization"] == ["grpo"]
+
+
+def test_what_names_code_counts_where_it_is_read(tiny_assets: Path) -> None:
+    assert naming_code(["reward", "rollout.seed"]) == ("reward.custom_rm_path",)
+    assert naming_code(["rollout.dynamic_sampling_filter"]) == ("rollout.dynamic_sampling_filter",)
+    assert naming_code(["rollout.dynamic"]) == ()
+    assert set(user_code(tiny_config(tiny_assets))) == {"reward.custom_rm_path"}
+    assert "algorithm.advantage_estimator" in OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def mine(batch):\n    pass\n", r"mine' takes \(batch\): let it take \(batch, config\)"),
+        ("async def mine(batch, config):\n    pass\n", r"is a coroutine function: let it be a plain function"),
+        ("def mine(batch, config):\n    yield\n", r"is a generator function: let it be a plain function"),
+        (
+            "import cairn\n\n@cairn.plugin(needs={'vibes'})\ndef mine(batch, config):\n    pass\n",
+            r"needs 'vibes', which nobody computes: let it need of old_log_probs, ref_log_probs, teacher_log_probs",
+        ),
+        ("yours = 1\n", "mine is not there"),
+    ],
+)
+def test_code_that_is_not_of_its_kind_is_refused_in_a_sentence(tmp_path: Path, code: str, says: str) -> None:
+    with pytest.raises(BadPlugin, match=says) as caught:
+        ESTIMATOR.load(written(tmp_path, code, "mine"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_stands_for_nothing_is_told_beside_those_that_do() -> None:
+    with pytest.raises(BadPlugin, match=r"there is no advantage estimator 'gppo': use one of .*grpo, .*ppo.* or file"):
+        ESTIMATOR.load("gppo")
+
+
+def test_from_what_an_estimator_declares_follows_what_is_scored(tmp_path: Path) -> None:
+    code = "import cairn\n\n@cairn.plugin(needs={'values', 'ref_log_probs'})\ndef mine(batch, config):\n    pass\n"
+    algorithm = AlgorithmConfig(advantage_estimator=written(tmp_path, code, "mine"))
+    assert has_critic(algorithm)
+    assert scores_needed(algorithm) == {"ref_log_probs": "ref", "values": "critic"}
+    assert declared(ESTIMATOR.load("ppo")).needs == {"values"}
+    assert scores_needed(AlgorithmConfig()) == {}
+    assert scores_needed(AlgorithmConfig(), num_steps=2) == {"old_log_probs": "actor"}
+
+
+@pytest.mark.parametrize("returned", ["None", "batch.rewards, batch.rewards", "batch.spread(batch.rewards)"])
+def test_an_estimator_that_returns_something_else_is_named(tmp_path: Path, returned: str) -> None:
+    path = written(tmp_path, f"def mine(batch, config):\n    return {returned}\n", "mine")
+    batch = ScoredBatch(np.zeros(2), [2], [np.ones(3, np.uint8), np.ones(1, np.uint8)])
+    with pytest.raises(BadPlugin, match=r"mine' returned something else than \(advantages, returns\)"):
+        estimate(batch, AlgorithmConfig(advantage_estimator=path))
