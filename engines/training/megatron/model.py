@@ -54,11 +54,21 @@ class Model:
 
 def join_groups(training: TrainingConfig) -> None:
     """Make Megatron's process groups, in place of those of an engine before."""
-    parallel_state.destroy_model_parallel()
+    leave_groups()
     sizes = {name: training.megatron[name] for name in _GROUP_SIZES if training.megatron.get(name) is not None}
-    parallel_state.initialize_model_parallel(**sizes)
+    # The copies over gloo are for Megatron's own checkpoints.
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
     # Only dropout and initialisation draw from it, and neither happens; Megatron asks for a seed all the same.
     tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+
+
+def leave_groups() -> None:
+    """Destroy Megatron's process groups, which only forgets them by itself: over gloo each has three threads, one of
+    which wakes a hundred times a second."""
+    for group in (parallel_state._global_process_group_list or [])[1:]:  # the first stands for that of all ranks
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def transformer_config(
@@ -149,7 +159,9 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
         }
     )
     # Without these everything decays; and only Megatron's own scheduler, which is not used, applies `wd_mult`.
-    optimizer = get_megatron_optimizer(options, wrapped, get_standard_config_overrides(options))
+    optimizer = get_megatron_optimizer(
+        options, wrapped, get_standard_config_overrides(options), use_gloo_process_groups=False
+    )
     for group in optimizer.param_groups:
         group["weight_decay"] = training.weight_decay * group["wd_mult"]
     for part in optimizer.chained_optimizers:

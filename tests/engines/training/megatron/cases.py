@@ -3,18 +3,21 @@
 import gc
 import json
 import os
-import traceback
+import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import cut_vocabulary, make_batch
 
@@ -116,9 +119,11 @@ CASES = [
     Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe"),
 ]
 
-RANKS = sorted({case.ranks for case in CASES})
+RANKS = max(case.ranks for case in CASES)
 WATCHED = "TP 2 × PP 2"
 """The case in which it is counted what rank 0 holds while it exports."""
+ALONE = "one rank"
+"""The case in which it is counted how many threads there are, before and after another engine's groups are made."""
 
 
 def five_updates(engine: Any, case: Case) -> dict[str, Any]:
@@ -138,15 +143,19 @@ def five_updates(engine: Any, case: Case) -> dict[str, Any]:
     return report
 
 
+def training_of(case: Case) -> TrainingConfig:
+    return TrainingConfig(
+        engine="megatron", world_size=case.ranks, megatron=case.megatron, **{**TRAINING, **case.training}
+    )
+
+
 def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
     """Five updates; the weights they end in are written by rank 0."""
     from cairn.engines.training.factory import make_engine
 
     engine = make_engine(
         ModelConfig(path=str(models / case.family)),
-        TrainingConfig(
-            engine="megatron", world_size=case.ranks, megatron=case.megatron, **{**TRAINING, **case.training}
-        ),
+        training_of(case),
         case.algorithm,
         temperature=0.9,
         total_steps=100,
@@ -181,24 +190,41 @@ def bytes_of_tensors() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def number_of_threads(after: Callable[[], None] = lambda: None) -> int:
+    after()
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))
+
+
 def launched(rank: int, models: Path, work: Path) -> None:
-    """Run all cases, each on as many ranks as it has, of the processes of one launch; each leaves reports."""
+    """Take part in all cases that have as many ranks, each in a process forked for it, which leaves a report and takes
+    with it what Megatron keeps: over gloo every process group has three threads."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    for ranks in RANKS:
-        if rank >= ranks:
-            continue
-        dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous-{ranks}", rank=rank, world_size=ranks)
-        report = {}
-        for case in CASES:
-            if case.ranks == ranks:
-                try:
-                    report[case.name] = run_case(case, models, work, rank)
-                except Exception:
-                    traceback.print_exc()
-                    raise
-        (work / f"report-{ranks}-{rank}.json").write_text(json.dumps(report))
-        dist.destroy_process_group()
+    backend_for(torch.device("cpu"))
+    import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
+
+    for case in CASES:
+        if rank < case.ranks:
+            process = torch.multiprocessing.get_context("fork").Process(
+                target=take_part, args=(case, models, work, rank)
+            )
+            process.start()
+            process.join()
+            assert process.exitcode == 0, f"rank {rank} of {case.name}"
+
+
+def take_part(case: Case, models: Path, work: Path, rank: int) -> None:
+    from cairn.engines.training.megatron.model import join_groups
+
+    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # with the launch, if another rank fails
+    where = work / str(CASES.index(case))
+    dist.init_process_group("gloo", init_method=f"file://{where}.rendezvous", rank=rank, world_size=case.ranks)
+    report = run_case(case, models, work, rank)
+    if case.name == ALONE:
+        report["threads"] = [number_of_threads(), number_of_threads(after=lambda: join_groups(training_of(case)))]
+    where.with_suffix(f".{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
 
 
 def weights_after(case: Case, work: Path) -> dict[str, torch.Tensor]:

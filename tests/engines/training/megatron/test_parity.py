@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import (
+    ALONE,
     CASES,
     LAYERS,
     RANKS,
@@ -78,14 +79,13 @@ def reference_run(case: Case, work: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def reports(work: Path, reference: References) -> dict[str, list[dict[str, Any]]]:
     """Of every case, what each of its ranks reports."""
-    reports: dict[str, list[dict[str, Any]]] = {}
-    context = torch.multiprocessing.spawn(launched, (work / "models", work), nprocs=max(RANKS), join=False)
+    context = torch.multiprocessing.spawn(launched, (work / "models", work), nprocs=RANKS, join=False)
     while not context.join(timeout=240):
         pass
-    for ranks in RANKS:
-        read = [json.loads((work / f"report-{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
-        reports |= {name: [report[name] for report in read] for name in read[0]}
-    return reports
+    return {
+        case.name: [json.loads((work / f"{index}.{rank}.json").read_text()) for rank in range(case.ranks)]
+        for index, case in enumerate(CASES)
+    }
 
 
 def differences(case: Case, report: dict[str, Any], expected: dict[str, Any], work: Path) -> dict[str, float]:
@@ -132,6 +132,12 @@ def test_five_clipped_updates_are_those_of_pytorch(
         assert metrics.keys() == right.keys()
         for name, value in metrics.items():
             assert value == pytest.approx(right[name], rel=1e-4, abs=5e-2 if name in CLIPFRACS else 1e-5), name
+
+
+def test_an_engine_takes_the_threads_of_its_groups_with_it(reports: dict[str, list[dict[str, Any]]]) -> None:
+    of_one, with_another = reports[ALONE][0]["threads"]
+    assert of_one < 60  # three for each group, of which one wakes a hundred times a second
+    assert with_another < of_one + 10
 
 
 def test_all_ranks_report_the_same(reports: dict[str, list[dict[str, Any]]]) -> None:
