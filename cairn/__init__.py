@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cairn.configs.kinds import plugin as plugin
     from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
+    from cairn.engines.training.collate import Tokens as Tokens
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
     from cairn.tasks.filters.decision import FilterDecision as FilterDecision
     from cairn.tasks.rewards import TryAgain as TryAgain
@@ -19,6 +20,7 @@ _PLACES = {
     "FilterDecision": "cairn.tasks.filters.decision",
     "Sample": "cairn.tasks.rewards.sample",
     "ScoredBatch": "cairn.tasks.advantages.batch",
+    "Tokens": "cairn.engines.training.collate",
     "TryAgain": "cairn.tasks.rewards",
     "plugin": "cairn.configs.kinds",
 }

@@ -144,6 +144,14 @@ ESTIMATOR = Kind(
     (("batch", "config"),),
     frozenset({"old_log_probs", "ref_log_probs", "teacher_log_probs", "values"}),
 )
+LOSS = Kind(
+    "loss",
+    ("algorithm.loss_type",),
+    "cairn.engines.training.losses",
+    "loss",
+    (("log_probs", "tokens", "config"),),
+    frozenset({"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"}),
+)
 REWARD = Kind(
     "grader",
     ("reward.custom_rm_path",),
@@ -153,7 +161,7 @@ REWARD = Kind(
 )
 FILTER = Kind("filter", ("rollout.dynamic_sampling_filter",), "cairn.tasks.filters", "keep", (("rewards",),))
 
-KINDS = (ESTIMATOR, REWARD, FILTER)
+KINDS = (ESTIMATOR, LOSS, REWARD, FILTER)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""

@@ -173,6 +173,8 @@ class TrainBatch:
     """[R_i] float32 of the critic before the update, which its new values are held to."""
     returns: list[np.ndarray] | None = None
     """[R_i] float32: what the critic learns."""
+    groups: list[int] | None = None
+    """The group of each sample; None where each is one by itself."""
     kept: list[KeptTokens] | None = None
     """Of R_i tokens: what each was drawn from. Log-probs and entropies are those of the softmax over it, under every
     model. None where all were drawn from the whole vocabulary."""

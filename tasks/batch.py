@@ -93,6 +93,7 @@ def train_batch(
         ref_log_probs=ref_log_probs,
         values=values,
         returns=None if values is None or estimated is None else arrays(estimated, "returns"),
+        groups=samples.column("group_id").to_pylist(),
         kept=kept_tokens(samples, responses),
     )
 

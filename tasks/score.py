@@ -24,6 +24,7 @@ def needs_scores(config: RunConfig) -> bool:
     Step.SCORE,
     reads=(
         "algorithm.advantage_estimator",
+        "algorithm.loss_type",
         "algorithm.kl_coef",
         "algorithm.use_kl_loss",
         "algorithm.use_opd",

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from cairn.configs.kinds import ESTIMATOR, readers
+from cairn.configs.kinds import ESTIMATOR, LOSS, readers
 from cairn.configs.schema.base import Section, is_recorded
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -14,8 +14,9 @@ KLType = Literal["k1", "k2", "k3", "low_var_kl"]
 class AlgorithmConfig(Section):
     """Advantages and the policy loss."""
 
-    loss_type: Literal["policy_loss", "sft_loss"] = "policy_loss"
-    """slime: `--loss-type`."""
+    loss_type: str = "policy_loss"
+    """`policy_loss` is the clipped surrogate of PPO and GRPO, `sft_loss` the likelihood of demonstrations; or a
+    function of your own, `package.module.function` or `file.py:function`. slime: `--loss-type`."""
 
     advantage_estimator: str = "grpo"
     """`grpo` compares a sample with its group; `ppo` trains a critic beside the actor and estimates advantages from its
@@ -159,10 +160,7 @@ class AlgorithmConfig(Section):
 
     def _without_effect(self) -> Iterator[tuple[str, str, str]]:
         """Options that nothing reads in this combination, why, and what would have them read."""
-        if self.loss_type == "sft_loss":
-            for name in type(self).model_fields.keys() - {"loss_type", "calculate_per_token_loss"}:
-                yield name, "loss_type is sft_loss", "set loss_type=policy_loss"
-            return
+        yield from self._unread_by_the_loss()
         yield from self._unread_by_the_estimator()
         if not self.rewards_normalization:
             yield "grpo_std_normalization", "rewards_normalization is false", "set rewards_normalization=true"
@@ -176,6 +174,20 @@ class AlgorithmConfig(Section):
         if not self.use_tis:
             for name in ("tis_clip", "tis_clip_low"):
                 yield name, "use_tis is false", "set use_tis=true"
+
+    def _unread_by_the_loss(self) -> Iterator[tuple[str, str, str]]:
+        if self.loss_type == type(self).model_fields["loss_type"].default:  # it reads all; losses take long to import
+            return
+        ours = LOSS.declaration_of_ours(self.loss_type)
+        if ours is None:
+            return
+        why = f"loss_type is {self.loss_type}"
+        if "advantages" not in ours.needs:
+            for name in type(self).model_fields.keys() - {"loss_type", "calculate_per_token_loss"}:
+                yield name, why, "set loss_type=policy_loss"
+        for name, losses in readers(LOSS).items():
+            if self.loss_type not in losses:
+                yield name, why, f"set loss_type={' or '.join(losses)}"
 
     def _unread_by_the_estimator(self) -> Iterator[tuple[str, str, str]]:
         if ESTIMATOR.declaration_of_ours(self.advantage_estimator) is None:

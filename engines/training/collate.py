@@ -1,7 +1,8 @@
 """From samples to the tensors of a micro-batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,12 @@ class Tokens:
     """[N] float32: each token's weight in the policy's loss of the optimizer step."""
     shares: torch.Tensor
     """[N] float32: its weight in means over the optimizer step."""
+    samples: torch.Tensor
+    """[N] int64: which of the B samples each token is of."""
+    groups: torch.Tensor
+    """[B] int64: the group of each sample, the same number in every micro-batch and on every rank."""
+    counts: torch.Tensor
+    """[B] float32: chosen tokens of each sample, those that other ranks hold among them."""
     advantages: torch.Tensor | None = None
     """[N] float32, like the fields below."""
     old_log_probs: torch.Tensor | None = None
@@ -34,6 +41,22 @@ class Tokens:
     returns: torch.Tensor | None = None
     kept: Kept | None = None
     """What the tokens were drawn from; None where that is the whole vocabulary."""
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Adds up a tensor over the ranks that hold parts of the same samples, differentiably; None where this one holds
+    all of them."""
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] of tokens → [B]: their sums over each sample, its tokens on other ranks included."""
+        own = torch.zeros_like(self.counts).index_add(0, self.samples, values.float())
+        return own if self.over_ranks is None else self.over_ranks(own)
+
+    def means(self, values: torch.Tensor) -> torch.Tensor:
+        """[N] of tokens → [B]: their means over each sample; 0 where it has no chosen token."""
+        return self.sums(values) / self.counts.clamp(min=1)
+
+    def of_tokens(self, per_sample: torch.Tensor) -> torch.Tensor:
+        """[B] of samples → [N]: every token has its sample's."""
+        return per_sample[self.samples]
 
     def weighted_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Scalar: this micro-batch's share of the policy's loss."""
@@ -67,6 +90,7 @@ def collate_trained(
 
     return Tokens(
         *_collate(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
+        **_membership(batch, samples, counts, device),
         weights=spread([weight.loss for weight in weights]),
         shares=spread([weight.mean for weight in weights]),
         advantages=pick(batch.advantages),
@@ -85,7 +109,27 @@ def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.d
     input_ids, positions, targets = _collate(batch, samples, chosen, device)
     nothing = torch.zeros(len(targets), device=device)
     kept = _kept(batch, samples, chosen, device)
-    return Tokens(input_ids, positions, targets, weights=nothing, shares=nothing, kept=kept)
+    members = _membership(batch, samples, [len(places) for places in chosen], device)
+    return Tokens(input_ids, positions, targets, weights=nothing, shares=nothing, kept=kept, **members)
+
+
+def given(values: torch.Tensor | None) -> torch.Tensor:
+    """A field that must be there. Raises ValueError."""
+    if values is None:
+        raise ValueError("the batch lacks a field that its loss reads")
+    return values
+
+
+def _membership(
+    batch: TrainBatch, samples: Sequence[int], counts: Sequence[int], device: torch.device
+) -> dict[str, Any]:
+    """`counts`: of each sample's chosen tokens."""
+    groups = np.arange(len(batch)) if batch.groups is None else np.asarray(batch.groups)
+    return {
+        "samples": torch.from_numpy(np.repeat(np.arange(len(samples)), counts)).to(device),
+        "groups": torch.from_numpy(groups[list(samples)].astype(np.int64)).to(device),
+        "counts": torch.tensor(counts, dtype=torch.float32, device=device),
+    }
 
 
 def _kept(batch: TrainBatch, samples: Sequence[int], chosen: Sequence[np.ndarray], device: torch.device) -> Kept | None:

@@ -5,7 +5,7 @@ It is what the functions that a configuration names declare (`cairn.configs.kind
 besides.
 """
 
-from cairn.configs.kinds import ESTIMATOR, declared
+from cairn.configs.kinds import ESTIMATOR, LOSS, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.types import Role
 
@@ -34,9 +34,10 @@ def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
 
 def loss_needs(algorithm: AlgorithmConfig) -> Needs:
     """What the losses of the actor and, where there is one, the critic read of a batch."""
-    if algorithm.loss_type == "sft_loss":
-        return {}
-    needs = {"advantages": "loss_type=policy_loss"}
+    name = algorithm.loss_type
+    needs: Needs = dict.fromkeys(declared(LOSS.load(name)).needs, f"loss_type={name}")
+    if not is_policy_gradient(algorithm):
+        return needs
     if algorithm.use_kl_loss:
         needs["ref_log_probs"] = "use_kl_loss"
     if algorithm.use_tis:
@@ -46,6 +47,11 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
     if has_critic(algorithm):
         needs |= dict.fromkeys(("values", "returns"), f"advantage_estimator={algorithm.advantage_estimator}")
     return needs
+
+
+def is_policy_gradient(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss follows advantages: then entropies, divergences and corrections have a meaning."""
+    return "advantages" in declared(LOSS.load(algorithm.loss_type)).needs
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
@@ -60,9 +66,10 @@ def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, R
         num_steps: optimizer steps of a batch. With one, the old policy is the one that is trained, which the loss
             knows; advantages do not.
     """
-    needs = advantage_needs(algorithm).keys() | ({"ref_log_probs"} if algorithm.use_kl_loss else set())
-    if num_steps > 1:
-        needs |= {"old_log_probs"}
+    of_loss = declared(LOSS.load(algorithm.loss_type)).needs | ({"ref_log_probs"} if algorithm.use_kl_loss else set())
+    if num_steps == 1:
+        of_loss -= {"old_log_probs"}
+    needs = advantage_needs(algorithm).keys() | of_loss
     if algorithm.use_rollout_logprobs:
         needs -= {"old_log_probs"}  # those of the rollout engine
     return {column: role for column, role in SCORES.items() if column in needs}

@@ -32,6 +32,8 @@ def check_batch(batch: TrainBatch) -> None:
     for name in ("response_lengths", "loss_mask"):
         if len(getattr(batch, name)) != len(batch):
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries for {len(batch)} samples")
+    if batch.groups is not None and len(batch.groups) != len(batch):
+        raise ValueError(f"groups has {len(batch.groups)} entries for {len(batch)} samples")
     for sample, (ids, length) in enumerate(zip(batch.input_ids, batch.response_lengths, strict=True)):
         if not 0 <= length < len(ids):
             raise ValueError(
@@ -66,10 +68,11 @@ def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: Algori
             )
     if algorithm.loss_type == "sft_loss":
         return
-    for name, why in loss_needs(algorithm).items():
-        if getattr(batch, name) is None:
+    needs = loss_needs(algorithm)
+    for name, why in needs.items():
+        if getattr(batch, name) is None and (name != "old_log_probs" or algorithm.use_rollout_logprobs):
             raise ValueError(f"the batch has no {name}, which algorithm.{why} needs")
-    if batch.old_log_probs is None and len(steps) > 1:
+    if "old_log_probs" in needs and batch.old_log_probs is None and len(steps) > 1:
         raise ValueError(
             f"the batch has no old_log_probs: the current policy can only stand in for the old one in a single "
             f"optimizer step, and {len(steps)} are asked for; score the batch first"

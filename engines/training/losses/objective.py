@@ -1,18 +1,22 @@
 """The loss of a micro-batch and its metrics, under slime's names."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional
 
+from cairn.configs.kinds import LOSS
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.collate import Tokens
+from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.kept import within
 from cairn.engines.training.log_probs import entropy, token_log_probs
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.limits import bounded
 from cairn.engines.training.losses.metrics import LARGEST
-from cairn.engines.training.losses.policy import policy_loss
-from cairn.engines.training.losses.sft import sft_loss
+from cairn.engines.training.losses.protocol import Loss
 from cairn.engines.training.losses.tis import importance_weights
+from cairn.engines.training.needs import is_policy_gradient
 
 Metrics = dict[str, torch.Tensor]
 
@@ -31,9 +35,9 @@ def objective(
     logits = within(logits, tokens.kept)
     normalizer = logits.logsumexp(-1)
     log_probs = token_log_probs(logits, normalizer, tokens.targets)
-    if algorithm.loss_type == "sft_loss":
-        return loss_and_metrics(log_probs, None, tokens, algorithm)
-    entropies = entropy(logits, normalizer, differentiable=algorithm.entropy_coef > 0)
+    entropies = None
+    if is_policy_gradient(algorithm):
+        entropies = entropy(logits, normalizer, differentiable=algorithm.entropy_coef > 0)
     return loss_and_metrics(log_probs, entropies, tokens, algorithm)
 
 
@@ -44,52 +48,60 @@ def loss_and_metrics(
 
     Args:
         log_probs: [T], of the trained tokens.
-        entropies: [T], of the distributions they were drawn from; None for loss_type=sft_loss, which has no use for it.
+        entropies: [T], of the distributions they were drawn from; None for a loss that is no policy gradient.
     """
-    if entropies is None:
-        loss = tokens.weighted_sum(sft_loss(log_probs))
-        return loss, {"loss": loss.detach()}
     current = log_probs.detach()
-    old = current if tokens.old_log_probs is None else tokens.old_log_probs
-    ppo_kl = old - log_probs
-    pg_loss, clipped = policy_loss(
-        ppo_kl,
-        _given(tokens.advantages),
-        eps_clip=algorithm.eps_clip,
-        eps_clip_high=algorithm.eps_clip_high,
-        eps_clip_c=algorithm.eps_clip_c,
-    )
+    tokens = tokens if tokens.old_log_probs is not None else replace(tokens, old_log_probs=current)
+    token_losses, observed = _token_losses(log_probs, tokens, algorithm)
+    if entropies is None:
+        loss = tokens.weighted_sum(token_losses)
+        return loss, {"loss": loss.detach(), **_means(observed, tokens)}
+    old = given(tokens.old_log_probs)
     metrics: Metrics = {}
-    per_token = {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}
     if algorithm.use_tis:
         weights, ratio = importance_weights(
-            old, _given(tokens.rollout_log_probs), low=algorithm.tis_clip_low, high=algorithm.tis_clip
+            old, given(tokens.rollout_log_probs), low=algorithm.tis_clip_low, high=algorithm.tis_clip
         )
-        pg_loss = pg_loss * weights
-        per_token |= {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "ois": torch.exp(bounded(-ppo_kl))}
+        token_losses = token_losses * weights
+        clipped, moved = (weights != ratio).float(), torch.exp(bounded(current - old))
+        observed |= {"tis": ratio, "tis_clipfrac": clipped, "ois": moved}
     if tokens.rollout_log_probs is not None:
         trainer = current if algorithm.use_rollout_logprobs else old
         difference = (trainer - tokens.rollout_log_probs).abs()
-        per_token["train_rollout_logprob_abs_diff"] = difference
+        observed["train_rollout_logprob_abs_diff"] = difference
         metrics["train_rollout_logprob_abs_diff" + LARGEST] = functional.pad(difference, (0, 1)).amax()
 
-    loss = tokens.weighted_sum(pg_loss)
+    loss = tokens.weighted_sum(token_losses)
     metrics["pg_loss"] = loss.detach()
     metrics["entropy_loss"] = tokens.mean(entropies.detach())
     if algorithm.entropy_coef > 0:
         loss = loss - algorithm.entropy_coef * tokens.weighted_sum(entropies)
     if algorithm.use_kl_loss:
         learned = log_probs if algorithm.kl_loss_coef > 0 else current
-        kl = kl_divergence(learned, _given(tokens.ref_log_probs), algorithm.kl_estimator)
+        kl = kl_divergence(learned, given(tokens.ref_log_probs), algorithm.kl_estimator)
         metrics["kl_loss"] = tokens.mean(kl.detach())
         if algorithm.kl_loss_coef > 0:
             loss = loss + algorithm.kl_loss_coef * tokens.weighted_sum(kl)
     metrics["loss"] = loss.detach()
-    metrics |= {name: tokens.mean(values.detach()) for name, values in per_token.items()}
-    return loss, metrics
+    return loss, metrics | _means(observed, tokens)
 
 
-def _given(values: torch.Tensor | None) -> torch.Tensor:
-    if values is None:
-        raise ValueError("the batch lacks a field that its loss reads")
-    return values
+def _token_losses(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
+    """[T] by `algorithm.loss_type`, and the metrics of each token. Raises BadPlugin where it returns anything else."""
+    function: Loss = LOSS.load(algorithm.loss_type)
+    found = function(log_probs, tokens, algorithm)
+    try:
+        losses, observed = found
+        fits = all(values.shape == log_probs.shape for values in (losses, *observed.values()))
+    except (TypeError, ValueError, AttributeError):
+        fits = False
+    if not fits:
+        raise BadPlugin(
+            f"the loss {algorithm.loss_type!r} returned something else than (losses, metrics), the losses and each "
+            f"metric a tensor of one number for each of the {len(log_probs)} tokens: correct it"
+        )
+    return losses, dict(observed)
+
+
+def _means(observed: Metrics, tokens: Tokens) -> Metrics:
+    return {name: tokens.mean(values.detach()) for name, values in observed.items()}

@@ -7,9 +7,12 @@ does Megatron, and Transformer Engine's attention expects it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from cairn.engines.training.collate import Tokens
 from cairn.engines.types import TrainBatch
@@ -55,7 +58,16 @@ def context_order(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def pack(batch: TrainBatch, samples: Sequence[int], tokens: Tokens, *, alignment: int, size: int, rank: int) -> Packed:
+def pack(
+    batch: TrainBatch,
+    samples: Sequence[int],
+    tokens: Tokens,
+    *,
+    alignment: int,
+    size: int,
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> Packed:
     """Pack the samples of `tokens`, and keep of it what this rank holds.
 
     Args:
@@ -63,6 +75,7 @@ def pack(batch: TrainBatch, samples: Sequence[int], tokens: Tokens, *, alignment
         alignment: every sample is padded to a multiple of it; a multiple of 2 * `size` where there are several ranks.
         size: ranks of the context-parallel group.
         rank: of this process in it.
+        group: the group itself, where a loss is to add up over its ranks.
     """
     rows = [batch.input_ids[sample] for sample in samples]
     lengths = [padded_length(len(row), alignment) for row in rows]
@@ -79,12 +92,12 @@ def pack(batch: TrainBatch, samples: Sequence[int], tokens: Tokens, *, alignment
         input_ids=padded[held[:, 0], held[:, 1]].unsqueeze(0),
         ends=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
         longest=max(lengths),
-        tokens=_chosen(tokens, order, predicted[order]),
+        tokens=_chosen(tokens, order, predicted[order], group if size > 1 else None),
         order=order,
     )
 
 
-def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor) -> Tokens:
+def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group: dist.ProcessGroup | None) -> Tokens:
     def pick(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values[order]
 
@@ -94,6 +107,8 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor) -> Tok
         targets=tokens.targets[order],
         weights=tokens.weights[order],
         shares=tokens.shares[order],
+        samples=tokens.samples[order],
+        over_ranks=None if group is None else partial(_SumOverRanks.apply, group),
         advantages=pick(tokens.advantages),
         old_log_probs=pick(tokens.old_log_probs),
         rollout_log_probs=pick(tokens.rollout_log_probs),
@@ -102,3 +117,23 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor) -> Tok
         returns=pick(tokens.returns),
         kept=None if tokens.kept is None else tokens.kept.at(order, len(tokens.targets)),
     )
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group. The loss is the sum of the ranks' shares, each of which may depend
+    on every rank's tensor through the sum: so the gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(context: Any, group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+        context.group = group
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        return None, _summed(gradients[0], context.group)
+
+
+def _summed(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total = values.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -97,6 +97,7 @@ class Passes:
             alignment=self.alignment,
             size=parallel_state.get_context_parallel_world_size(),
             rank=parallel_state.get_context_parallel_rank(),
+            group=parallel_state.get_context_parallel_group(),
         )
 
     def _run(

@@ -13,6 +13,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens
 from cairn.engines.training.kept import NEVER, within
 from cairn.engines.training.losses.objective import Metrics, loss_and_metrics
+from cairn.engines.training.needs import is_policy_gradient
 
 
 class Policy:
@@ -28,7 +29,7 @@ class Policy:
         """As `cairn.engines.training.losses.objective.objective`."""
         logits = self._logits(outputs, tokens)
         entropies = None
-        if algorithm.loss_type != "sft_loss":
+        if is_policy_gradient(algorithm):
             entropies = entropy_of(logits, differentiable=algorithm.entropy_coef > 0)
         return loss_and_metrics(log_probs_of(logits, tokens.targets), entropies, tokens, algorithm)
 

@@ -20,7 +20,8 @@ CLIP = 0.1
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
 PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo"})
-BATCH = make_batch(14, old=True, rollout=True, ref=True)
+SEQUENCES = ALGORITHM.model_copy(update={"loss_type": f"{Path(__file__).parent / 'gspo.py'}:loss"})
+BATCH = dataclasses.replace(make_batch(14, old=True, rollout=True, ref=True), groups=[i // 4 for i in range(14)])
 """Cut into an odd number of micro-batches of uneven sizes by 120 tokens."""
 
 
@@ -82,12 +83,15 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
 
     variants: dict[str, dict[str, Any]] = {
         "per token": {"algorithm": PER_TOKEN},
+        "loss of sequences": {"algorithm": SEQUENCES, "clip_grad": CLIP},
         "recomputed": {"algorithm": ALGORITHM, "gradient_checkpointing": True},
         "bfloat16": {"algorithm": ALGORITHM, "dtype": "bfloat16"},
     }
     for name, options in variants.items():
         variant = make_engine(folder, max_tokens_per_gpu=120, adam_eps=EPS, **options, **ranks)
         report[name] = variant.train(BATCH, num_steps=2, expected_version=0, input_digest="d").metrics
+        if name == "loss of sequences":
+            report["weights after it"] = {name: tensor.tolist() for name, tensor in weights_of(variant).items()}
     if (work / "store" / "ranks-1").is_dir():
         engine.load(store, "ranks-1")
         report["digest loaded from one rank"] = engine.position().state_digest

@@ -164,6 +164,7 @@ def test_the_whole_loss_is_that_of_the_smaller_vocabulary() -> None:
     fields |= {"advantages": torch.randn(6, generator=draw), "weights": torch.full((6,), 1 / 8)}
     fields |= {"shares": torch.full((6,), 1 / 6)}
     places = torch.zeros(6, dtype=torch.int64)
+    fields |= {"samples": places, "groups": places[:1], "counts": torch.tensor([6.0])}
     kept = Kept.of([KeptTokens.of([ids.tolist()] * 6)], CPU)
     algorithm = AlgorithmConfig(entropy_coef=0.1, use_kl_loss=True, kl_loss_coef=0.1, use_tis=True)
     cut = objective(logits, Tokens(places, places, ids[targets], kept=kept, **fields), algorithm, 0.9)

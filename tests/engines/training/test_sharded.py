@@ -55,6 +55,12 @@ def test_five_clipped_updates_end_in_the_weights_of_one_rank(one: Report, two: R
         np.testing.assert_allclose(two["weights"][name], expected, atol=1e-5, rtol=0, err_msg=name)
 
 
+def test_a_loss_of_sequences_from_outside_the_tree_is_that_of_one_rank(one: Report, two: Report) -> None:
+    assert two["loss of sequences"] == pytest.approx(one["loss of sequences"], rel=1e-4, abs=1e-6)
+    for name, expected in one["weights after it"].items():
+        np.testing.assert_allclose(two["weights after it"][name], expected, atol=1e-5, rtol=0, err_msg=name)
+
+
 def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneven(one: Report, two: Report) -> None:
     for expected, found in zip(one["metrics"], two["metrics"], strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -67,7 +73,7 @@ def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneve
 def test_ranks_agree_on_everything_they_report(both: list[Report]) -> None:
     first, second = both
     differing = {name for name in first if first[name] != second[name]}
-    assert differing == {"weights", "failed save"}  # weights are exported by rank 0 alone
+    assert differing == {"weights", "weights after it", "failed save"}  # weights are exported by rank 0 alone
 
 
 def test_digest_and_checksum_of_equal_bits_do_not_depend_on_the_layout(one: Report, two: Report) -> None:

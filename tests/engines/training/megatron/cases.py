@@ -5,7 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from tests.engines.training.builders import cut_vocabulary, make_batch
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
 PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo", "num_critic_only_steps": 1, "loss_scale_factor": 12})
-BATCH = make_batch(14, old=True, rollout=True, ref=True)
+SEQUENCES = ALGORITHM.model_copy(update={"loss_type": f"{Path(__file__).parents[1] / 'gspo.py'}:loss"})
+BATCH = replace(make_batch(14, old=True, rollout=True, ref=True), groups=[i // 4 for i in range(14)])
 CUT = cut_vocabulary(BATCH)
 UPDATES = 5
 TRAINING: dict[str, Any] = {
@@ -50,6 +51,8 @@ class Case:
     critic: bool = False
     cut: bool = False
     """Whether most tokens were drawn from a part of the vocabulary."""
+    sequences: bool = False
+    """Whether the loss is one of sequences, from outside the tree."""
     training: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -61,13 +64,13 @@ class Case:
         return self.dtype == "bfloat16"
 
     @property
-    def reference(self) -> tuple[str, bool, bool, bool, bool]:
+    def reference(self) -> tuple[str, bool, bool, bool, bool, bool]:
         """Cases that have it in common are held against the same updates."""
-        return self.family, self.per_token, self.bfloat16, self.critic, self.cut
+        return self.family, self.per_token, self.bfloat16, self.critic, self.cut, self.sequences
 
     @property
     def algorithm(self) -> AlgorithmConfig:
-        return PPO if self.critic else PER_TOKEN if self.per_token else ALGORITHM
+        return PPO if self.critic else PER_TOKEN if self.per_token else SEQUENCES if self.sequences else ALGORITHM
 
 
 TP, PP, CP, EP = (
@@ -102,6 +105,9 @@ CASES = [
     Case("DP 2, distributed optimizer, overlap", 2, OVERLAP),
     Case("CP 2, top-p", 2, CP, cut=True),
     Case("CP 2, loss per token", 2, CP, per_token=True),
+    Case("one rank, loss of sequences, small micro-batches", 1, sequences=True, training={"max_tokens_per_gpu": 64}),
+    Case("DP 2, loss of sequences", 2, sequences=True),
+    Case("CP 2, loss of sequences", 2, CP, sequences=True),
     Case("TP 2, SP, PPO", 2, SP, critic=True),
     Case("PP 2, PPO", 2, PP, critic=True),
     Case("DP 2, distributed optimizer, PPO", 2, ZERO, critic=True),

@@ -41,7 +41,7 @@ CLIPFRACS = {"pg_clipfrac", "tis_clipfrac", "value_clipfrac"}
 
 LOSSES, NORMS = ("loss", "value_loss"), ("grad_norm", "critic_grad_norm")
 
-References = dict[tuple[str, bool, bool, bool, bool], dict[str, Any]]
+References = dict[tuple[str, bool, bool, bool, bool, bool], dict[str, Any]]
 
 FAMILIES = sorted({case.family for case in CASES})
 

@@ -2,7 +2,27 @@
 
 import torch
 
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens
 from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.losses.protocol import TokenLosses
+
+
+@plugin(needs={"advantages", "old_log_probs"}, reads={"eps_clip", "eps_clip_high", "eps_clip_c"})
+def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
+    """[T] `policy_loss` of each token; of the metrics, `ppo_kl` is how far the policy has moved."""
+    assert tokens.old_log_probs is not None
+    assert tokens.advantages is not None
+    ppo_kl = tokens.old_log_probs - log_probs
+    losses, clipped = policy_loss(
+        ppo_kl,
+        tokens.advantages,
+        eps_clip=config.eps_clip,
+        eps_clip_high=config.eps_clip_high,
+        eps_clip_c=config.eps_clip_c,
+    )
+    return losses, {"pg_clipfrac": clipped, "ppo_kl": ppo_kl}
 
 
 def policy_loss(

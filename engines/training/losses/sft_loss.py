@@ -1,0 +1,12 @@
+"""Supervised fine-tuning: the negative log-likelihood of the trained tokens, l_t = -log π(y_t)."""
+
+import torch
+
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens
+from cairn.engines.training.losses.protocol import TokenLosses
+
+
+def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
+    """[T] in nats."""
+    return -log_probs, {}
