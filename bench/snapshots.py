@@ -37,7 +37,14 @@ def tables(samples: int, tokens: int) -> dict[Step, pa.Table]:
     keys = {"group_id": groups, "sample_index": np.arange(samples) % GROUP}
     text = [" ".join(draw.choice(WORDS, tokens)) for _ in range(samples)]
     rewards = (draw.random(samples) < 0.4).astype(np.float32)
-    constant = {"engine": "rollout:0", "finish_reason": "stop", "status": "completed", "error": None, "metadata": None}
+    constant = {
+        "engine": "rollout:0",
+        "finish_reason": "stop",
+        "status": "completed",
+        "error": None,
+        "metadata": None,
+        "segments": None,
+    }
     rollout = {
         **keys,
         "rollout_id": np.arange(samples),

@@ -7,9 +7,9 @@ in a run the engine has a process of its own, so that the log's encoding and has
 here. Twice each, on local files with fsync and on a Ceph object gateway on this machine:
 
   with       the rollout step as it is, its commit left out
-  without    the same step with a log that keeps nothing: a kill would lose all groups
-  in its way what the first waited for the log: looking for groups to take over, handing groups over, and at the end
-             until the last part is durable
+  without    the same step with a log that keeps nothing: a kill would lose all samples
+  in its way what the first waited for the log: looking for samples to take over, handing samples over, and at
+             the end until the last part is durable
 
 CPU seconds are those of the whole process, the log's own thread included; they hold on a machine that is shared.
 """
@@ -59,8 +59,8 @@ class TimedLog(WriteAhead):
     def recover(self) -> pa.Table:
         return self._timed("looking", super().recover)
 
-    def append(self, table: pa.Table) -> None:
-        self._timed("handing over", lambda: super(TimedLog, self).append(table))
+    def append(self, *finished: Any) -> None:
+        self._timed("handing over", lambda: super(TimedLog, self).append(*finished))
 
     def close(self) -> None:
         self._timed("last part", super().close)
@@ -76,8 +76,11 @@ class TimedLog(WriteAhead):
 class NoLog:
     """Keeps nothing."""
 
-    def __init__(self, *_: Any, schema: pa.Schema = ROLLOUT, **__: Any) -> None:
-        self._schema = schema
+    def __init__(
+        self, *_: Any, encode: Callable[[list[Any]], pa.Table], schema: pa.Schema = ROLLOUT, **__: Any
+    ) -> None:
+        self._schema, self._encode = schema, encode
+        self._finished: list[Any] = []
 
     def __enter__(self) -> "NoLog":
         return self
@@ -88,8 +91,11 @@ class NoLog:
     def recover(self) -> pa.Table:
         return self._schema.empty_table()
 
-    def append(self, table: pa.Table) -> None:
-        pass
+    def append(self, *finished: Any) -> None:
+        self._finished += finished
+
+    def appended(self) -> pa.Table:
+        return self._encode(self._finished)
 
 
 def generate(run: RunContext, turn: int, log: type) -> tuple[float, float, int]:

@@ -329,10 +329,11 @@ def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) ->
     of its shards that are not committed."""
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
     done = {commit.shard for commit in rollouts if commit.iteration == iteration}
+    size = from_manifest(ledger.manifest.config).rollout.n_samples_per_prompt
     return Groups(
         generated=sum(int(commit.metrics["generated_groups"]) for commit in rollouts),
         recovered=sum(int(commit.metrics["recovered_groups"]) for commit in rollouts),
-        waiting=0 if iteration is None else waiting_groups(ledger.store, ledger.run, iteration, done),
+        waiting=0 if iteration is None else waiting_groups(ledger.store, ledger.run, iteration, done, size),
     )
 
 

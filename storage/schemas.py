@@ -42,6 +42,17 @@ MEASURED = frozenset({"engine", "seconds", "cached_tokens"})
 
 _IDS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
+_SEGMENTS = pa.list_(
+    pa.struct(
+        [
+            ("tokens", pa.int32()),  # of the response, in order
+            ("call", pa.string()),  # id of the call that sampled them; null: the world gave them
+            ("seed", pa.uint64()),  # of that call
+            ("finish_reason", pa.string()),  # cairn.engines.types.FinishReason
+        ]
+    )
+)
+"""What a response is made of; null: one segment, sampled with the row's seed."""
 
 
 def _schema(*fields: tuple[str, pa.DataType], nullable: frozenset[str] = frozenset()) -> pa.Schema:
@@ -58,19 +69,20 @@ ROLLOUT = _schema(
     ("prompt_ids", _IDS),
     ("response_text", pa.string()),
     ("response_ids", _IDS),
-    ("log_probs", _FLOATS),  # of the response tokens under the rollout engine
+    ("segments", _SEGMENTS),
+    ("log_probs", _FLOATS),  # of the response tokens under the rollout engine; 0 where the world gave them
     ("loss_mask", pa.list_(pa.uint8())),  # 1: trained on, unless the group's max_age in `filter` says otherwise
-    ("weight_versions", _IDS),  # that each response token was sampled from
+    ("weight_versions", _IDS),  # that each response token was sampled from, or that read it where the world gave it
     ("finish_reason", pa.string()),  # cairn.engines.types.FinishReason
     ("status", pa.string()),  # Status
     ("error", pa.string()),
-    ("seed", pa.uint64()),
+    ("seed", pa.uint64()),  # of the first call; those of others come from it
     ("engine", pa.string()),  # name of the rollout engine that generated last
     ("seconds", pa.float32()),  # from the sample's admission to its end
     ("cached_tokens", pa.int64()),  # of those that the engine was given, the ones in its prefix cache
     ("label", pa.string()),  # expected answer
     ("metadata", pa.string()),  # JSON object of the data row
-    nullable=frozenset({"error", "label", "metadata"}),
+    nullable=frozenset({"segments", "error", "label", "metadata"}),
 )
 """`rollout`: what was sampled."""
 
@@ -141,6 +153,7 @@ EVAL = _schema(
     ("prompt_text", pa.string()),
     ("response_text", pa.string()),
     ("response_ids", _IDS),
+    ("segments", _SEGMENTS),
     ("reward", pa.float32()),  # null: failed
     ("label", pa.string()),
     ("finish_reason", pa.string()),
@@ -148,7 +161,7 @@ EVAL = _schema(
     ("error", pa.string()),
     ("seed", pa.uint64()),
     ("weight_version", pa.int64()),
-    nullable=frozenset({"reward", "label", "error"}),
+    nullable=frozenset({"segments", "reward", "label", "error"}),
 )
 """`eval`: one row a sample of a benchmark."""
 
@@ -156,9 +169,10 @@ GENERATED_EVAL = _schema(
     ("group_id", pa.int64()),  # the prompt's index
     ("sample_index", pa.int32()),
     ("response_ids", _IDS),
+    ("segments", _SEGMENTS),
     ("finish_reason", pa.string()),
     ("error", pa.string()),
-    nullable=frozenset({"error"}),
+    nullable=frozenset({"segments", "error"}),
 )
 """Of the write-ahead log of `eval`: what is generated, and graded when all is."""
 

@@ -4,15 +4,16 @@ A rollout shard, and an evaluation, keep one while they run:
 ```
 runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/000000.<sha256>.arrow
 ```
-A part is an Arrow IPC file of finished groups, written whole. Its name carries the SHA-256 of its bytes, its schema's
-metadata the digest of the inputs that the rows were made from.
+A part is an Arrow IPC file of finished samples, a row each, written whole: samples of many groups share it, and a
+group's may lie in several. Its name carries the SHA-256 of its bytes, its schema's metadata the digest of the inputs
+that the rows were made from.
 
 | a later attempt finds | meaning |
 |---|---|
-| digest right, same inputs | its groups are finished: taken over |
+| digest right, same inputs | its samples are finished: taken over |
 | digest right, other inputs or schema | made under another configuration: ignored |
-| digest wrong | torn: ignored, its groups are generated again |
-| a group for the second time | the first counts |
+| digest wrong | torn: ignored, its samples are generated again |
+| a sample for the second time | the first counts |
 
 Parts are never committed: the shard's commit names one compacted file, and then the parts are removed.
 """
@@ -20,12 +21,13 @@ Parts are never committed: the shard's commit names one compacted file, and then
 import hashlib
 import itertools
 import threading
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cairn.storage import layout, tables
 from cairn.storage.commits import Step
@@ -37,20 +39,29 @@ from cairn.storage.store import Store
 _INPUTS_KEY = b"inputs_digest"
 _READERS = 8
 """Parts read at a time: an object store answers one after tens of milliseconds."""
+PACE = 0.05
+"""Seconds between two parts, so that samples which finish one by one share them."""
 
 
-def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None]) -> int:
-    """How many groups of a rollout lie finished in write-ahead parts of shards other than those `committed`."""
+def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None], size: int) -> int:
+    """How many groups of a rollout, of `size` samples each, lie finished in write-ahead parts of shards other than
+    those `committed`."""
     folder = layout.attempts(run, iteration, Step.ROLLOUT)
-    found: set[tuple[str | None, int]] = set()
+    found: set[tuple[str | None, int, int]] = set()
     for attempt in map(layout.parse_attempt, store.list(folder)):
         if attempt is None or (shard := layout.attempt_shard(attempt)) in committed:
             continue
         for path in _parts(store, f"{folder}/{attempt}"):
             table = _read_part(store, path)
             if table is not None:
-                found |= {(shard, group) for group in table["group_id"].to_pylist()}
-    return len(found)
+                found |= {(shard, group, sample) for group, sample in _samples(table)}
+    finished = Counter((shard, group) for shard, group, _ in found)
+    return sum(count >= size for count in finished.values())
+
+
+def _samples(table: pa.Table) -> list[tuple[int, int]]:
+    """(group_id, sample_index) of every row."""
+    return list(zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
 
 
 def _parts(store: Store, attempt: str) -> list[str]:
@@ -74,10 +85,11 @@ def _read_part(store: Store, path: str) -> pa.Table | None:
 
 
 class WriteAhead:
-    """The write-ahead log of a rollout shard or an evaluation: groups are durable the moment they finish.
+    """The write-ahead log of a rollout shard or an evaluation: samples are durable as soon as they finish.
 
-    Whatever was appended while the last part was written goes out as the next part, so the log keeps up with any rate
-    with one write at a time, and generation never waits for it. See the module for what a part is.
+    Whatever was appended while the last part was written, and for `PACE` seconds after it, goes out as the next
+    part, so the log keeps up with any rate with one write at a time, and generation never waits for it. See the module
+    for what a part is.
 
     `append` and `close` raise the error that stopped the background writer, if any. As a context manager it closes
     itself.
@@ -89,19 +101,23 @@ class WriteAhead:
         inputs_digest: str,
         *,
         schema: pa.Schema = ROLLOUT,
+        encode: Callable[[list[Any]], pa.Table] = pa.concat_tables,
         earlier_digests: Collection[str] = (),
         deadline: float = 120.0,
     ):
         """`inputs_digest`: of everything the rows depend on; only parts made from the same inputs are taken over.
-        `schema`: of the rows. `earlier_digests`: of the same by the rules of earlier versions of the code.
-        `deadline`: seconds that `close` may take."""
+        `schema`: of the rows. `encode`: makes rows of what was appended, in the log's own thread; tables by default.
+        `earlier_digests`: of the same inputs by the rules of earlier versions of the code. `deadline`: seconds that
+        `close` may take."""
         self._attempt = attempt
         self._inputs_digest = inputs_digest
         self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
         self._schema = schema
+        self._encode = encode
         self._deadline = deadline
         self._changed = threading.Condition()
-        self._waiting: list[pa.Table] = []
+        self._waiting: list[Any] = []
+        self._written = [schema.empty_table()]
         self._closed = False
         self._error: Exception | None = None
         # A daemon: a process that ends must not wait for a store that does not answer.
@@ -122,14 +138,19 @@ class WriteAhead:
         except Exception as second:  # what broke the work off is what its caller must hear of
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
-    def append(self, table: pa.Table) -> None:
-        """Hand over finished groups, each of them whole, in the log's schema. Returns at once."""
+    def append(self, *finished: Any) -> None:
+        """Hand over finished samples. Returns at once."""
         with self._changed:
             self._raise_error()
             if self._closed:
                 raise ValueError("the write-ahead log is closed")
-            self._waiting.append(table)
+            self._waiting += finished
             self._changed.notify()
+
+    def appended(self) -> pa.Table:
+        """The rows of everything that was appended. Returns when they are durable; then the log is closed."""
+        self.close()
+        return pa.concat_tables(self._written)
 
     def close(self) -> None:
         """Return when everything appended is durable. Raises StoreError if that takes longer than the deadline."""
@@ -140,7 +161,8 @@ class WriteAhead:
         with self._changed:
             self._raise_error()
         if self._writer.is_alive():
-            raise StoreError(f"writing finished groups to {self._attempt.folder} did not end in {self._deadline:.0f} s")
+            folder, deadline = self._attempt.folder, self._deadline
+            raise StoreError(f"writing finished samples to {folder} did not end in {deadline:.0f} s")
 
     def recover(self) -> pa.Table:
         """The rows that earlier attempts at this shard finished from the same inputs; perhaps none."""
@@ -151,15 +173,15 @@ class WriteAhead:
             if name is not None and name != attempt.name and layout.attempt_shard(name) == attempt.shard:
                 paths += _parts(attempt.store, f"{folder}/{name}")
         found = [self._schema.empty_table()]
-        seen: set[int] = set()
+        seen: set[tuple[int, int]] = set()
         with ThreadPoolExecutor(_READERS) as readers:
             for path, table in zip(paths, readers.map(self._own_part, paths), strict=True):
                 if table is None:
                     continue
                 attempt.superseded.append(path)
-                groups = set(table["group_id"].to_pylist()) - seen
-                seen |= groups
-                found.append(table.filter(pc.is_in(table["group_id"], pa.array(groups, pa.int64()))))
+                samples = _samples(table)
+                found.append(table.filter(pa.array([sample not in seen for sample in samples], pa.bool_())))
+                seen.update(samples)
         return pa.concat_tables(found).combine_chunks()
 
     def _own_part(self, path: str) -> pa.Table | None:
@@ -179,11 +201,14 @@ class WriteAhead:
         try:
             for number in itertools.count():
                 with self._changed:
+                    self._changed.wait_for(lambda: self._closed, PACE if number else 0)
                     self._changed.wait_for(lambda: self._waiting or self._closed)
                     waiting, self._waiting = self._waiting, []
                 if not waiting:
                     return
-                self._write_part(number, pa.concat_tables(waiting))
+                table = self._encode(waiting)
+                self._write_part(number, table)
+                self._written.append(table)
         except Exception as error:
             with self._changed:
                 self._error = error

@@ -7,8 +7,6 @@ that nobody can grade, and a mean over the others would rise with every one of t
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,12 +14,13 @@ import pyarrow as pa
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fingerprint import combined
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import EVAL, GENERATED_EVAL, Status
 from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks.generation import generate_groups
-from cairn.tasks.groups import completion_status
+from cairn.tasks.generation import generate_samples
+from cairn.tasks.groups import finished_samples, segments_value, status_of
 from cairn.tasks.recovery import version_of
 from cairn.tasks.reward import given_samples, grade_generated, graded_again
 from cairn.tasks.step import Outcome, StepCall, durable
@@ -77,6 +76,19 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     rows = [data.row(index) for index in range(len(data))]
     n = benchmark.n_samples_per_eval_prompt
     # The draws are the same at every evaluation: differences are then those of the weights.
+    requests = [
+        SampleRequest(
+            row.index,
+            index,
+            row.prompt_ids,
+            eval_seed(run.config.seed, name, row.index, index),
+            prompt=row.prompt_text,
+            label=row.label,
+            metadata=row.metadata or {},
+        )
+        for row in rows
+        for index in range(n)
+    ]
     params = SamplingParams(
         max_new_tokens=benchmark.max_response_len,
         temperature=benchmark.temperature,
@@ -84,17 +96,12 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         top_k=benchmark.top_k,
         stop_token_ids=run.config.rollout.rollout_stop_token_ids,
     )
-    requests: dict[RequestId, GenerateRequest] = {
-        (row.index, index): GenerateRequest(
-            (row.index, index), row.prompt_ids, eval_seed(run.config.seed, name, row.index, index), params
-        )
-        for row in rows
-        for index in range(n)
-    }
     bring_up_to_date(run, weights)
-    completions = _generate(step, weights, list(requests.values()))
-    texts = run.tokenizer.batch_decode([c.response_ids.tolist() for c in completions], skip_special_tokens=True)
-    asked = [rows[c.request_id[0]] for c in completions]
+    samples = _generate(step, weights, requests, params).to_pylist()
+    texts = run.tokenizer.batch_decode([sample["response_ids"] for sample in samples], skip_special_tokens=True)
+    asked = [rows[sample["group_id"]] for sample in samples]
+    statuses = [status_of(sample["finish_reason"]) for sample in samples]
+    errors = [sample["error"] for sample in samples]
     graded = grade_generated(
         run.benchmark_grader(name),
         given_samples(
@@ -104,20 +111,20 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
                 "response_text": texts,
                 "label": [row.label for row in asked],
                 "metadata": [row.metadata or {} for row in asked],
-                "response_ids": [c.response_ids for c in completions],
+                "response_ids": [sample["response_ids"] for sample in samples],
                 "prompt_text": [row.prompt_text for row in asked],
                 "prompt_ids": [row.prompt_ids for row in asked],
-                "finish_reason": [c.finish_reason for c in completions],
-                "status": [completion_status(c) for c in completions],
+                "finish_reason": [sample["finish_reason"] for sample in samples],
+                "status": statuses,
             },
         ),
-        [completion.error for completion in completions],
+        errors,
     )
     failed = [g.reward is None for g in graded]
     score, graded_score = scores([g.reward for g in graded])
-    generated = [c for c in completions if c.error is None]  # what has no response has no length either
-    lengths = np.asarray([len(c.response_ids) for c in generated])
-    truncated = [c.finish_reason == FinishReason.LENGTH for c in generated]
+    generated = [sample for sample in samples if sample["error"] is None]  # no response, no length
+    lengths = np.asarray([len(sample["response_ids"]) for sample in generated])
+    truncated = [sample["finish_reason"] == FinishReason.LENGTH for sample in generated]
     responses = (
         {
             f"{name}-truncated_ratio": float(np.mean(truncated)),
@@ -131,20 +138,18 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         {
             "benchmark": [name] * len(graded),
             "prompt_index": [row.index for row in asked],
-            "sample_index": [c.request_id[1] for c in completions],
+            "sample_index": [sample["sample_index"] for sample in samples],
             "prompt_text": [row.prompt_text for row in asked],
             "response_text": texts,
-            "response_ids": [c.response_ids for c in completions],
+            "response_ids": [sample["response_ids"] for sample in samples],
+            "segments": [sample["segments"] for sample in samples],
             "reward": [g.reward for g in graded],
             "label": [row.label for row in asked],
-            "finish_reason": [str(c.finish_reason) for c in completions],
-            "status": [
-                str(Status.FAILED if bad else completion_status(completion))
-                for bad, completion in zip(failed, completions, strict=True)
-            ],
+            "finish_reason": [sample["finish_reason"] for sample in samples],
+            "status": [str(Status.FAILED if bad else status) for bad, status in zip(failed, statuses, strict=True)],
             "error": [g.error for g in graded],
-            "seed": [requests[c.request_id].seed for c in completions],
-            "weight_version": [version] * len(completions),
+            "seed": [requests[sample["group_id"] * n + sample["sample_index"]].seed for sample in samples],
+            "weight_version": [version] * len(samples),
         },
         EVAL,
     )
@@ -180,44 +185,43 @@ def scores(rewards: Sequence[float | None]) -> tuple[float, float | None]:
     return (float(graded.sum()) + failed * wrong) / len(rewards), float(graded.mean())
 
 
-def _generate(step: StepCall, weights: Commit | None, requests: Sequence[GenerateRequest]) -> list[Completion]:
-    """All samples, the groups dealt out over the rollout engines. What an earlier attempt finished is in the log, and
+def _generate(
+    step: StepCall, weights: Commit | None, requests: Sequence[SampleRequest], params: SamplingParams
+) -> pa.Table:
+    """All samples, the prompts dealt out over the rollout engines. What an earlier attempt finished is in the log, and
     is not generated again."""
     engines = step.run.fleet.rollout
     earlier = step.earlier_digests
-    with WriteAhead(step.attempt, step.input_digest, schema=GENERATED_EVAL, earlier_digests=earlier) as log:
-        tables = [log.recover()]
-        finished = set(tables[0].column("group_id").to_pylist())
-        missing = [row for row in dict.fromkeys(request.request_id[0] for request in requests) if row not in finished]
+    with WriteAhead(
+        step.attempt, step.input_digest, schema=GENERATED_EVAL, encode=_table, earlier_digests=earlier
+    ) as log:
+        recovered = log.recover()
+        finished, _ = finished_samples(recovered)
+        missing = [request for request in requests if request.key not in finished]
+        prompts = list(dict.fromkeys(request.group_id for request in missing))
 
-        def on_engine(index: int) -> list[pa.Table]:
-            found = []
-            rows = {row: row for row in missing[index :: len(engines)]}
-            share = [request for request in requests if request.request_id[0] in rows]
-            for completions in generate_groups(step, engines[index], weights, share, rows=rows):
-                found.append(pa.Table.from_pylist([_row(completion) for completion in completions], GENERATED_EVAL))
-                log.append(found[-1])
-            return found
+        def on_engine(index: int) -> None:
+            share = {prompt: prompt for prompt in prompts[index :: len(engines)]}
+            asked = [request for request in missing if request.group_id in share]
+            for generated in generate_samples(step, engines[index], weights, asked, params, rows=share):
+                log.append(*generated)
 
         with ThreadPoolExecutor(len(engines)) as pool:
-            for part in pool.map(on_engine, range(len(engines))):
-                tables += part
-    rows = pa.concat_tables(tables).sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
-    return [_completion(row) for row in rows.to_pylist()]
+            list(pool.map(on_engine, range(len(engines))))
+        rows = pa.concat_tables([recovered, log.appended()])
+    return rows.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
 
 
-def _row(completion: Completion) -> dict[str, Any]:
-    return {
-        "group_id": completion.request_id[0],
-        "sample_index": completion.request_id[1],
-        "response_ids": completion.response_ids,
-        "finish_reason": str(completion.finish_reason),
-        "error": completion.error,
-    }
-
-
-def _completion(row: dict[str, Any]) -> Completion:
+def _table(samples: Sequence[GeneratedSample]) -> pa.Table:
     """Without what is only known of tokens that are trained on."""
-    reason = FinishReason(row["finish_reason"])
-    empty = Completion.empty((row["group_id"], row["sample_index"]), reason, row["error"])
-    return replace(empty, response_ids=np.asarray(row["response_ids"], np.int32))
+    return pa.table(
+        {
+            "group_id": [sample.group_id for sample in samples],
+            "sample_index": [sample.index for sample in samples],
+            "response_ids": [sample.trajectory.response_ids for sample in samples],
+            "segments": [segments_value(sample) for sample in samples],
+            "finish_reason": [str(sample.finish_reason) for sample in samples],
+            "error": [sample.error for sample in samples],
+        },
+        GENERATED_EVAL,
+    )

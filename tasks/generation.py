@@ -1,4 +1,4 @@
-"""Generation of whole groups, so arranged that a prompt fails by what the engine says of it, and by nothing else.
+"""Generation of samples, so arranged that a prompt fails by what the engine says of it, and by nothing else.
 
 | what happens while a group is generated | what becomes of it |
 |---|---|
@@ -11,19 +11,21 @@ Only what the engine says of a prompt counts against it. Anything else leaves th
 again as often as `retry` says, and then the run ends with the error, to be resumed. Where an engine was lost time after
 time, the error names the prompts that were there each time (`cairn.tasks.casualties`).
 
-All samples of a failed group carry the error and no token: they are graded by nobody, and the filter drops the group
-and asks for another. A suspect whose engine did not fail is a group like any other. So processes, machines and networks
-may fail as they like: the groups that are trained on stay those of a run in which nothing fails.
+A sample that failed carries the error and no token, and its group fails with it: it is graded by nobody, and the filter
+drops the group and asks for another. A suspect whose engine did not fail is a group like any other. So processes,
+machines and networks may fail as they like: the groups that are trained on stay those of a run in which nothing fails.
 
 Where only some of the groups are needed, the others are aborted as soon as these have been generated, and come as far
 as they are. Every token must be of the weights that the step wants: an engine that serves others is an error.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
-from cairn.engines.types import Completion, FinishReason, GenerateRequest
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit
 from cairn.storage.layout import commit_name
 from cairn.tasks.recovery import version_of
@@ -36,11 +38,13 @@ class Engine(Protocol):
 
     name: str
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        """See `cairn.engines.rollout.base.RolloutEngine`."""
+    def generate_samples(
+        self, samples: Sequence[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[GeneratedSample]]:
+        """See `cairn.engines.rollout.samples.SampleEngine`."""
 
     def abort(self) -> None:
-        """See `cairn.engines.rollout.base.RolloutEngine`; from the thread that reads the stream."""
+        """The same; from the thread that reads the stream."""
 
 
 TOGETHER = 2
@@ -50,88 +54,109 @@ ALONE = 2
 driver's last."""
 
 
-class _Quota:
-    """Counts down the groups that are still needed."""
+class _Unfinished:
+    """The samples that an engine has not given back yet, by group; and how many groups are still needed."""
 
-    def __init__(self, groups: int | None) -> None:
-        """None: all of them."""
-        self._left = groups
+    def __init__(self, needed: int | None) -> None:
+        """`needed`: groups; None: all of them."""
+        self._needed = needed
+        self._left: dict[int, set[int]] = defaultdict(set)
+        self._spoilt: set[int] = set()
+
+    def add(self, samples: Sequence[SampleRequest]) -> None:
+        """Samples that are asked for."""
+        for sample in samples:
+            self._left[sample.group_id].add(sample.index)
+
+    def take(self, sample: GeneratedSample) -> None:
+        """One has come. A group that is finished, and did not fail, is no longer needed."""
+        left = self._left[sample.group_id]
+        left.remove(sample.index)
+        if sample.error is not None or sample.finish_reason == FinishReason.ABORT:
+            self._spoilt.add(sample.group_id)
+        if not left:
+            del self._left[sample.group_id]
+            if self._needed is not None and sample.group_id not in self._spoilt:
+                self._needed -= 1
+
+    def give_up(self, group_id: int) -> None:
+        """None of a group is to come any more."""
+        self._left.pop(group_id, None)
 
     @property
-    def is_met(self) -> bool:
-        return self._left is not None and self._left <= 0
+    def is_enough(self) -> bool:
+        """Whether no group is needed any more."""
+        return self._needed is not None and self._needed <= 0
 
-    def count(self, group: Sequence[Completion]) -> None:
-        """Take a group off, unless it is unfinished."""
-        if self._left is not None and all(sample.finish_reason != FinishReason.ABORT for sample in group):
-            self._left -= 1
+    @property
+    def groups(self) -> dict[int, set[int]]:
+        """Indices of the samples that have not come, by group."""
+        return {group_id: left for group_id, left in self._left.items() if left}
 
 
-def generate_groups(
+def generate_samples(
     step: StepCall,
     engine: Engine,
     weights: Commit | None,
-    requests: Sequence[GenerateRequest],
+    samples: Sequence[SampleRequest],
+    params: SamplingParams,
     *,
     rows: Mapping[int, int],
     enough: int | None = None,
-) -> Iterator[list[Completion]]:
-    """Generate every sample with the weights that `weights` left; yield each group's completions, by their ids, when
-    the last of them has ended. Raises EngineError where a new try of the step may help. `rows`: of the data, by the
-    group's id, from 0.
+) -> Iterator[list[GeneratedSample]]:
+    """Generate samples with the weights that `weights` left; yield each as it ends. Raises EngineError where a new try
+    of the step may help. `rows`: of the data, by the group's id, from 0.
 
     After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came.
     """
-    quota = _Quota(enough)
     failures, casualties = step.run.failed_generations, step.run.casualties
-    groups = _grouped(requests)
-    suspects = {id: group for id, group in groups.items() if failures[_key(step, id)] >= TOGETHER}
-    others = [request for request in requests if _group(request) not in suspects]
+    unfinished = _Unfinished(enough)
+    groups: dict[int, list[SampleRequest]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.group_id].append(sample)
+    suspects = [id for id in groups if failures[_key(step, id)] >= TOGETHER]
+    others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     try:
-        yield from _together(step, engine, weights, others[:: -1 if casualties.times(step) % 2 else 1], quota)
-        for id, group in suspects.items():
-            yield from _alone(step, engine, weights, id, group, quota)
+        yield from _together(
+            step, engine, weights, others[:: -1 if casualties.times(step) % 2 else 1], params, unfinished
+        )
+        for id in suspects:
+            yield from _alone(step, engine, weights, groups[id], params, unfinished)
     except (EngineDied, EngineTimeout) as error:
         raise type(error)(casualties.told(step, error, rows)) from error
 
 
 def _together(
-    step: StepCall, engine: Engine, weights: Commit | None, requests: Sequence[GenerateRequest], quota: _Quota
-) -> Iterator[list[Completion]]:
-    unfinished = _grouped(requests)
-    if not requests or quota.is_met:
-        yield from map(_unbegun, unfinished.values())
+    step: StepCall,
+    engine: Engine,
+    weights: Commit | None,
+    samples: Sequence[SampleRequest],
+    params: SamplingParams,
+    unfinished: _Unfinished,
+) -> Iterator[list[GeneratedSample]]:
+    if not samples or unfinished.is_enough:
+        yield [GeneratedSample.aborted(sample) for sample in samples]
         return
-    finished: dict[int, list[Completion]] = {id: [] for id in unfinished}
+    asked = {sample.key: sample for sample in samples}
+    unfinished.add(samples)
     aborted = False
     try:
-        for completions in engine.generate(requests):
-            for completion in completions:
-                _check(engine, completion, version_of(weights), may_abort=aborted)
-                id = _group(completion)
-                group = finished[id]
-                group.append(completion)
-                if len(group) == len(unfinished[id]):
-                    del unfinished[id]
-                    quota.count(group)
-                    yield sorted(group, key=lambda sample: sample.request_id)
-            if quota.is_met and unfinished and not aborted:
+        for generated in engine.generate_samples(samples, params):
+            for sample in generated:
+                _check(engine, asked[sample.key], sample, version_of(weights), may_abort=aborted)
+                unfinished.take(sample)
+            yield generated
+            if unfinished.is_enough and unfinished.groups and not aborted:
                 aborted = True
                 engine.abort()
-        if unfinished:
-            lost = ", ".join(f"{len(finished[id])} of {len(group)} for {id}" for id, group in unfinished.items())
-            raise EngineError(f"{engine.name} gave fewer samples than asked: {lost}")
-    except RequestRefused as refusal:
-        reasons = {id: why for (id, *_), why in refusal.refused.items()}
-        for id, why in reasons.items():
-            yield _failed(unfinished.pop(id), why)
-        left = [request for group in unfinished.values() for request in group]
-        yield from _together(step, engine, weights, left, quota)
+        if unfinished.groups:
+            lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
+            raise EngineError(f"{engine.name} gave fewer samples than asked: without {lost}")
     except GenerationFailed:
-        step.run.failed_generations.update(_key(step, id) for id in unfinished)
+        step.run.failed_generations.update(_key(step, id) for id in unfinished.groups)
         raise
     except (EngineDied, EngineTimeout):
-        step.run.casualties.add(step, unfinished)
+        step.run.casualties.add(step, unfinished.groups)
         raise
 
 
@@ -139,49 +164,31 @@ def _alone(
     step: StepCall,
     engine: Engine,
     weights: Commit | None,
-    id: int,
-    group: Sequence[GenerateRequest],
-    quota: _Quota,
-) -> Iterator[list[Completion]]:
+    group: Sequence[SampleRequest],
+    params: SamplingParams,
+    unfinished: _Unfinished,
+) -> Iterator[list[GeneratedSample]]:
     with step.run.weights_lock:  # one suspect at a time, so that each answers for its own failures
         bring_up_to_date(step.run, weights)
         try:
-            groups = list(_together(step, engine, weights, group, quota))
+            generated = list(_together(step, engine, weights, group, params, unfinished))
         except GenerationFailed as error:
-            if step.run.failed_generations[_key(step, id)] < TOGETHER + ALONE:
+            if step.run.failed_generations[_key(step, group[0].group_id)] < TOGETHER + ALONE:
                 raise
-            groups = [_failed(group, f"{type(error).__name__}: {error}")]
+            generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
+            unfinished.give_up(group[0].group_id)
             bring_up_to_date(step.run, weights)
-    yield from groups
+    yield from generated
 
 
-def _check(engine: Engine, completion: Completion, version: int, *, may_abort: bool) -> None:
+def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, version: int, *, may_abort: bool) -> None:
     """Raise EngineError for a sample of other weights, or one that was aborted by somebody else."""
-    others = sorted(set(completion.weight_versions.tolist()) - {version})
+    carried = 0 if request.begun is None else len(request.begun)
+    others = sorted(set(sample.trajectory.weight_versions[carried:].tolist()) - {version})
     if others:
         raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {version}")
-    if completion.finish_reason == FinishReason.ABORT and not may_abort:
-        raise EngineError(f"{engine.name} gave up a sample of group {_group(completion)}, which nobody had aborted")
-
-
-def _group(one: GenerateRequest | Completion) -> int:
-    return one.request_id[0]
-
-
-def _grouped(requests: Sequence[GenerateRequest]) -> dict[int, list[GenerateRequest]]:
-    """By the id of their group."""
-    groups: dict[int, list[GenerateRequest]] = {}
-    for request in requests:
-        groups.setdefault(_group(request), []).append(request)
-    return groups
-
-
-def _unbegun(group: Sequence[GenerateRequest]) -> list[Completion]:
-    return [Completion.empty(request.request_id, FinishReason.ABORT) for request in group]
-
-
-def _failed(group: Sequence[GenerateRequest], why: str) -> list[Completion]:
-    return [Completion.empty(request.request_id, FinishReason.ERROR, why) for request in group]
+    if sample.finish_reason == FinishReason.ABORT and not may_abort:
+        raise EngineError(f"{engine.name} gave up a sample of group {sample.group_id}, which nobody had aborted")
 
 
 def _key(step: StepCall, group_id: int) -> tuple[str, int]:

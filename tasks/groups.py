@@ -6,13 +6,15 @@ with the seed that it had. Its row then holds the whole response, with the weigh
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, KeptTokens, SamplingParams
+from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
+from cairn.engines.types import FinishReason, KeptTokens
 from cairn.storage.schemas import KEPT, ROLLOUT, Status, rollout_schema
 from cairn.tasks.batch import kept_column
 from cairn.tasks.context import RunContext
@@ -26,61 +28,42 @@ class Group:
 
     drawn: DrawnRow
     seeds: tuple[int, ...]
-    parts: tuple[Completion, ...] = ()
+    parts: Mapping[int, GeneratedSample] = field(default_factory=dict)
     """Where it is continued: each sample as far as it came."""
 
-    @property
-    def unfinished(self) -> list[int]:
-        """The samples that have to be generated."""
-        if not self.parts:
-            return list(range(len(self.seeds)))
-        return [index for index, part in enumerate(self.parts) if part.finish_reason == FinishReason.ABORT]
+    def requests(self, *, besides: Collection[SampleKey]) -> list[SampleRequest]:
+        """For the samples that have to be generated, where those of `besides` have been."""
+        left = (self._request(index) for index in range(len(self.seeds)) if not self._had_finished(index))
+        return [sample for sample in left if sample.key not in besides]
 
-    @property
-    def carried_tokens(self) -> int:
-        """Response tokens that earlier shards generated."""
-        return sum(len(part.response_ids) for part in self.parts)
+    def finished(self) -> list[GeneratedSample]:
+        """The samples that earlier shards finished."""
+        return [part for index, part in self.parts.items() if self._had_finished(index)]
 
-    @property
-    def input_tokens(self) -> int:
-        """Tokens that an engine goes on from, over the samples that have to be generated."""
-        return sum(map(self._input_length, self.unfinished))
+    def failed(self, error: str) -> list[GeneratedSample]:
+        """All its samples, where one of them failed."""
+        return [GeneratedSample.failed(self._request(index), error) for index in range(len(self.seeds))]
 
-    def given_tokens(self, completions: Sequence[Completion]) -> int:
-        """Of them, those of samples that were begun."""
-        pairs = zip(self.unfinished, completions, strict=True)
-        return sum(self._input_length(i) for i, completion in pairs if len(completion.response_ids))
+    def carried_tokens(self, index: int | None = None) -> int:
+        """Response tokens that earlier shards generated, of a sample or of all."""
+        parts = [part for i, part in self.parts.items() if index in (None, i)]
+        return sum(len(part.trajectory.response_ids) for part in parts)
 
-    def requests(self, params: SamplingParams) -> list[GenerateRequest]:
-        """For the samples that have to be generated."""
-        prompt = self.drawn.row.prompt_ids
-        parts = {index: self.parts[index].response_ids for index in self.unfinished} if self.parts else {}
-        return [
-            GenerateRequest(
-                (self.drawn.group_id, index),
-                [*prompt, *parts[index].tolist()] if index in parts else prompt,
-                self.seeds[index],
-                params,
-                len(parts.get(index, ())),
-            )
-            for index in self.unfinished
-        ]
+    def _had_finished(self, index: int) -> bool:
+        return index in self.parts and self.parts[index].finish_reason != FinishReason.ABORT
 
-    def whole(self, completions: Sequence[Completion]) -> list[Completion]:
-        """All samples, those that were asked for in `completions` after what was there of them."""
-        error = next((completion.error for completion in completions if completion.error is not None), None)
-        if error is not None:
-            id = self.drawn.group_id
-            return [Completion.empty((id, index), FinishReason.ERROR, error) for index in range(len(self.seeds))]
-        if not self.parts:
-            return list(completions)
-        samples = list(self.parts)
-        for i, made in zip(self.unfinished, completions, strict=True):
-            samples[i] = _joined(self.parts[i], made)
-        return samples
-
-    def _input_length(self, index: int) -> int:
-        return len(self.drawn.row.prompt_ids) + (len(self.parts[index].response_ids) if self.parts else 0)
+    def _request(self, index: int) -> SampleRequest:
+        row, part = self.drawn.row, self.parts.get(index)
+        return SampleRequest(
+            self.drawn.group_id,
+            index,
+            row.prompt_ids,
+            self.seeds[index],
+            begun=part.trajectory.segments[0] if part is not None and part.trajectory.segments else None,
+            prompt=row.prompt_text,
+            label=row.label,
+            metadata=row.metadata or {},
+        )
 
 
 def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow) -> Group:
@@ -101,20 +84,48 @@ def unfinished_group(rows: pa.Table) -> Group:
         label=first["label"],
         metadata=None if first["metadata"] is None else json.loads(first["metadata"]),
     )
-    parts = tuple(
-        Completion(
-            request_id=(sample["group_id"], sample["sample_index"]),
-            response_ids=np.asarray(sample["response_ids"], np.int32),
-            log_probs=np.asarray(sample["log_probs"], np.float32),
-            weight_versions=np.asarray(sample["weight_versions"], np.int32),
-            finish_reason=FinishReason(sample["finish_reason"]),
-            seconds=sample["seconds"],
-            cached_tokens=0,
-            kept=None if sample.get(KEPT.name) is None else KeptTokens.of(sample[KEPT.name]),
+    parts = {
+        sample["sample_index"]: GeneratedSample(
+            sample["group_id"],
+            sample["sample_index"],
+            Trajectory(tuple(row_segments(sample))),
+            FinishReason(sample["finish_reason"]),
         )
         for sample in samples
-    )
+    }
     return Group(DrawnRow(first["group_id"], first["epoch"], row), tuple(s["seed"] for s in samples), parts)
+
+
+def row_segments(row: Mapping[str, Any]) -> list[Segment]:
+    """The segments of a row of the rollout table."""
+    tokens = len(row["response_ids"])
+    segments = row.get("segments")
+    if segments is None:
+        reason = FinishReason(row["finish_reason"])
+        segments = [{"tokens": tokens, "call": FIRST_CALL, "seed": row["seed"], "finish_reason": reason}] * bool(tokens)
+    kept = None if row.get(KEPT.name) is None else KeptTokens.of(row[KEPT.name])
+    found, start = [], 0
+    for i, segment in enumerate(segments):
+        span = slice(start, start + segment["tokens"])
+        ids, mask = np.asarray(row["response_ids"][span], np.int32), np.asarray(row["loss_mask"][span], np.uint8)
+        start = span.stop
+        if segment["call"] is None:
+            found.append(Segment(ids, mask))
+            continue
+        found.append(
+            Segment(
+                ids,
+                mask,
+                segment["call"],
+                np.asarray(row["log_probs"][span], np.float32),
+                np.asarray(row["weight_versions"][span], np.int32),
+                segment["seed"],
+                FinishReason(segment["finish_reason"]),
+                None if kept is None else kept.at(np.arange(span.start, span.stop)),
+                row["seconds"] if i == 0 else 0.0,
+            )
+        )
+    return found
 
 
 def sample_seed(run_seed: int, iteration: int, group_id: int, sample_index: int) -> int:
@@ -123,60 +134,82 @@ def sample_seed(run_seed: int, iteration: int, group_id: int, sample_index: int)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
-def completion_status(completion: Completion) -> Status:
+def status_of(finish_reason: str) -> Status:
     """How a generated sample ended, before it is graded."""
-    if completion.error is not None:
-        return Status.FAILED
-    statuses = {FinishReason.LENGTH: Status.TRUNCATED, FinishReason.ABORT: Status.ABORTED}
-    return statuses.get(completion.finish_reason, Status.COMPLETED)
+    statuses = {
+        FinishReason.LENGTH: Status.TRUNCATED,
+        FinishReason.ABORT: Status.ABORTED,
+        FinishReason.ERROR: Status.FAILED,
+    }
+    return statuses.get(FinishReason(finish_reason), Status.COMPLETED)
 
 
-def group_table(run: RunContext, engine: str, group: Group, samples: Sequence[Completion]) -> pa.Table:
-    """The rows of a group that an engine generated, or continued. Every token may be trained on as far as the rollout
-    knows; whether it is too old is seen when a batch is made of it (`cairn.tasks.batch`)."""
-    row, n = group.drawn.row, len(samples)
-    schema = rollout_schema(cut=run.records_kept)
-    texts = run.tokenizer.batch_decode([s.response_ids.tolist() for s in samples], skip_special_tokens=True)
+def segments_value(sample: GeneratedSample) -> list[dict[str, Any]] | None:
+    """What the column `segments` says of a sample: nothing of one that is its first call's segment."""
+    segments = sample.trajectory.segments
+    if [(segment.call, segment.finish_reason) for segment in segments] in ([], [(FIRST_CALL, sample.finish_reason)]):
+        return None
+    return [
+        {
+            "tokens": len(segment),
+            "call": segment.call,
+            "seed": segment.seed,
+            "finish_reason": None if segment.finish_reason is None else str(segment.finish_reason),
+        }
+        for segment in segments
+    ]
+
+
+def sample_table(
+    run: RunContext, engine: str, groups: Mapping[int, Group], samples: Sequence[GeneratedSample]
+) -> pa.Table:
+    """The rows of samples that an engine generated, or continued. What the policy sampled may be trained on as far as
+    the rollout knows; whether it is too old is seen when a batch is made of it (`cairn.tasks.batch`)."""
+    n, schema = run.config.rollout.n_samples_per_prompt, rollout_schema(cut=run.records_kept)
+    drawn = [groups[sample.group_id].drawn for sample in samples]
+    rows = {one.group_id: one.row for one in drawn}
+    prompts = {id: np.asarray(row.prompt_ids, np.int32) for id, row in rows.items()}
+    metadata = {
+        id: None if row.metadata is None else json.dumps(row.metadata, sort_keys=True) for id, row in rows.items()
+    }
+    trajectories = [sample.trajectory for sample in samples]
+    responses = [trajectory.response_ids for trajectory in trajectories]
     columns = {
-        "group_id": [group.drawn.group_id] * n,
-        "sample_index": list(range(n)),
-        "rollout_id": [group.drawn.group_id * run.config.rollout.n_samples_per_prompt + index for index in range(n)],
-        "prompt_index": [row.index] * n,
-        "epoch": [group.drawn.epoch] * n,
-        "prompt_text": [row.prompt_text] * n,
-        "prompt_ids": [np.asarray(row.prompt_ids, np.int32)] * n,
-        "response_text": texts,
-        "response_ids": [s.response_ids for s in samples],
-        "log_probs": [s.log_probs for s in samples],
-        "loss_mask": [np.ones(len(s.response_ids), np.uint8) for s in samples],
-        "weight_versions": [s.weight_versions for s in samples],
+        "group_id": [s.group_id for s in samples],
+        "sample_index": [s.index for s in samples],
+        "rollout_id": [s.group_id * n + s.index for s in samples],
+        "prompt_index": [one.row.index for one in drawn],
+        "epoch": [one.epoch for one in drawn],
+        "prompt_text": [one.row.prompt_text for one in drawn],
+        "prompt_ids": [prompts[s.group_id] for s in samples],
+        "response_text": run.tokenizer.batch_decode([ids.tolist() for ids in responses], skip_special_tokens=True),
+        "response_ids": responses,
+        "segments": [segments_value(s) for s in samples],
+        "log_probs": [trajectory.log_probs for trajectory in trajectories],
+        "loss_mask": [trajectory.loss_mask for trajectory in trajectories],
+        "weight_versions": [trajectory.weight_versions for trajectory in trajectories],
         "finish_reason": [str(s.finish_reason) for s in samples],
-        "status": [str(completion_status(s)) for s in samples],
+        "status": [str(status_of(s.finish_reason)) for s in samples],
         "error": [s.error for s in samples],
-        "seed": group.seeds,
-        "engine": [engine] * n,
-        "seconds": [s.seconds for s in samples],
-        "cached_tokens": [s.cached_tokens for s in samples],
-        "label": [row.label] * n,
-        "metadata": [None if row.metadata is None else json.dumps(row.metadata, sort_keys=True)] * n,
+        "seed": [groups[s.group_id].seeds[s.index] for s in samples],
+        "engine": [engine] * len(samples),
+        "seconds": [trajectory.seconds for trajectory in trajectories],
+        "cached_tokens": [trajectory.cached_tokens for trajectory in trajectories],
+        "label": [one.row.label for one in drawn],
+        "metadata": [metadata[s.group_id] for s in samples],
     }
     arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
     if KEPT.name in schema.names:
-        arrays[KEPT.name] = kept_column([_kept(sample) for sample in samples])
+        arrays[KEPT.name] = kept_column([trajectory.kept for trajectory in trajectories])
     return pa.table(arrays, schema)
 
 
-def _kept(sample: Completion) -> KeptTokens:
-    return KeptTokens.whole(len(sample.response_ids)) if sample.kept is None else sample.kept
-
-
-def _joined(part: Completion, rest: Completion) -> Completion:
-    cut = part.kept is not None or rest.kept is not None
-    return replace(
-        rest,
-        response_ids=np.concatenate([part.response_ids, rest.response_ids]),
-        log_probs=np.concatenate([part.log_probs, rest.log_probs]),
-        weight_versions=np.concatenate([part.weight_versions, rest.weight_versions]),
-        seconds=part.seconds + rest.seconds,
-        kept=_kept(part) + _kept(rest) if cut else None,
-    )
+def finished_samples(table: pa.Table) -> tuple[set[SampleKey], dict[int, str]]:
+    """Of rows of the rollout table: the samples that are finished, and of each group of which one failed, why."""
+    names = ("group_id", "sample_index", "error")
+    rows = list(zip(*(table.column(name).to_pylist() for name in names), strict=True))
+    errors: dict[int, str] = {}
+    for group_id, _, error in sorted(rows, key=lambda row: row[:2]):
+        if error is not None:
+            errors.setdefault(group_id, error)
+    return {(group_id, index) for group_id, index, _ in rows}, errors

@@ -6,20 +6,23 @@ a matter of time, so such a commit does not say that its groups would come out t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, chain
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.engines.types import SamplingParams
+from cairn.engines.trajectories import GeneratedSample
+from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Status, rollout_schema
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import Draw, DrawnRow
 from cairn.tasks.filter import GroupPlace, unfinished_groups
-from cairn.tasks.generation import generate_groups
-from cairn.tasks.groups import Group, fresh_group, group_table, unfinished_group
+from cairn.tasks.generation import generate_samples
+from cairn.tasks.groups import Group, finished_samples, fresh_group, sample_table, unfinished_group
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import bring_up_to_date
 
@@ -65,8 +68,8 @@ def rollout(
 
     `weights` is the train step that made the weights, None for the initial ones; `earlier` are the filter steps that
     fixed the cursor and what waits, `continued` the rollout steps that this part's share of it comes from. `needed`:
-    groups of the round after which the others are aborted; None generates all. Groups are durable as they finish: after
-    a failure only the missing ones are generated.
+    groups of the round after which the others are aborted; None generates all. Samples are durable as they finish:
+    after a failure only the missing ones are generated.
     """
     run = step.run
     version = weights.weight_version_out if weights is not None else 0
@@ -78,30 +81,36 @@ def rollout(
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
     bring_up_to_date(run, weights)
 
+    by_id = {group.drawn.group_id: group for group in groups}
+    encode = partial(sample_table, run, engine.name, by_id)
     schema = rollout_schema(cut=run.records_kept)
-    write_ahead = WriteAhead(step.attempt, step.input_digest, schema=schema, earlier_digests=step.earlier_digests)
-    with write_ahead as log:
+    earlier_inputs = step.earlier_digests
+    with WriteAhead(
+        step.attempt, step.input_digest, schema=schema, encode=encode, earlier_digests=earlier_inputs
+    ) as log:
         recovered = log.recover()
-        finished = set(recovered.column("group_id").to_pylist())
-        missing = {group.drawn.group_id: group for group in groups if group.drawn.group_id not in finished}
-        tables = [recovered]
+        finished, errors = finished_samples(recovered)
+        missing = {id: group.requests(besides=finished) for id, group in by_id.items() if id not in errors}
+        usable = sum(not requests for requests in missing.values())
         began = time.perf_counter()
-        enough = None if needed is None else _size(needed, part, parts) - _usable(recovered)
-        requests = [request for group in missing.values() for request in group.requests(_sampling_params(run))]
-        given = sum(group.input_tokens for group in groups if group.drawn.group_id in finished)
-        aborted = 0
-        rows = {id: group.drawn.row.index for id, group in missing.items()}
-        for completions in generate_groups(step, engine, weights, requests, rows=rows, enough=enough):
-            group = missing[completions[0].request_id[0]]
-            table = group_table(run, engine.name, group, group.whole(completions))
-            tables.append(table)
-            given += group.given_tokens(completions)
-            if is_unfinished(table):
-                aborted += 1
-            else:
-                log.append(table)
+        aborted = []
+        for generated in generate_samples(
+            step,
+            engine,
+            weights,
+            list(chain.from_iterable(missing.values())),
+            _sampling_params(run),
+            rows={id: group.drawn.row.index for id, group in by_id.items()},
+            enough=None if needed is None else _size(needed, part, parts) - usable,
+        ):
+            log.append(*(sample for sample in generated if sample.finish_reason != FinishReason.ABORT))
+            aborted += [sample for sample in generated if sample.finish_reason == FinishReason.ABORT]
         seconds = time.perf_counter() - began
-        samples = pa.concat_tables(tables).sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+        carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
+        tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
+        samples = _whole_groups(pa.concat_tables(tables), by_id, encode)
+    recovered_groups = len(errors) + usable
+    aborted_groups = len(_unfinished(samples))
     return Outcome(
         tables={"samples.parquet": samples.combine_chunks()},
         values={
@@ -110,13 +119,13 @@ def rollout(
         },
         metrics={
             "samples": samples.num_rows,
-            "generated_groups": len(missing) - aborted,
-            "recovered_groups": len(finished),
+            "generated_groups": len(groups) - recovered_groups - aborted_groups,
+            "recovered_groups": recovered_groups,
             "continued_groups": len(places),
-            "aborted_groups": aborted,
-            "prompt_tokens": given,
+            "aborted_groups": aborted_groups,
+            "prompt_tokens": _given_tokens(samples, by_id),
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
-            "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens for group in groups),
+            "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
@@ -135,9 +144,38 @@ def resumed_groups(
     return unfinished_groups(run, earlier[-1])[:resumed][part::parts] if resumed else []
 
 
-def is_unfinished(samples: pa.Table) -> bool:
-    """Whether a sample is a part."""
-    return pc.any(pc.equal(samples.column("status"), str(Status.ABORTED))).as_py() or False
+def _whole_groups(
+    samples: pa.Table, groups: Mapping[int, Group], encode: Callable[[list[GeneratedSample]], pa.Table]
+) -> pa.Table:
+    """All samples in their order; of a group of which one failed, all have."""
+    _, errors = finished_samples(samples)
+    if errors:
+        failed = [sample for id, error in errors.items() for sample in groups[id].failed(error)]
+        others = pc.invert(pc.is_in(samples.column("group_id"), pa.array(errors, pa.int64())))
+        samples = pa.concat_tables([samples.filter(others), encode(failed)])
+    return samples.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+
+
+def _unfinished(samples: pa.Table) -> set[int]:
+    """The groups of which a sample is a part."""
+    parts = pc.equal(samples.column("status"), str(Status.ABORTED))
+    return set(samples.column("group_id").filter(parts).to_pylist())
+
+
+def _given_tokens(samples: pa.Table, groups: Mapping[int, Group]) -> int:
+    """Tokens that engines went on from, over all calls of the samples that got tokens in this shard."""
+    names = ("group_id", "sample_index", "segments")
+    columns = [samples.column(name).to_pylist() for name in names]
+    lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
+    given = 0
+    for group_id, index, segments, prompt, response in zip(*columns, *lengths, strict=True):
+        carried = groups[group_id].carried_tokens(index)
+        if response > carried:
+            given += prompt + carried
+            ends = accumulate((segment["tokens"] for segment in segments or ()), initial=0)
+            calls = [prompt + end for end, segment in zip(ends, segments or (), strict=False) if segment["call"]]
+            given += sum(calls[1:])
+    return given
 
 
 def token_count(samples: pa.Table, column: str) -> int:
@@ -164,15 +202,6 @@ def _continued(run: RunContext, places: Sequence[GroupPlace], rollouts: Sequence
         unfinished_group(tables[iteration, shard].filter(pc.field("group_id") == group_id))
         for iteration, shard, group_id in places
     ]
-
-
-def _usable(samples: pa.Table) -> int:
-    """Groups without a failed sample."""
-    rows = zip(samples.column("group_id").to_pylist(), samples.column("status").to_pylist(), strict=True)
-    failed: dict[int, bool] = {}
-    for group_id, status in rows:
-        failed[group_id] = failed.get(group_id, False) or status == Status.FAILED
-    return sum(not bad for bad in failed.values())
 
 
 def _sampling_params(run: RunContext) -> SamplingParams:

@@ -5,9 +5,11 @@ from typing import Any
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.colocation import Turns
+from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.factory import make_engine
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 from cairn.storage.commits import Environment
 from cairn.storage.store import StoredFile, open_store
 
@@ -18,6 +20,7 @@ class LocalRollout:
         self.engine = TransformersEngine(config.model.path, config.rollout)
         self.batch_invariant = self.engine.check_batch_invariance()
         self.generated_groups = 0
+        self._samples = SampleEngine(lambda requests: self.generate(requests), self.engine.abort)
 
     def ensure_alive(self) -> None:
         pass
@@ -26,8 +29,13 @@ class LocalRollout:
         self.generated_groups += len({request.request_id[0] for request in requests})
         return self.engine.generate(requests)
 
+    def generate_samples(
+        self, samples: Sequence[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[GeneratedSample]]:
+        return self._samples.generate(samples, params)
+
     def abort(self) -> None:
-        self.engine.abort()
+        self._samples.abort()
 
     @property
     def environment(self) -> Environment:

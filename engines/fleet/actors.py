@@ -19,9 +19,11 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import EngineError
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.slots import Slot
+from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from cairn.engines.rollout.sglang.route import Route
-from cairn.engines.types import Completion, GenerateRequest, Position, Role, TrainBatch, TrainResult
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import Completion, GenerateRequest, Position, Role, SamplingParams, TrainBatch, TrainResult
 from cairn.engines.weights.source import WeightSource
 from cairn.engines.weights.target import WeightTarget
 
@@ -92,6 +94,7 @@ class RolloutActor(_OnItsMachine, _OfModels, WeightTarget):
         super().__init__(claim, num_threads, slot)
         self._engine: RolloutEngine | None = None
         self._further_rank: FurtherRank | None = None
+        self._samples = SampleEngine(lambda requests: self._started.generate(requests), lambda: self._started.abort())
         self._batch_invariant = False
 
     def start(
@@ -141,11 +144,18 @@ class RolloutActor(_OnItsMachine, _OfModels, WeightTarget):
         return self._started.usage()
 
     def abort(self) -> None:
-        """End the `generate` that is running, and its stream."""
+        """End what is being generated, and its stream."""
+        self._samples.abort()
         self._started.abort()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         yield from self._started.generate(requests)
+
+    def generate_samples(
+        self, samples: Sequence[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[GeneratedSample]]:
+        """See `cairn.engines.rollout.samples`."""
+        yield from self._samples.generate(samples, params)
 
     @property
     def _started(self) -> "RolloutEngine":

@@ -15,7 +15,8 @@ from cairn.engines.fleet.handles import CONTROL, Actor, ModelHandle, log_of
 from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
 from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from cairn.engines.rollout.sglang.route import Route
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
 
 
@@ -48,21 +49,30 @@ class RolloutHandle(ModelHandle):
         self._busy = threading.Lock()
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        """Stream completions as they finish, within `rollout.timeout` seconds in all; an engine that is silent is asked
+        """Stream completions as they finish; see `generate_samples`."""
+        return self._stream("generate", list(requests))
+
+    def generate_samples(
+        self, samples: Sequence[SampleRequest], params: SamplingParams
+    ) -> Iterator[list[GeneratedSample]]:
+        """Stream samples as they end, within `rollout.timeout` seconds in all; an engine that is silent is asked
         whether it still lives. Giving the iterator up ends the generation.
 
         Raises what the engine raises.
         """
+        return self._stream("generate_samples", list(samples), params)
+
+    def _stream(self, method: str, *args: Any) -> Iterator[Any]:
         with self.alone():
             deadline = Deadline(self._config.timeout)
-            stream = self._actor.call("generate", list(requests), num_returns="streaming")
+            stream = self._actor.call(method, *args, num_returns="streaming")
             try:
                 while self._more(stream, deadline):
                     try:
                         ref = next(stream)
                     except StopIteration:
                         return
-                    yield self._result(ref, deadline, self._actor, "generate")
+                    yield self._result(ref, deadline, self._actor, method)
             except GeneratorExit:
                 self._abort(stream)
                 raise

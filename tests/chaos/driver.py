@@ -14,7 +14,7 @@ import pyarrow as pa
 
 import cairn.tasks.rollout
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import GenerateRequest
+from cairn.engines.trajectories import SampleRequest
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.events import Event, Message
 from cairn.flows.preemption import Preempted
@@ -52,26 +52,27 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
 
 
 def note_what_is_generated(file: Path) -> None:
-    """Append the groups of every call to an engine, and each group once it is finished, that is durable: whoever is
-    asked for after that was generated twice."""
-    generate, write = cairn.tasks.rollout.generate_groups, WriteAhead._write_part
+    """Append the samples of every call to an engine, and each once it is finished, that is durable: what is asked for
+    after that was generated twice."""
+    generate, write = cairn.tasks.rollout.generate_samples, WriteAhead._write_part
 
-    def note(iteration: int, shard: str | None, **groups: Any) -> None:
+    def note(iteration: int, shard: str | None, **samples: Any) -> None:
         with file.open("a") as noted:
-            noted.write(json.dumps({"iteration": iteration, "shard": shard, **groups}) + "\n")
+            noted.write(json.dumps({"iteration": iteration, "shard": shard, **samples}) + "\n")
 
     def asking(
-        step: StepCall, engine: Any, weights: Any, requests: Sequence[GenerateRequest], **options: Any
+        step: StepCall, engine: Any, weights: Any, samples: Sequence[SampleRequest], *args: Any, **options: Any
     ) -> Iterator[Any]:
-        note(step.iteration, step.shard, asked=list(dict.fromkeys(request.request_id[0] for request in requests)))
-        yield from generate(step, engine, weights, requests, **options)
+        note(step.iteration, step.shard, asked=[sample.key for sample in samples])
+        yield from generate(step, engine, weights, samples, *args, **options)
 
     def writing(log: WriteAhead, number: int, table: pa.Table) -> None:
         write(log, number, table)
         attempt = log._attempt
-        note(attempt.iteration, attempt.shard, finished=sorted(set(table.column("group_id").to_pylist())))
+        keys = zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
+        note(attempt.iteration, attempt.shard, finished=list(keys))
 
-    cairn.tasks.rollout.generate_groups = asking
+    cairn.tasks.rollout.generate_samples = asking
     WriteAhead._write_part = writing  # type: ignore[method-assign]
 
 

@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import pyarrow as pa
 
 from cairn.flows.events import Event
 from cairn.flows.train import PREFECT_HOME
@@ -116,8 +115,8 @@ class Striker:
         Ledger.commit = committing  # type: ignore[method-assign]
         append = WriteAhead.append
 
-        def appending(log: WriteAhead, table: pa.Table) -> None:
-            append(log, table)
+        def appending(log: WriteAhead, *samples: Any) -> None:
+            append(log, *samples)
             self._strike(log._attempt.iteration, log._attempt.step, "halfway")
 
         WriteAhead.append = appending  # type: ignore[method-assign]

@@ -74,10 +74,10 @@ class Generated:
 
     samples: int = 0
     samples_twice: int = 0
-    """Those of groups that were asked for again although they were finished: durable."""
+    """Those that were asked for again although they were finished: durable."""
     tokens: int = 0
     tokens_again: int = 0
-    """At most: those of all groups that were asked for again; a killed engine had generated no more in vain."""
+    """At most: those of all samples that were asked for again; a killed engine had generated no more in vain."""
 
 
 @dataclass
@@ -207,14 +207,14 @@ class Disturbed:
     def generated(self) -> "Generated":
         """What of its rollouts was generated more than once."""
         noted = [json.loads(line) for line in (self.folder / "generated.jsonl").open()]
-        asked: Counter[tuple[int, str, int]] = Counter()
-        finished: set[tuple[int, str, int]] = set()
-        again: Counter[tuple[int, str, int]] = Counter()
+        asked: Counter[tuple[int, str, int, int]] = Counter()
+        finished: set[tuple[int, str, int, int]] = set()
+        again: Counter[tuple[int, str, int, int]] = Counter()
         for note in noted:
-            for group in note.get("finished", ()):
-                finished.add((note["iteration"], note["shard"], group))
-            for group in note.get("asked", ()):
-                key = (note["iteration"], note["shard"], group)
+            for sample in note.get("finished", ()):
+                finished.add((note["iteration"], note["shard"], *sample))
+            for sample in note.get("asked", ()):
+                key = (note["iteration"], note["shard"], *sample)
                 asked[key] += 1
                 again[key] += key in finished
         found = Generated()
@@ -222,10 +222,10 @@ class Disturbed:
         for commit in self.commits():
             if commit.step is Step.ROLLOUT and not is_retired(ledger, commit):
                 (output,) = commit.outputs
-                for row in (
-                    read_table(ledger.store, commit.run, output).select(["group_id", "response_ids"]).to_pylist()
-                ):
-                    key, tokens = (commit.iteration, commit.shard or "", row["group_id"]), len(row["response_ids"])
+                columns = ["group_id", "sample_index", "response_ids"]
+                for row in read_table(ledger.store, commit.run, output).select(columns).to_pylist():
+                    key = (commit.iteration, commit.shard or "", row["group_id"], row["sample_index"])
+                    tokens = len(row["response_ids"])
                     found.samples += 1
                     found.tokens += tokens
                     found.samples_twice += again[key]

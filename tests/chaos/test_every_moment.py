@@ -67,8 +67,8 @@ class Blows:
 
             return write
 
-        def appending(log: WriteAhead, table: Any) -> None:
-            retired_from(log, table)
+        def appending(log: WriteAhead, *samples: Any) -> None:
+            retired_from(log, *samples)
             self.strike("appended", log._attempt.step, log._attempt.iteration)
 
         def loading(run: Any, index: int) -> Commit | None:
@@ -110,7 +110,7 @@ def drive(store_url: str, config: RunConfig, fleet: LocalFleet | None) -> None:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """For what tests.chaos.driver notes: put back afterwards."""
-    monkeypatch.setattr(cairn.tasks.rollout, "generate_groups", cairn.tasks.rollout.generate_groups)
+    monkeypatch.setattr(cairn.tasks.rollout, "generate_samples", cairn.tasks.rollout.generate_samples)
     monkeypatch.setattr(WriteAhead, "_write_part", WriteAhead._write_part)
     monkeypatch.setattr(Ledger, "commit", Ledger.commit)
     return monkeypatch

@@ -42,9 +42,10 @@ def test_what_is_generated_twice_what_gc_leaves_and_what_training_makes_otherwis
     config = tiny_config(tiny_assets, rollout={"num_rollout": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2})
     with tiny_context(run.store_url, config) as (context, _):
         iteration(context, DirectSteps(context), 0)
-        groups = [row["group_id"] for row in context.read(context.committed(0, Step.ROLLOUT, "00-000")).to_pylist()]
+        rows = context.read(context.committed(0, Step.ROLLOUT, "00-000")).to_pylist()
+        samples = [(row["group_id"], row["sample_index"]) for row in rows]
     place = {"iteration": 0, "shard": "00-000"}
-    notes = [{**place, "asked": groups[::2]}, {**place, "finished": groups[:1]}, {**place, "asked": groups[2:3]}]
+    notes = [{**place, "asked": samples}, {**place, "finished": samples[:2]}, {**place, "asked": samples[2:3]}]
 
     def noted(*more: object) -> None:
         (run.folder / "generated.jsonl").write_text("".join(json.dumps(note) + "\n" for note in [*notes, *more]))
@@ -53,7 +54,7 @@ def test_what_is_generated_twice_what_gc_leaves_and_what_training_makes_otherwis
     found = run.generated()
     assert (found.samples, found.samples_twice) == (4, 0)
     assert found.tokens_again > 0
-    noted({**place, "asked": groups[:1]})
+    noted({**place, "asked": samples[:2]})
     assert run.generated().samples_twice == 2
 
     ledger = run.ledger()

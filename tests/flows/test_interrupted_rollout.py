@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types import Completion, GenerateRequest, RequestId
 from cairn.flows.cli.tables import print_status
 from cairn.flows.iteration import iteration
 from cairn.flows.views import Groups, run_status
+from cairn.storage.commits import Step
 from cairn.storage.store import open_store
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
@@ -65,3 +66,36 @@ def test_only_the_missing_groups_are_generated_and_status_counts_them(
     assert done.groups == Groups(generated=GROUPS - GROUPS // 2, recovered=GROUPS // 2)
     print_status(done)
     assert "3 kept from an interrupted rollout, 3 generated" in capsys.readouterr().out
+
+
+def test_a_sample_that_had_finished_is_kept_though_its_group_had_not(tiny_assets: Path, tmp_path: Path) -> None:
+    rollout = {"rollout_batch_size": GROUPS, "n_samples_per_prompt": SAMPLES, "rollout_max_response_len": 30}
+    ends = {"rollout_stop_token_ids": tuple(range(3, 12))}  # so that responses end at different times
+    config = tiny_config(tiny_assets, rollout={"num_rollout": 1, **rollout, **ends})
+    with tiny_context(str(tmp_path / "undisturbed"), config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        undisturbed = train_digests(run, [0])
+    with (
+        tiny_context(str(tmp_path / "killed"), config, fleet=dying_fleet(config, 9)) as (run, _),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        iteration(run, DirectSteps(run), 0)
+
+    fleet = LocalFleet(config)
+    asked: list[RequestId] = []
+    generate = fleet.rollout[0].generate
+
+    def counting(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        asked.extend(request.request_id[:2] for request in requests)
+        return generate(requests)
+
+    fleet.rollout[0].generate = counting  # type: ignore[method-assign]
+    with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        assert train_digests(run, [0]) == undisturbed
+        kept = GROUPS * SAMPLES - len(asked)
+        assert kept >= 9
+        groups = {group for group, _ in asked}
+        assert len(groups) > GROUPS - kept // SAMPLES, "the witness of a group that was part done"
+        (again,) = [commit for commit in run.ledger.commits(0) if commit.step is Step.ROLLOUT]
+        assert again.metrics["generated_groups"] == len(groups)

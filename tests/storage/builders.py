@@ -57,6 +57,7 @@ def rollout_table(groups: list[int], *, samples: int = 2, tokens: int = 5, seed:
         "prompt_ids": [[1, 2, 3]] * n,
         "response_text": ["4"] * n,
         "response_ids": list(rng.integers(0, 151_000, (n, tokens), dtype=np.int32)),
+        "segments": [None] * n,
         "log_probs": list(-rng.exponential(0.6, (n, tokens)).astype(np.float32)),
         "loss_mask": [[1] * tokens] * n,
         "weight_versions": [[7] * tokens] * n,

@@ -67,7 +67,7 @@ def test_names_that_are_none_of_a_run_disturb_nothing(store: Store) -> None:
     assert found is not None
     assert (found.epoch, found.holder) == (lease.epoch, lease.holder)
     assert retired(ledger) == gone
-    assert waiting_groups(store, "run-1", 11, ()) == 1
+    assert waiting_groups(store, "run-1", 11, (), 2) == 1
     with WriteAhead(clean.attempt(11, Step.ROLLOUT, "00-000"), "1" * 64) as log:
         assert set(log.recover().column("group_id").to_pylist()) == {11}
     assert list(garbage(ledger)) == []

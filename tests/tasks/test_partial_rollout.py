@@ -296,7 +296,7 @@ def test_a_killed_driver_is_succeeded_and_what_is_committed_replays_bit_for_bit(
         assert kept > 0
         groups = {row["group_id"] for row in run.read(resumed).to_pylist()}
         assert groups > waiting
-        assert 0 < fleet.rollout[0].generated_groups == len(groups) - kept
+        assert 0 < fleet.rollout[0].generated_groups <= len(groups) - kept
         usable = {row["group_id"] for row in run.read(last_selection(run, 1)).to_pylist() if row["kept"]}
         assert len(usable) >= BATCH
         run_iterations(run, 4)

@@ -1,10 +1,12 @@
 """A machine that loses its power keeps every commit and every finished group that it has acknowledged, whole."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from cairn.flows.iteration import iteration
@@ -33,16 +35,16 @@ def disk(tmp_path: Path) -> Iterator[VolatileDisk]:
 
 
 @pytest.fixture
-def acknowledged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Groups whose write-ahead record has returned."""
-    groups: list[int] = []
-    append = WriteAhead.append
+def acknowledged(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Samples whose write-ahead record was written, by group."""
+    groups: Counter[int] = Counter()
+    write = WriteAhead._write_part
 
-    def appending(log: WriteAhead, table) -> None:
-        append(log, table)
-        groups.append(table.column("group_id")[0].as_py())
+    def writing(log: WriteAhead, number: int, table: pa.Table) -> None:
+        write(log, number, table)
+        groups.update(table["group_id"].to_pylist())
 
-    monkeypatch.setattr(WriteAhead, "append", appending)
+    monkeypatch.setattr(WriteAhead, "_write_part", writing)
     return groups
 
 
@@ -50,7 +52,7 @@ def acknowledged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_what_was_acknowledged_survives_a_power_failure_at_any_moment(
-    tiny_assets: Path, disk: VolatileDisk, acknowledged: list[int], tmp_path: Path, share: float
+    tiny_assets: Path, disk: VolatileDisk, acknowledged: Counter[int], tmp_path: Path, share: float
 ) -> None:
     config = tiny_config(tiny_assets, checkpoint={"save_interval": 1}, rollout={"num_rollout": ITERATIONS})
     disk.power_on()
@@ -77,7 +79,7 @@ def test_what_was_acknowledged_survives_a_power_failure_at_any_moment(
             kept = {commit.name: commit.digest for index in found.iterations() for commit in found.commits(index)}
             assert committed.items() <= kept.items()
             assert findings(found) == []
-        finished = len(acknowledged)
+        finished = sum(count == config.rollout.n_samples_per_prompt for count in acknowledged.values())
         with tiny_context(store_url, config, fleet=LocalFleet(config)) as (run, events):
             assert drive(run) == expected
             fleet = run.fleet

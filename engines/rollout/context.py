@@ -1,0 +1,147 @@
+"""What `async def generate(ctx, sample)` may ask for."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cairn.engines.rollout.call_ids import next_call
+from cairn.engines.trajectories import (
+    FIRST_CALL,
+    BadTrajectory,
+    GeneratedSample,
+    SampleRequest,
+    Segment,
+    Trajectory,
+    call_seed,
+)
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+
+
+class SampleAborted(BaseException):
+    """The sample is given up: it may be continued later. No error of user code, which is not to catch it."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A finished call: the tokens that it went on from, and what was sampled after them."""
+
+    before: np.ndarray
+    segment: Segment
+
+
+class Context:
+    """Of one sample."""
+
+    def __init__(
+        self,
+        sample: SampleRequest,
+        params: SamplingParams,
+        ask: Callable[[GenerateRequest], Awaitable[Completion]],
+        tokenizer: Callable[[], Any],
+    ) -> None:
+        """`ask` gets an answer from the engine, `tokenizer` loads the model's."""
+        self._sample = sample
+        self._params = params
+        self._ask = ask
+        self._tokenizer = tokenizer
+        self._calls: dict[str, _Call] = {}
+        self._count = 0
+        self._first = sample.begun
+        """What the first call has sampled after the prompt, finished or not."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's, for the tokens that the world gives; those that were sampled are not to go through it."""
+        return self._tokenizer()
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that a call may sample at most, unless it says less."""
+        return self._params.max_new_tokens
+
+    async def sample(self, ids: Sequence[int] | np.ndarray, *, max_new_tokens: int | None = None) -> Segment:
+        """Ask the policy for one continuation of `ids`: the prompt, and all that came after it.
+
+        May be called several times, one after the other or side by side in tasks. `max_new_tokens` may only be less
+        than the run's. Raises RequestRefused where the engine cannot go on from these tokens, for one because they fill
+        its context.
+        """
+        call, before = next_call(), np.asarray(ids, np.int32)
+        params = self._params
+        if max_new_tokens is not None:
+            params = replace(params, max_new_tokens=min(max_new_tokens, params.max_new_tokens))
+        at_prompt = call == FIRST_CALL and np.array_equal(before, self._sample.prompt_ids)
+        begun = self._first if at_prompt else None
+        if begun is None or begun.finish_reason == FinishReason.ABORT:
+            begun = await self._sampled(call, self._sample.prompt_ids if at_prompt else before, params, begun)
+            if at_prompt:
+                self._first = begun
+            if begun.finish_reason == FinishReason.ABORT:
+                raise SampleAborted
+        self._calls[call] = _Call(before, begun)
+        return begun
+
+    async def _sampled(
+        self, call: str, before: Sequence[int] | np.ndarray, params: SamplingParams, begun: Segment | None
+    ) -> Segment:
+        seed = call_seed(self._sample.seed, call)
+        id = (*self._sample.key, self._count)
+        self._count += 1
+        if begun is None or not len(begun):
+            request = GenerateRequest(id, before, seed, params)
+        else:
+            request = GenerateRequest(id, [*before, *begun.ids], seed, params, position=len(begun))
+        completion = await self._ask(request)
+        segment = Segment(
+            completion.response_ids,
+            np.ones(len(completion.response_ids), np.uint8),
+            call,
+            completion.log_probs,
+            completion.weight_versions,
+            seed,
+            completion.finish_reason,
+            completion.kept,
+            completion.seconds,
+            completion.cached_tokens,
+        )
+        return segment if begun is None else begun.then(segment)
+
+    def aborted(self) -> GeneratedSample:
+        """The sample, given up: as far as its first call came."""
+        first = () if self._first is None else (self._first,)
+        return GeneratedSample(*self._sample.key, Trajectory(first), FinishReason.ABORT)
+
+    def checked(self, returned: object) -> Trajectory:
+        """What `generate` returned. Raises BadTrajectory where it is not what the policy was asked for and sampled."""
+        (trajectory,) = returned if isinstance(returned, list | tuple) and len(returned) == 1 else (returned,)
+        if not isinstance(trajectory, Trajectory):
+            kind = f"{len(returned)} trajectories" if isinstance(returned, list) else type(returned).__name__
+            raise BadTrajectory(f"generate returned {kind} for a sample; return one cairn.Trajectory")
+        before = np.asarray(self._sample.prompt_ids, np.int32)
+        for number, segment in enumerate(trajectory.segments, 1):
+            if problem := self._problem(segment, before):
+                raise BadTrajectory(f"segment {number} of what generate returned {problem}")
+            before = np.concatenate([before, segment.ids])
+        if not any(segment.call is not None and len(segment) for segment in trajectory.segments):
+            raise BadTrajectory(
+                "generate returned a trajectory without a token that was sampled; where there is none, raise an error"
+            )
+        return trajectory
+
+    def _problem(self, segment: Segment, before: np.ndarray) -> str | None:
+        if len(segment.loss_mask) != len(segment):
+            return f"has a loss_mask of {len(segment.loss_mask)} for {len(segment)} tokens; it needs one value a token"
+        if segment.call is None:
+            trains = any(segment.loss_mask)
+            return "lets tokens be trained on that the world gave; their loss_mask has to be 0" if trains else None
+        call = self._calls.get(segment.call)
+        if call is None or not np.array_equal(call.segment.ids, segment.ids):
+            return f"has other ids than call {segment.call} of ctx.sample gave; return the segment that it returned"
+        if not np.array_equal(call.before, before):
+            return (
+                f"was sampled after {len(call.before)} tokens that are not the {len(before)} before it in the "
+                "trajectory; put there what ctx.sample was given"
+            )
+        return None

@@ -1,0 +1,141 @@
+"""Runs `generate` for many samples at once: each is a coroutine on one loop, and all that ask are answered together.
+
+| what happens to a sample | what becomes of it |
+|---|---|
+| `generate` returns | its trajectory, checked |
+| `generate` raises, or the engine refuses what it asks and it does not mind | it fails, with the error |
+| it is aborted | it is given back as far as its first call came |
+| what `generate` returned is no trajectory of the sample | BadTrajectory, for the whole call |
+
+Whoever holds the engine gives the answers: `cairn.engines.rollout.samples` where the function is ours, and the process
+of the user's function (`user_process.py`) through it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from cairn.engines.errors import RequestRefused
+from cairn.engines.rollout.call_ids import begin_sample, task_factory
+from cairn.engines.rollout.context import Context, SampleAborted
+from cairn.engines.trajectories import BadTrajectory, GeneratedSample, SampleKey, SampleRequest, Trajectory
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
+
+Generate = Callable[[Context, SampleRequest], Awaitable[Trajectory | list[Trajectory]]]
+
+
+class Runner:
+    """The samples of one call. All of it is for the thread of its loop."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, generate: Generate, params: SamplingParams, tokenizer: Callable[[], Any]
+    ) -> None:
+        """`tokenizer` loads the model's, where a sample asks for it."""
+        loop.set_task_factory(task_factory)
+        self._loop = loop
+        self._generate = generate
+        self._params = params
+        self._tokenizer = tokenizer
+        self._tasks: dict[SampleKey, asyncio.Task[None]] = {}
+        self._answers: dict[RequestId, asyncio.Future[Completion]] = {}
+        self._asking: Counter[RequestId] = Counter()
+        self._aborted = False
+        self._failure: BadTrajectory | None = None
+        self._stir = asyncio.Event()
+        self.asked: list[GenerateRequest] = []
+        """What samples ask the engine, for its holder to take away and to `answer`."""
+        self.ended: list[GeneratedSample] = []
+        """Samples that have ended, for it to take away."""
+
+    def begin(self, samples: Sequence[SampleRequest]) -> None:
+        """Begin to generate samples."""
+        self._tasks |= {sample.key: self._loop.create_task(self._run(sample)) for sample in samples}
+
+    @property
+    def left(self) -> int:
+        """Samples that have not ended. Raises BadTrajectory."""
+        if self._failure is not None:
+            raise self._failure
+        return len(self._tasks)
+
+    async def stirred(self) -> None:
+        """Return when samples have asked or ended since, and all that could go on have."""
+        await self._stir.wait()
+        await asyncio.sleep(0)  # behind those that are about to
+        self._stir.clear()
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a sample has something else to do than to wait for the engine."""
+        return self._failure is None and len(self._tasks) > len(self._asking)
+
+    def answer(self, id: RequestId, answer: Completion | RequestRefused) -> None:
+        """What the engine made of a request."""
+        future = self._answers.pop(id)
+        self._no_longer_asks(id)
+        if future.done():
+            return  # its sample has ended without it
+        if isinstance(answer, RequestRefused):
+            future.set_exception(answer)
+        else:
+            self._aborted = self._aborted or answer.finish_reason == FinishReason.ABORT
+            future.set_result(answer)
+
+    def abort(self) -> None:
+        """Give all samples back: those that ask the engine when it answers, the others at once."""
+        self._aborted = True
+        for key, task in self._tasks.items():
+            if key not in self._asking:
+                task.cancel()
+
+    def close(self) -> None:
+        """End everything, whatever it is at."""
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._loop.run_until_complete(asyncio.wait(tasks))
+        self._loop.close()
+
+    async def _run(self, sample: SampleRequest) -> None:
+        begin_sample()
+        context = Context(sample, self._params, self._ask, self._tokenizer)
+        try:
+            trajectory = context.checked(await self._generate(context, sample))
+            reasons = [segment.finish_reason for segment in trajectory.segments if segment.finish_reason is not None]
+            ended = GeneratedSample(*sample.key, trajectory, reasons[-1])
+        except SampleAborted:
+            ended = context.aborted()
+        except asyncio.CancelledError:
+            if not self._aborted:
+                raise
+            ended = context.aborted()
+        except BadTrajectory as error:
+            self._failure = error
+            self._stir.set()
+            return
+        except RequestRefused as refused:
+            ended = GeneratedSample.failed(sample, "; ".join(refused.refused.values()))
+        # It is user code: whatever it raises is the result of this sample, and no other is to suffer from it.
+        except Exception as error:
+            ended = GeneratedSample.failed(sample, f"generate: {type(error).__name__}: {error}")
+        del self._tasks[sample.key]
+        self._asking.pop(sample.key, None)
+        self.ended.append(ended)
+        self._stir.set()
+
+    async def _ask(self, request: GenerateRequest) -> Completion:
+        if self._aborted:
+            raise SampleAborted
+        future = self._answers[request.request_id] = self._loop.create_future()
+        self._asking[request.request_id[:2]] += 1
+        self.asked.append(request)
+        self._stir.set()
+        return await future
+
+    def _no_longer_asks(self, id: RequestId) -> None:
+        if self._asking[id[:2]] > 1:
+            self._asking[id[:2]] -= 1
+        else:
+            del self._asking[id[:2]]

@@ -1,0 +1,192 @@
+"""What a sample goes through: the words of `async def generate(ctx, sample)`. Plain values: numpy arrays and numbers.
+
+A trajectory begins after the sample's prompt and is made of segments, in order: tokens that the policy sampled, and
+tokens that the world gave (the result of a tool, the next question), which nothing is learnt from. Token ids go in and
+come out: text is never tokenised again.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cairn.engines.types import FinishReason, KeptTokens
+
+FIRST_CALL = "0"
+"""Id of a sample's first call of `ctx.sample`."""
+SampleKey = tuple[int, int]
+"""(group_id, index in the group)."""
+
+
+class BadTrajectory(Exception):
+    """What `generate` returned is no trajectory of its sample: the code is to be corrected, a new try does not help."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """T tokens that came at once."""
+
+    ids: np.ndarray
+    """[T] int32."""
+    loss_mask: np.ndarray
+    """[T] uint8: 1 where the token may be trained on. Of what was sampled all are 1, unless user code says less."""
+    call: str | None = None
+    """Id of the call of `ctx.sample` that sampled it; None: the world gave it, and all that follows is empty."""
+    log_probs: np.ndarray | None = None
+    """[T] float32, see `cairn.engines.types.Completion`."""
+    weight_versions: np.ndarray | None = None
+    """[T] int32: of the weights that each token was sampled from."""
+    seed: int | None = None
+    """Of all draws of the call."""
+    finish_reason: FinishReason | None = None
+    """Why it ended."""
+    kept: KeptTokens | None = None
+    """What its tokens were drawn from, where that is recorded and was less than the whole vocabulary."""
+    seconds: float = 0.0
+    """From the call's admission to its end."""
+    cached_tokens: int = 0
+    """Of the tokens before it, those that the engine had in its prefix cache."""
+
+    @classmethod
+    def given(cls, ids: Sequence[int] | np.ndarray) -> "Segment":
+        """Tokens that the world gave."""
+        return cls(np.asarray(ids, np.int32), np.zeros(len(ids), np.uint8))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def then(self, rest: "Segment") -> "Segment":
+        """This part of a call's tokens and the rest of them, sampled later."""
+        assert self.log_probs is not None
+        assert self.weight_versions is not None
+        cut = self.kept is not None or rest.kept is not None
+        return replace(
+            rest,
+            ids=np.concatenate([self.ids, rest.ids]),
+            loss_mask=np.concatenate([self.loss_mask, rest.loss_mask]),
+            log_probs=np.concatenate([self.log_probs, rest.log_probs]),
+            weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
+            kept=_kept(self) + _kept(rest) if cut else None,
+            seconds=self.seconds + rest.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The response to a sample's prompt: T tokens of its segments, one after the other."""
+
+    segments: Sequence[Segment]
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """[T] int32."""
+        return _joined([segment.ids for segment in self.segments], np.int32)
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """[T] uint8."""
+        return _joined([segment.loss_mask for segment in self.segments], np.uint8)
+
+    @property
+    def log_probs(self) -> np.ndarray:
+        """[T] float32: 0 where the world gave the token."""
+        parts = [np.zeros(len(s), np.float32) if s.log_probs is None else s.log_probs for s in self.segments]
+        return _joined(parts, np.float32)
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """[T] int32: of a token that the world gave, the version of the sampled token before it, or else after it."""
+        parts: list[np.ndarray] = []
+        last = next((int(s.weight_versions[0]) for s in self.segments if s.weight_versions is not None and len(s)), 0)
+        for segment in self.segments:
+            versions = segment.weight_versions
+            parts.append(np.full(len(segment), last, np.int32) if versions is None else versions)
+            last = int(parts[-1][-1]) if len(segment) else last
+        return _joined(parts, np.int32)
+
+    @property
+    def kept(self) -> KeptTokens:
+        """Of all T tokens."""
+        return sum(map(_kept, self.segments), KeptTokens.whole(0))
+
+    @property
+    def seconds(self) -> float:
+        """That engines took for it."""
+        return sum(segment.seconds for segment in self.segments)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all its calls."""
+        return sum(segment.cached_tokens for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sample that is wanted."""
+
+    group_id: int
+    index: int
+    """Among the samples of its group, from 0."""
+    prompt_ids: Sequence[int]
+    seed: int
+    """64 bits: every random draw of it comes from them."""
+    begun: Segment | None = None
+    """What its first call had sampled after the prompt when it was aborted: it goes on after that."""
+    prompt: str = ""
+    """As text, chat template and special tokens included."""
+    label: str | None = None
+    """The expected answer, as the data row has it."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Of the data row; empty where it has none."""
+
+    @property
+    def key(self) -> SampleKey:
+        """Names it in its run."""
+        return self.group_id, self.index
+
+
+@dataclass(frozen=True)
+class GeneratedSample:
+    """What became of a sample."""
+
+    group_id: int
+    index: int
+    trajectory: Trajectory
+    finish_reason: FinishReason
+    """Of the last segment that was sampled. ABORT: the sample was given up, and the trajectory holds what its first
+    call has; ERROR: it failed."""
+    error: str | None = None
+    """Why it failed; None where it did not."""
+
+    @property
+    def key(self) -> SampleKey:
+        """Names it in its run."""
+        return self.group_id, self.index
+
+    @classmethod
+    def failed(cls, request: SampleRequest, error: str) -> "GeneratedSample":
+        """One without a token."""
+        return cls(*request.key, Trajectory(()), FinishReason.ERROR, error)
+
+    @classmethod
+    def aborted(cls, request: SampleRequest) -> "GeneratedSample":
+        """One that got no further than it had."""
+        begun = () if request.begun is None else (request.begun,)
+        return cls(*request.key, Trajectory(begun), FinishReason.ABORT)
+
+
+def call_seed(seed: int, call: str) -> int:
+    """64-bit seed of a call of a sample that has this seed: the first call has the sample's own."""
+    if call == FIRST_CALL:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{call}".encode(), digest_size=8).digest(), "little")
+
+
+def _kept(segment: Segment) -> KeptTokens:
+    return KeptTokens.whole(len(segment)) if segment.kept is None else segment.kept
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])

@@ -1,0 +1,184 @@
+"""`generate` of samples beside a real engine: calls, their seeds, and what is refused of a trajectory."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cairn.engines.rollout.context import Context
+from cairn.engines.rollout.samples import SampleEngine
+from cairn.engines.rollout.single_turn import generate as single_turn
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.trajectories import (
+    BadTrajectory,
+    GeneratedSample,
+    SampleRequest,
+    Segment,
+    Trajectory,
+    call_seed,
+)
+from cairn.engines.types import FinishReason, GenerateRequest, SamplingParams
+from tests.engines.rollout.models import CONTEXT_LENGTH, configs, rollout_config, save_model
+
+PARAMS = SamplingParams(max_new_tokens=6)
+WORLD = [9, 10, 11]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> TransformersEngine:
+    return TransformersEngine(save_model(configs()["qwen3"], tmp_path_factory.mktemp("model")), rollout_config())
+
+
+def requests(groups: int = 2, samples: int = 2) -> list[SampleRequest]:
+    return [
+        SampleRequest(group, index, [20 + group, 21, 22], 1000 * group + index)
+        for group in range(groups)
+        for index in range(samples)
+    ]
+
+
+def generated(engine: TransformersEngine, function: Any, samples: list[SampleRequest]) -> list[GeneratedSample]:
+    stream = SampleEngine(engine.generate, engine.abort).generate(samples, PARAMS, function)
+    return sorted((sample for part in stream for sample in part), key=lambda sample: sample.key)
+
+
+async def two_turns(ctx: Context, sample: SampleRequest) -> Trajectory:
+    first = await ctx.sample(sample.prompt_ids)
+    told = Segment.given(WORLD)
+    second = await ctx.sample([*sample.prompt_ids, *first.ids, *told.ids], max_new_tokens=3)
+    return Trajectory([first, told, second])
+
+
+def test_one_turn_is_the_response_that_the_engine_gives_a_request_with_the_samples_own_seed(
+    engine: TransformersEngine,
+) -> None:
+    asked = requests()
+    raw = engine.generate([GenerateRequest(one.key, one.prompt_ids, one.seed, PARAMS) for one in asked])
+    expected = {done.request_id: done for part in raw for done in part}
+    for sample in generated(engine, single_turn, asked):
+        (segment,) = sample.trajectory.segments
+        done = expected[sample.key]
+        assert segment.ids.tolist() == done.response_ids.tolist()
+        assert segment.log_probs is not None
+        assert segment.log_probs.tolist() == done.log_probs.tolist()
+        assert (segment.call, segment.loss_mask.tolist()) == ("0", [1] * len(segment))
+        assert sample.finish_reason == done.finish_reason
+
+
+def test_a_second_turn_is_drawn_from_a_seed_of_its_own_after_all_that_came_before_it(
+    engine: TransformersEngine,
+) -> None:
+    asked = requests()
+    for request, sample in zip(asked, generated(engine, two_turns, asked), strict=True):
+        first, told, second = sample.trajectory.segments
+        before = [*request.prompt_ids, *first.ids, *told.ids]
+        seed = call_seed(request.seed, "1")
+        again = engine.generate([GenerateRequest((0, 0), before, seed, replace(PARAMS, max_new_tokens=3))])
+        ((done,),) = list(again)
+        assert (first.call, second.call, first.seed, second.seed) == ("0", "1", request.seed, seed)
+        assert second.ids.tolist() == done.response_ids.tolist()
+        trajectory = sample.trajectory
+        ends = [len(first), len(WORLD), len(second)]
+        assert trajectory.loss_mask.tolist() == np.repeat([1, 0, 1], ends).tolist()
+        assert trajectory.log_probs.tolist()[len(first) : len(first) + len(WORLD)] == [0.0] * len(WORLD)
+        assert trajectory.weight_versions.tolist() == [0] * sum(ends)
+
+
+def test_calls_side_by_side_have_ids_of_their_tasks_whoever_asks_first(engine: TransformersEngine) -> None:
+    async def side_by_side(ctx: Context, sample: SampleRequest) -> Trajectory:
+        async def late() -> Segment:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            return await ctx.sample(sample.prompt_ids)
+
+        segments = await asyncio.gather(late(), ctx.sample(sample.prompt_ids))
+        assert [segment.call for segment in segments] == ["t0.0", "t1.0"]
+        return Trajectory([segments[1]])
+
+    for sample in generated(engine, side_by_side, requests(1, 2)):
+        assert sample.error is None
+        assert sample.trajectory.segments[0].seed == call_seed(sample.index, "t1.0")
+
+
+async def nothing(ctx: Context, sample: SampleRequest) -> Trajectory:
+    return Trajectory([Segment.given(WORLD)])
+
+
+async def other_ids(ctx: Context, sample: SampleRequest) -> Trajectory:
+    segment = await ctx.sample(sample.prompt_ids)
+    return Trajectory([replace(segment, ids=segment.ids + 1)])
+
+
+async def another_mask(ctx: Context, sample: SampleRequest) -> Trajectory:
+    segment = await ctx.sample(sample.prompt_ids)
+    return Trajectory([replace(segment, loss_mask=segment.loss_mask[1:])])
+
+
+async def learns_from_the_world(ctx: Context, sample: SampleRequest) -> Trajectory:
+    segment = await ctx.sample(sample.prompt_ids)
+    return Trajectory([segment, replace(Segment.given(WORLD), loss_mask=np.ones(3, np.uint8))])
+
+
+async def another_prefix(ctx: Context, sample: SampleRequest) -> Trajectory:
+    return Trajectory([Segment.given(WORLD), await ctx.sample(sample.prompt_ids)])
+
+
+async def no_trajectory(ctx: Context, sample: SampleRequest) -> Any:
+    return await ctx.sample(sample.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (nothing, "without a token that was sampled; where there is none, raise an error"),
+        (other_ids, "segment 1 .* has other ids than call 0 of ctx.sample gave; return the segment that it returned"),
+        (another_mask, r"segment 1 .* has a loss_mask of \d for \d tokens; it needs one value a token"),
+        (learns_from_the_world, "segment 2 .* lets tokens be trained on that the world gave"),
+        (another_prefix, "segment 2 .* was sampled after 3 tokens that are not the 6 before it in the trajectory"),
+        (no_trajectory, "generate returned Segment for a sample; return one cairn.Trajectory"),
+    ],
+)
+def test_what_is_no_trajectory_of_the_sample_is_refused(engine: TransformersEngine, function: Any, told: str) -> None:
+    with pytest.raises(BadTrajectory, match=told):
+        generated(engine, function, requests(1, 2))
+
+
+def test_a_sample_whose_generate_raises_or_is_refused_fails_and_no_other_does(engine: TransformersEngine) -> None:
+    async def sometimes(ctx: Context, sample: SampleRequest) -> Trajectory:
+        if sample.index == 0:
+            raise ValueError("no such tool")
+        if sample.index == 1:
+            await ctx.sample([20] * CONTEXT_LENGTH)
+        return await single_turn(ctx, sample)
+
+    first, second, third = generated(engine, sometimes, requests(1, 3))
+    assert first.error == "generate: ValueError: no such tool"
+    assert second.error is not None
+    assert "leaves no room in the context" in second.error
+    assert (third.error, len(third.trajectory.segments)) == (None, 1)
+
+
+def test_what_is_aborted_in_its_first_call_goes_on_there_and_ends_as_if_it_had_not_been(
+    engine: TransformersEngine,
+) -> None:
+    asked = requests(1, 2)
+    whole = generated(engine, two_turns, asked)
+    cut = [
+        replace(
+            request,
+            begun=replace(
+                sample.trajectory.segments[0],
+                finish_reason=FinishReason.ABORT,
+                **{
+                    name: getattr(sample.trajectory.segments[0], name)[:2]
+                    for name in ("ids", "loss_mask", "log_probs", "weight_versions")
+                },
+            ),
+        )
+        for request, sample in zip(asked, whole, strict=True)
+    ]
+    for before, after in zip(whole, generated(engine, two_turns, cut), strict=True):
+        assert before.trajectory.response_ids.tolist() == after.trajectory.response_ids.tolist()
+        assert np.allclose(before.trajectory.log_probs, after.trajectory.log_probs, atol=1e-5)
