@@ -22,7 +22,9 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.kinds import user_code
 from cairn.configs.loader import from_manifest, in_recorded_words
 from cairn.configs.plugins import load_callable
+from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import Reader, view
 from cairn.engines.fingerprint import cpu_model, installed
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.models import check_model_folder, context_length, folder_digest
@@ -43,6 +45,7 @@ from cairn.tasks.data import PromptData
 from cairn.tasks.events import Message
 from cairn.tasks.plugin_sources import defining_file_digest, source_digest
 from cairn.tasks.recovery import ReplayDiverged
+from cairn.tasks.reward import reward
 from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.rules import untold
 from cairn.tasks.stale_commits import stale_steps
@@ -179,7 +182,7 @@ def needs_restore_point(ledger: Ledger, config: RunConfig) -> bool:
         return False
     last = ledger.first_iteration - 1
     before = from_manifest(ledger.owner(last).manifest.config)
-    same = digest(config, train.reads) == digest(before, train.reads)
+    same = digest(config, train.options) == digest(before, train.options)
     return not same and ledger.find(last, Step.CHECKPOINT) is None
 
 
@@ -227,13 +230,18 @@ def input_digests(config: RunConfig, data: PromptData, benchmarks: Mapping[str, 
 
 def open_graders(config: RunConfig, stack: ExitStack) -> dict[str | None, GraderPool]:
     """The grader of the training samples under None, those of the benchmarks under their names."""
-    graders: dict[str | None, GraderPool] = {None: stack.enter_context(GraderPool(config.reward, config.retry.grader))}
+    reader = Reader("the grader", "`reads` of reward in cairn.tasks.reward", reward.reads)
+
+    def opened(own: RewardConfig) -> GraderPool:
+        return stack.enter_context(GraderPool(view(own, reader, "reward"), config.retry.grader))
+
+    graders: dict[str | None, GraderPool] = {None: opened(config.reward)}
     for benchmark in config.eval.benchmarks:
         own = config.reward
         if benchmark.rm_type is not None:
             own = own.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None})
         same = own == config.reward
-        graders[benchmark.name] = graders[None] if same else stack.enter_context(GraderPool(own, config.retry.grader))
+        graders[benchmark.name] = graders[None] if same else opened(own)
     return graders
 
 

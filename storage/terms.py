@@ -13,7 +13,7 @@ without has its default.
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from cairn.configs.recorded import in_todays_words
 from cairn.configs.schema.base import RECORDED
@@ -31,6 +31,8 @@ class Rules(Record):
     """Inputs from outside the ledger, by their names in `Terms.inputs`."""
     plugins: tuple[str, ...] = ()
     """Options that name user code."""
+    engines: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Options that each engine it calls is made from, by the engine's name."""
 
 
 class Terms(Record):

@@ -34,6 +34,7 @@ from cairn.tasks.step import Outcome, StepCall, durable
         "algorithm.use_opd",
         "algorithm.opd_kl_coef",
         "algorithm.use_rollout_logprobs",
+        "training.num_steps_per_rollout",  # the ages of tokens are counted in weight versions
     ),
 )
 def advantage(

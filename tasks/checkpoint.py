@@ -5,7 +5,7 @@ from cairn.tasks.recovery import prepare_trainer
 from cairn.tasks.step import Outcome, StepCall, durable
 
 
-@durable(Step.CHECKPOINT, reads=("training.optimizer",))
+@durable(Step.CHECKPOINT, engines=("training",))
 def checkpoint(step: StepCall, trained: Commit, selection: Commit) -> Outcome:
     """Save the training state that `trained` committed. `selection` fixes cursor and buffer."""
     run = step.run

@@ -100,6 +100,10 @@ class RunContext:
         self._draws: dict[tuple[int, int], Draw] = {}
         self._noticed: set[str] = set()
 
+    def seen_as(self, config: RunConfig) -> "RunContext":
+        """This run, all of its state shared, with another view of its configuration."""
+        return _Seen(self, config)
+
     @property
     def records_kept(self) -> bool:
         """Whether rollouts record what was left of the vocabulary to draw each token from, for it to be scored within
@@ -177,10 +181,10 @@ class RunContext:
             )
         return found
 
-    def config_at(self, iteration: int) -> RunConfig:
-        """The configuration under which an iteration was or will be made: a parent's for those shared with it."""
-        owner = self.ledger.owner(iteration)
-        return self.config if owner is self.ledger else from_manifest(owner.manifest.config)
+    def config_of(self, commit: Commit) -> RunConfig:
+        """All of the configuration that a commit was made under, a parent's for one shared with it: whoever has the
+        commit has read its digest."""
+        return from_manifest(self.ledger.terms_of(commit).config)
 
     def commit(self, **fields: Any) -> Commit:
         """Create a commit, or adopt the one that another driver created first."""
@@ -207,3 +211,17 @@ class RunContext:
             self._tables.move_to_end(output.sha256)
             while sum(kept.nbytes for kept in self._tables.values()) > TABLE_BYTES_KEPT:
                 self._tables.popitem(last=False)
+
+
+class _Seen(RunContext):
+    """A run as one step sees it. Methods run on it, so that they see the step's configuration too; attributes are the
+    run's own."""
+
+    def __init__(self, run: RunContext, config: RunConfig) -> None:
+        self.__dict__.update(_run=run, config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_run"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._run, name, value)

@@ -56,16 +56,10 @@ def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: in
         "reward.custom_rm_path",
         "reward.rm_timeout",
         "reward.rm_memory",
-        "rollout.engine",
-        "rollout.sglang",
-        "rollout.server_groups",
-        "rollout.external_urls",
-        "rollout.num_gpus_per_engine",
-        "rollout.dtype",
-        "rollout.num_threads",
         "rollout.rollout_stop_token_ids",
     ),
     externals=("model", "eval"),
+    engines=("rollout",),
 )
 def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left. Samples are durable

@@ -100,6 +100,7 @@ def newest_checkpoint(run: RunContext, iteration: int) -> Commit | None:
 
 def replay(run: RunContext, committed: Commit) -> None:
     """Do a committed train step again on the engine, from its snapshots, and hold the result against its digest."""
+    run = run.seen_as(run.config_of(committed))  # what the step saw that is done again, not what its caller may see
     assert committed.weight_version_in is not None
     result = run.fleet.training.train(
         committed_batch(run, committed),

@@ -32,13 +32,6 @@ from cairn.tasks.sync import bring_up_to_date
     reads=(
         "seed",
         "data",
-        "rollout.engine",
-        "rollout.sglang",
-        "rollout.server_groups",
-        "rollout.external_urls",
-        "rollout.num_gpus_per_engine",
-        "rollout.dtype",
-        "rollout.num_threads",
         "rollout.n_samples_per_prompt",
         "rollout.partial_rollout",
         "rollout.rollout_max_prompt_len",
@@ -49,6 +42,7 @@ from cairn.tasks.sync import bring_up_to_date
         "rollout.rollout_stop_token_ids",
     ),
     externals=("data", "model"),
+    engines=("rollout",),
 )
 def rollout(
     step: StepCall,

@@ -3,8 +3,6 @@
 `cairn.storage.terms` keeps with every run what its steps read. Runs of format 2 carry none: theirs are here, for ever.
 """
 
-from collections.abc import Mapping
-
 from cairn.configs.digest import recorded_digest
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.sglang.kept import kept_problems
@@ -157,6 +155,9 @@ def config_digest(terms: Terms, step: Step) -> str:
     return canonical.digest({"fields": fields, "plugins": sources}) if any(sources.values()) else fields
 
 
-def external_inputs(terms: Terms, step: Step) -> Mapping[str, str]:
-    """Digests of what a step reads from outside the ledger; a run need not have all of it."""
-    return {name: terms.inputs[name] for name in rules_of(terms, step).externals if name in terms.inputs}
+def external_inputs(terms: Terms, step: Step) -> dict[str, str]:
+    """Digests of what a step reads from outside the ledger, of which a run need not have all, and of what the engines
+    that it calls are made from."""
+    rules = rules_of(terms, step)
+    read = {name: terms.inputs[name] for name in rules.externals if name in terms.inputs}
+    return read | {f"engine.{name}": recorded_digest(terms.config, options) for name, options in rules.engines.items()}

@@ -20,28 +20,7 @@ def needs_scores(config: RunConfig) -> bool:
     return bool(scores_needed(config.algorithm, config.training.num_steps_per_rollout))
 
 
-@durable(
-    Step.SCORE,
-    reads=(
-        "algorithm.advantage_estimator",
-        "algorithm.loss_type",
-        "algorithm.kl_coef",
-        "algorithm.use_kl_loss",
-        "algorithm.use_opd",
-        "algorithm.use_rollout_logprobs",
-        "training.engine",
-        "training.megatron",
-        "training.world_size",
-        "training.num_gpus_per_rank",
-        "training.num_threads",
-        "training.dtype",
-        "training.max_tokens_per_gpu",
-        "training.num_steps_per_rollout",
-        "training.lora",
-        "rollout.rollout_temperature",
-    ),
-    externals=("model", "ref_model", "teacher_model", "critic_model"),
-)
+@durable(Step.SCORE, externals=("model", "ref_model", "teacher_model", "critic_model"), engines=("training",))
 def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: list[Commit]) -> Outcome:
     """Score every trained sample, in the order of the batch."""
     run, config = step.run, step.run.config

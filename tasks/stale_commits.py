@@ -44,7 +44,7 @@ def _changed(
 ) -> list[str]:
     """Names of what a step reads and what differs."""
     options = [name for name, _, _ in differences(recorded.model_dump(mode="json"), given.model_dump(mode="json"))]
-    fields = [option for option in options if any(f"{option}.".startswith(f"{name}.") for name in step.reads)]
+    fields = [option for option in options if any(f"{option}.".startswith(f"{name}.") for name in step.options)]
     read = [*step.externals, *step.plugins, *(f"{option}:modules" for option in step.plugins)]
     differing = [name.partition(":")[0] for name in read if inputs.get(name) != others.get(name)]
     return fields + list(dict.fromkeys(differing))

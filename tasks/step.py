@@ -19,8 +19,10 @@ from typing import Any, Concatenate, Generic, ParamSpec
 import pyarrow as pa
 
 from cairn.configs.digest import digest as config_digest_of
+from cairn.configs.engines import ENGINES
 from cairn.configs.kinds import naming_code
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import Reader, view
 from cairn.storage import canonical
 from cairn.storage.commits import Commit, Environment, OutputFile, Step
 from cairn.storage.errors import StaleCommits, StoreError, StoreRefused
@@ -71,7 +73,8 @@ class StepCall:
 
 @dataclass(frozen=True)
 class DurableStep(Generic[Args]):
-    """A step body with its name and what it reads of the configuration."""
+    """A step body with its name and what it reads of the configuration. What else it asks of it raises UndeclaredRead,
+    in the body and in all that the body calls: see `cairn.configs.view`."""
 
     name: Step
     body: Callable[Concatenate[StepCall, Args], Outcome]
@@ -80,11 +83,18 @@ class DurableStep(Generic[Args]):
     externals: tuple[str, ...]
     """Inputs from outside the ledger, by their name in the run's manifest: `data`, `model`, `eval`, and `ref_model`,
     `teacher_model` and `critic_model` where the run has them."""
+    engines: tuple[str, ...]
+    """Engines that the body calls, `rollout` and `training`: what they are made from is an input."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """All that its commits depend on, by the body or by an engine."""
+        return (*self.reads, *(option for name in self.engines for option in ENGINES[name]))
 
     @property
     def plugins(self) -> tuple[str, ...]:
-        """Of these fields, those that name user code: its source is part of the configuration digest."""
-        return naming_code(self.reads)
+        """Of these, those that name user code: its source is part of the configuration digest."""
+        return naming_code(self.options)
 
     def __call__(
         self, run: RunContext, iteration: int, shard: str | None, *args: Args.args, **kwargs: Args.kwargs
@@ -140,6 +150,7 @@ class DurableStep(Generic[Args]):
 
     def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
         """Run the body and write its tables; the outcome then names every file and the seconds that both took."""
+        call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader)))
         began = time.perf_counter()
         outcome = self.body(call, *args, **kwargs)
         ran = time.perf_counter()
@@ -153,11 +164,17 @@ class DurableStep(Generic[Args]):
     @property
     def rules(self) -> Rules:
         """What the step reads."""
-        return Rules(reads=self.reads, externals=self.externals, plugins=self.plugins)
+        engines = {name: ENGINES[name] for name in self.engines}
+        return Rules(reads=self.reads, externals=self.externals, plugins=self.plugins, engines=engines)
+
+    @property
+    def _reader(self) -> Reader:
+        return Reader(f"step {self.name}", f"`reads` of {self.body.__name__} in {self.body.__module__}", self.options)
 
     def _external_inputs(self, run: RunContext) -> dict[str, str]:
         inputs = run.ledger.terms.inputs
-        return {name: inputs[name] for name in self.externals if name in inputs}
+        read = {name: inputs[name] for name in self.externals if name in inputs}
+        return read | {f"engine.{name}": config_digest_of(run.config, ENGINES[name]) for name in self.engines}
 
     def _require_fresh(
         self, run: RunContext, commit: Commit, given: Mapping[str, str], inputs: Mapping[str, str], config_digest: str
@@ -182,12 +199,13 @@ class DurableStep(Generic[Args]):
 
 
 def durable(
-    name: Step, *, reads: tuple[str, ...], externals: tuple[str, ...] = ()
+    name: Step, *, reads: tuple[str, ...] = (), externals: tuple[str, ...] = (), engines: tuple[str, ...] = ()
 ) -> Callable[[Callable[Concatenate[StepCall, Args], Outcome]], DurableStep[Args]]:
-    """Make a durable step of a body. Its Commit arguments become inputs; its other arguments must be JSON values."""
+    """Make a durable step of a body. Its Commit arguments become inputs; its other arguments must be JSON values. See
+    `DurableStep` for the others."""
 
     def wrap(body: Callable[Concatenate[StepCall, Args], Outcome]) -> DurableStep[Args]:
-        return DurableStep(name, body, reads, externals)
+        return DurableStep(name, body, reads, externals, engines)
 
     return wrap
 

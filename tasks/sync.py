@@ -8,7 +8,7 @@ from cairn.tasks.recovery import restore_trainer, version_of
 from cairn.tasks.step import Outcome, StepCall, durable
 
 
-@durable(Step.SYNC, reads=("rollout.num_engines", "rollout.server_groups", "rollout.external_urls"))
+@durable(Step.SYNC, reads=("rollout.num_engines",), engines=("rollout", "training"))
 def sync(step: StepCall, trained: Commit) -> Outcome:
     """Bring the rollout engines to the weights that `trained` committed; commit the versions they report."""
     versions = bring_up_to_date(step.run, trained)

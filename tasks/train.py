@@ -5,7 +5,6 @@ that is to be trained now, its result is committed and nothing is trained again.
 back to the committed weights first.
 """
 
-from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.types import TrainResult
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.batch import train_batch
@@ -13,15 +12,13 @@ from cairn.tasks.events import Message
 from cairn.tasks.recovery import current_position, prepare_trainer, version_of
 from cairn.tasks.step import Outcome, StepCall, durable
 
-READS = (
-    "algorithm",
-    *(f"training.{option}" for option in TrainingConfig.model_fields if option != "timeout"),
-    "rollout.rollout_temperature",
-    "rollout.num_rollout",  # the learning rate decays over the whole run
+
+@durable(
+    Step.TRAIN,
+    reads=("rollout.num_rollout",),  # the learning rate decays over the whole run
+    externals=("model", "critic_model"),
+    engines=("training",),
 )
-
-
-@durable(Step.TRAIN, reads=READS, externals=("model", "critic_model"))
 def train(
     step: StepCall,
     weights: Commit | None,

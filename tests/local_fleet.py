@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import view
 from cairn.engines.fleet.colocation import Turns
 from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.transformers.engine import TransformersEngine
@@ -17,7 +19,7 @@ from cairn.storage.store import StoredFile, open_store
 class LocalRollout:
     def __init__(self, config: RunConfig, index: int) -> None:
         self.name = f"rollout:{index}"
-        self.engine = TransformersEngine(config.model.path, config.rollout)
+        self.engine = TransformersEngine(config.model.path, view(config.rollout, reader_of("rollout"), "rollout"))
         self.batch_invariant = self.engine.check_batch_invariance()
         self.generated_groups = 0
         self._samples = SampleEngine(lambda requests: self.generate(requests), self.engine.abort)

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from cairn.configs.engines import reader_of
 from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.view import view
 from cairn.engines.rollout.base import RolloutEngine
 from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place
 
@@ -22,6 +24,7 @@ def make_engine(
 
     Raises BadModel, and where the engine is a server EngineDied and EngineTimeout.
     """
+    config = view(config, reader_of("rollout"), "rollout")
     if config.engine == "sglang":
         from cairn.engines.rollout.sglang.engine import SGLangEngine
 

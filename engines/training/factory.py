@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
+from cairn.configs.engines import reader_of
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
+from cairn.configs.view import view
 from cairn.engines.training.base import TrainingEngine
 
 
@@ -15,6 +17,8 @@ def make_engine(
 ) -> TrainingEngine:
     """Make one rank of it in this process; arguments as in `cairn.engines.training.base.TrainingEngine`. Raises
     BadModel."""
+    reader = reader_of("training")
+    training, algorithm = view(training, reader, "training"), view(algorithm, reader, "algorithm")
     if training.engine == "megatron":
         from cairn.engines.training.megatron.backend import backend_for
 

@@ -117,6 +117,8 @@ def test_a_run_goes_on_to_its_end_and_nothing_committed_is_done_again(earlier: s
     assert (shard.metrics["recovered_groups"], shard.metrics["generated_groups"]) == (1, 0)  # the write-ahead log
     assert {commit.terms for commit in before.values()} == {0}
     assert {after[name].terms for name in events.executed()} == {1}
+    assert not [commit for commit in before.values() if "engine.training" in commit.inputs]
+    assert "engine.training" in after["000002/train"].inputs
     assert not faults(earlier, "parent")
     assert json.loads(cairn("status", "parent", "--json", "--store", earlier))["state"] == "completed"
 

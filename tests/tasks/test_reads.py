@@ -1,60 +1,114 @@
 """Every option that changes what a step makes is among what the step says it reads."""
 
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from cairn.configs.digest import digest
+from cairn.configs.engines import ENGINES
 from cairn.configs.options import LIST_ITEM, options
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import CHANGES_NO_BITS, UndeclaredRead, is_covered
+from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
+from cairn.tasks.advantage import advantage
+from cairn.tasks.filter import filter_groups
+from cairn.tasks.rollout import rollout
+from cairn.tasks.step import DurableStep
 from cairn.tasks.steps import STEPS
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
-UNREAD = {
-    "model.": "the inputs carry the digests of the folders themselves",
-    "checkpoint.": "what is kept, not what it is",
-    "fleet.": "where engines lie and how weights travel; what arrives is verified",
-    "retry.": "how often is tried what gives the same in the end",
-    "operations.": "how a driver runs and ends",
-    "recovery.": "what a driver does about bits that differ",
-    "tracking.": "what is told to people",
-    "reward.num_workers": "graders do not see each other",
+UNREAD = CHANGES_NO_BITS | {
+    "checkpoint": "what is kept, not what it is",
+    "fleet": "where engines lie and how weights travel; what arrives is verified",
+    "retry": "how often is tried what gives the same in the end",
+    "operations": "how a driver runs and ends",
+    "recovery": "what a driver does about bits that differ",
+    "tracking": "what is told to people",
     "eval.eval_interval": "which iterations have the step",
     "eval.skip_eval_before_train": "which iterations have the step",
-    "rollout.router": "which server a request goes to",
-    "rollout.num_gpus_per_node": "where an engine lies",
-    "rollout.max_running_requests": "company in a batch: each commit says whether the engine is invariant to it",
-    "rollout.sglang_server_concurrency": "company in a batch",
     "rollout.over_sampling_batch_size": "an argument of the step: how many groups a shard has",
     "rollout.shards_per_round": "an argument of the step: how groups are cut into shards",
-    "rollout.timeout": "how long is waited",
-    "rollout.rollout_health_check_interval": "how long is waited",
-    "rollout.rollout_health_check_timeout": "how long is waited",
-    "rollout.rollout_health_check_first_wait": "how long is waited",
-    "training.timeout": "how long is waited",
+    "training.global_batch_size": "follows from the samples of a batch and num_steps_per_rollout",
 }
-"""Options, or beginnings of their names, that no step reads, and why their steps make the same all the same."""
-
-
-def covered(option: str, reads: tuple[str, ...]) -> bool:
-    return any(f"{option}.".startswith(f"{name}.") for name in reads)
+"""Options, or sections, that no step reads, and why their steps make the same all the same."""
 
 
 @pytest.mark.parametrize("option", [one.name for one in options(RunConfig)])
 def test_an_option_is_read_by_a_step_or_known_to_change_nothing(option: str) -> None:
     name = option.partition(f".{LIST_ITEM}")[0]
-    read = any(covered(name, step.reads) for step in STEPS.values())
-    unread = [beginning for beginning in UNREAD if name == beginning or name.startswith(beginning.rstrip("."))]
-    assert read or unread, f"{option} is in the `reads` of no step: add it to those whose results it changes"
+    read = any(is_covered(name, step.options) for step in STEPS.values())
+    assert read != is_covered(name, tuple(UNREAD)), f"{option} must be read by a step, or change nothing, and not both"
+
+
+TRAINS = {Step.SCORE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC}
 
 
 @pytest.mark.parametrize(
     ("option", "steps"),
     [
-        ("rollout.num_gpus_per_engine", {Step.ROLLOUT, Step.EVAL}),
+        ("rollout.num_gpus_per_engine", {Step.ROLLOUT, Step.EVAL, Step.SYNC}),
         ("rollout.external_urls", {Step.ROLLOUT, Step.EVAL, Step.SYNC}),
         ("rollout.server_groups", {Step.ROLLOUT, Step.EVAL, Step.SYNC}),
-        ("training.num_gpus_per_rank", {Step.SCORE, Step.TRAIN}),
-        ("training.lora.lora_alpha", {Step.SCORE, Step.TRAIN}),
-        ("rollout.rollout_temperature", {Step.ROLLOUT, Step.SCORE, Step.TRAIN}),
+        ("rollout.max_running_requests", {Step.ROLLOUT, Step.EVAL, Step.SYNC}),
+        ("training.num_gpus_per_rank", TRAINS),
+        ("training.lora.lora_alpha", TRAINS),
+        ("training.num_steps_per_rollout", {Step.ADVANTAGE, *TRAINS}),
+        ("rollout.rollout_temperature", {Step.ROLLOUT, *TRAINS}),
     ],
 )
-def test_what_an_engine_computes_on_is_read_by_all_that_compute_on_it(option: str, steps: set[Step]) -> None:
-    assert {step.name for step in STEPS.values() if covered(option, step.reads)} == steps
+def test_what_an_engine_is_made_from_is_read_by_all_that_call_it(option: str, steps: set[Step]) -> None:
+    assert {step.name for step in STEPS.values() if is_covered(option, step.options)} == steps
+
+
+@pytest.mark.parametrize(
+    ("step", "lacks"),
+    [
+        (rollout, "rollout.n_samples_per_prompt"),  # read by a helper
+        (rollout, "rollout.rollout_top_p"),  # by a property of the section, of the run
+        (filter_groups, "rollout.max_refill_rounds"),
+        (advantage, "algorithm.advantage_estimator"),
+        (advantage, "algorithm.rewards_normalization"),  # by the estimator
+    ],
+)
+def test_an_iteration_ends_where_a_step_reads_what_it_did_not_declare(
+    step: DurableStep[Any], lacks: str, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lacks in step.reads
+    less = replace(step, reads=tuple(option for option in step.reads if option != lacks))
+    monkeypatch.setattr(f"cairn.flows.iteration.{step.body.__name__}", less)
+    place = f"`reads` of {step.body.__name__} in {step.body.__module__}"
+    with (
+        tiny_context(str(tmp_path), tiny_config(tiny_assets)) as (run, _),
+        pytest.raises(UndeclaredRead, match=re.escape(f"step {step.name} reads {lacks} ") + ".*" + re.escape(place)),
+    ):
+        iteration(run, DirectSteps(run), 0)
+    assert not run.ledger.find(0, step.name, {Step.ROLLOUT: "00-000", Step.FILTER: "00"}.get(step.name))
+
+
+@pytest.mark.parametrize(("engine", "lacks"), [("rollout", "rollout.dtype"), ("training", "algorithm.eps_clip")])
+def test_an_engine_reads_what_its_digest_covers(
+    engine: str, lacks: str, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES, engine, tuple(option for option in ENGINES[engine] if option != lacks))
+    with (
+        pytest.raises(UndeclaredRead, match=re.escape(f"the {engine} engine reads {lacks} ")),
+        tiny_context(str(tmp_path), tiny_config(tiny_assets)) as (run, _),
+    ):
+        iteration(run, DirectSteps(run), 0)
+
+
+def test_the_digest_of_what_an_engine_is_made_from_is_an_input_of_whoever_calls_it(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(tiny_assets, checkpoint={"save_interval": 1})
+    with tiny_context(str(tmp_path), config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        made = {commit.step: commit.inputs for commit in run.ledger.commits(0)}
+    rollouts, training = (digest(config, ENGINES[name]) for name in ("rollout", "training"))
+    assert made[Step.ROLLOUT]["engine.rollout"] == made[Step.SYNC]["engine.rollout"] == rollouts
+    assert made[Step.TRAIN]["engine.training"] == made[Step.CHECKPOINT]["engine.training"] == training
+    assert not [name for name in made[Step.ADVANTAGE] if name.startswith("engine.")]

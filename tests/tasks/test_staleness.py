@@ -58,6 +58,10 @@ FROM_TRAIN = {"train", "checkpoint", "sync"}
         ("rollout", {"sglang": {"attention_backend": "triton"}}, FIRST),
         ("rollout", {"server_groups": (ServerGroup(num_engines=2, overrides={"attention_backend": "triton"}),)}, FIRST),
         ("rollout", {"num_engines": 1}, {"sync"}),
+        ("rollout", {"num_threads": 2}, FIRST),
+        ("rollout", {"max_running_requests": 8}, FIRST),
+        ("training", {"gradient_checkpointing": True}, FROM_TRAIN),
+        ("training", {"num_steps_per_rollout": 2}, FROM_TRAIN | {"advantage"}),
     ],
 )
 def test_another_option_makes_its_readers_and_what_was_made_from_them_stale(

@@ -7,10 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cairn.configs.engines import ENGINES
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.servers import ServerGroup
+from cairn.configs.view import Reader, view
 
 WorkerType = Literal["regular", "prefill", "decode"]
+
+READER = Reader("the launch plan", f"READER in {__name__}", (*ENGINES["rollout"], "rollout.num_engines"))
+"""What each engine is made from, and how many of them there are."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Worker:
 
 def launch_plan(config: RolloutConfig) -> LaunchPlan:
     """What a configuration without `plan_problems` launches."""
+    config = view(config, READER, "rollout")
     engines = [EnginePlan(external_url=url) for url in config.external_urls]
     if not engines:
         for group in _groups(config):

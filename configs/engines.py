@@ -1,0 +1,74 @@
+"""What engines are made from: the options that each reads, when it is made and after, and no others.
+
+An engine gets its configuration through a view of exactly these, and their digest is an input of every step that calls
+it: a sample or an update says which engine made it.
+"""
+
+from cairn.configs.view import Reader
+
+ENGINES: dict[str, tuple[str, ...]] = {
+    "rollout": (
+        "rollout.engine",
+        "rollout.sglang",
+        "rollout.router",
+        "rollout.server_groups",
+        "rollout.external_urls",
+        "rollout.num_gpus_per_engine",
+        "rollout.num_gpus_per_node",
+        "rollout.num_threads",
+        "rollout.dtype",
+        "rollout.max_running_requests",
+        "rollout.sglang_server_concurrency",
+    ),
+    "training": (
+        "training.engine",
+        "training.megatron",
+        "training.world_size",
+        "training.num_gpus_per_rank",
+        "training.num_threads",
+        "training.dtype",
+        "training.deterministic_mode",
+        "training.gradient_checkpointing",
+        "training.num_steps_per_rollout",
+        "training.max_tokens_per_gpu",
+        "training.optimizer",
+        "training.lr",
+        "training.min_lr",
+        "training.lr_decay_style",
+        "training.lr_warmup_iters",
+        "training.lr_decay_iters",
+        "training.critic_lr",
+        "training.critic_lr_warmup_iters",
+        "training.weight_decay",
+        "training.adam_beta1",
+        "training.adam_beta2",
+        "training.adam_eps",
+        "training.clip_grad",
+        "training.lora",
+        "algorithm.loss_type",
+        "algorithm.advantage_estimator",
+        "algorithm.kl_coef",
+        "algorithm.value_clip",
+        "algorithm.num_critic_only_steps",
+        "algorithm.eps_clip",
+        "algorithm.eps_clip_high",
+        "algorithm.eps_clip_c",
+        "algorithm.entropy_coef",
+        "algorithm.use_kl_loss",
+        "algorithm.kl_loss_coef",
+        "algorithm.kl_loss_type",
+        "algorithm.use_opd",
+        "algorithm.use_rollout_logprobs",
+        "algorithm.use_tis",
+        "algorithm.tis_clip",
+        "algorithm.tis_clip_low",
+        "algorithm.calculate_per_token_loss",
+        "algorithm.loss_scale_factor",
+        "rollout.rollout_temperature",
+    ),
+}
+
+
+def reader_of(engine: str) -> Reader:
+    """The engine `rollout` or `training` as a reader of the configuration."""
+    return Reader(f"the {engine} engine", "ENGINES in cairn.configs.engines", ENGINES[engine])

@@ -1,0 +1,127 @@
+"""A view of a configuration that gives what its reader has declared, and raises for everything else.
+
+What a step's commit says it was made from is then proved at every read, and not kept by hand: whoever is given a view
+cannot compute on an option that its digest does not cover. Methods and properties of a section run on the view, so what
+they read is checked too.
+
+    config = view(run_config, Reader("step filter", "`reads` in cairn.tasks.filter", ("rollout.rollout_batch_size",)))
+    config.rollout.rollout_batch_size     # its value
+    config.rollout.num_engines            # UndeclaredRead
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel
+
+from cairn.configs.schema.base import Section
+
+CHANGES_NO_BITS: Mapping[str, str] = {
+    "model": "the inputs carry the digests of the folders themselves",
+    "reward.num_workers": "graders do not see each other",
+    "rollout.timeout": "how long is waited",
+    "rollout.rollout_health_check_interval": "how long is waited",
+    "rollout.rollout_health_check_timeout": "how long is waited",
+    "rollout.rollout_health_check_first_wait": "how long is waited",
+    "training.timeout": "how long is waited",
+}
+"""Options that anybody may read without saying so, and why their value changes no result."""
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class UndeclaredRead(Exception):
+    """Somebody read an option that the digest of what it makes does not cover."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Who reads a configuration, and what of it."""
+
+    name: str
+    """For people: `step filter`."""
+    declares_in: str
+    """Where what it reads is declared."""
+    reads: tuple[str, ...]
+    """Options, dotted, from the root of the configuration; a section stands for all its options."""
+
+    def may_read(self, option: str) -> bool:
+        """Whether it has declared an option, or a section that the option is in."""
+        return is_covered(option, self.reads) or is_covered(option, tuple(CHANGES_NO_BITS))
+
+    def may_read_of(self, section: str) -> bool:
+        """Whether it may read some option of a section."""
+        return any(name.startswith(f"{section}.") for name in (*self.reads, *CHANGES_NO_BITS))
+
+    def refuse(self, option: str) -> UndeclaredRead:
+        """The error for an option that it may not read."""
+        return UndeclaredRead(
+            f"{self.name} reads {option} and has not declared it, so that its digests would not tell one value from "
+            f"another: add it to {self.declares_in}, or to CHANGES_NO_BITS in cairn.configs.view if its value changes "
+            "no result"
+        )
+
+
+def is_covered(option: str, names: tuple[str, ...]) -> bool:
+    """Whether an option is among names, or in a section that is."""
+    return any(f"{option}.".startswith(f"{name}.") for name in names)
+
+
+def view(section: AnySection, reader: Reader, name: str = "") -> AnySection:
+    """`section` as its reader may see it. `name`: of the section, dotted; empty for the whole configuration."""
+    return cast(AnySection, _View(section, reader, name))
+
+
+class _View:
+    """In the place of a section. What was read once lies in the instance, where Python finds it without asking."""
+
+    def __init__(self, section: Section, reader: Reader, name: str) -> None:
+        self.__dict__.update(_section=section, _reader=reader, _name=name)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # asked by copy and pickle of whatever they find
+            raise AttributeError(attribute)
+        found = self.__dict__[attribute] = self._read(attribute)
+        return found
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        raise TypeError(f"{self._option(attribute)} is frozen")
+
+    def __eq__(self, other: object) -> bool:
+        raise self._reader.refuse(self._name)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def model_copy(self, *, update: Mapping[str, Any]) -> Any:
+        """The same view of a section with other values, see `BaseModel.model_copy`."""
+        return _View(self._section.model_copy(update=update), self._reader, self._name)
+
+    def _option(self, attribute: str) -> str:
+        return f"{self._name}.{attribute}" if self._name else attribute
+
+    def _read(self, attribute: str) -> Any:
+        kind = type(self._section)
+        if attribute in kind.model_fields:
+            option = self._option(attribute)
+            if self._reader.may_read(option):
+                return getattr(self._section, attribute)
+            value = getattr(self._section, attribute)
+            if isinstance(value, Section) and self._reader.may_read_of(option):
+                return _View(value, self._reader, option)
+            raise self._reader.refuse(option)
+        if hasattr(BaseModel, attribute):  # such as model_dump
+            raise self._reader.refuse(self._name or "the whole configuration")
+        for owner in kind.__mro__:
+            if attribute in vars(owner):
+                return _on(self, vars(owner)[attribute])
+        raise AttributeError(f"{kind.__name__} has no option {attribute}")
+
+
+def _on(seen: _View, member: Any) -> Any:
+    """A method or property of a section, of a view in its place."""
+    if isinstance(member, property):
+        assert member.fget is not None
+        return member.fget(seen)
+    return MethodType(member, seen) if isinstance(member, FunctionType) else member
