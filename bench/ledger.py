@@ -35,7 +35,6 @@ from bench.command import parse
 from bench.gateway import STORE_HELP, bucket
 from cairn.configs import loader
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.iteration import last_selection
 from cairn.flows.train import report_changed_environment
 from cairn.flows.views import all_runs, run_status
 from cairn.storage import layout
@@ -48,6 +47,7 @@ from cairn.storage.verification import verify
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard
 from cairn.tasks.recovery import checkpoint_due, newest_checkpoint
+from cairn.tasks.selection import last_selection
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"python": "3.11", "torch": "2.13"})
 SHARDS = ("00-000", "00-001")

@@ -15,7 +15,7 @@ from cairn.storage.errors import BeingDeleted, Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
 from cairn.storage.retention import require_restorable
-from cairn.tasks.filter import number
+from cairn.tasks.selection import number
 from cairn.tasks.steps import RULES
 
 

@@ -11,11 +11,12 @@ from cairn.tasks.batch import trained_shards
 from cairn.tasks.checkpoint import checkpoint
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard, evaluate
-from cairn.tasks.filter import buffered_groups, filter_groups, number
+from cairn.tasks.filter import buffered_groups, filter_groups
 from cairn.tasks.recovery import checkpoint_due
 from cairn.tasks.reward import reward
 from cairn.tasks.rollout import resumed_groups, rollout
 from cairn.tasks.score import needs_scores, score
+from cairn.tasks.selection import last_selection, number
 from cairn.tasks.step import DurableStep
 from cairn.tasks.sync import sync
 from cairn.tasks.train import train
@@ -137,12 +138,3 @@ def continued_shards(run: RunContext, earlier: Sequence[Commit], part: dict[str,
     places = resumed_groups(run, earlier, resumed=part["resumed"], part=part["part"], parts=part["parts"])
     shards = dict.fromkeys((iteration, shard) for iteration, shard, _ in places)
     return [run.committed(iteration, Step.ROLLOUT, shard) for iteration, shard in shards]
-
-
-def last_selection(run: RunContext, index: int) -> Commit:
-    """The filter step that filled the batch of iteration `index`."""
-    for round in itertools.count():
-        selection = run.committed(index, Step.FILTER, f"{round:02d}")
-        if selection.values["full"]:
-            return selection
-    raise AssertionError("unreachable")

@@ -25,13 +25,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-from cairn.flows.iteration import last_selection
 from cairn.flows.signals import EXIT_CODE, INTERRUPTED, NOTICES, leave
 from cairn.storage.commits import Commit, Step
 from cairn.storage.leases import Lease, Outcome
 from cairn.tasks.checkpoint import checkpoint
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message
+from cairn.tasks.selection import last_selection
 
 GRACE = 30.0
 """Seconds, while the run's configuration is not known."""

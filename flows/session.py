@@ -29,7 +29,6 @@ from cairn.engines.fingerprint import cpu_model, installed
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.models import check_model_folder, context_length, folder_digest
 from cairn.flows.events import Event
-from cairn.flows.iteration import last_selection
 from cairn.flows.preemption import OnLease, Preempted
 from cairn.flows.trust import recorded_config
 from cairn.flows.validation import load_tokenizer, setup_problems
@@ -48,6 +47,7 @@ from cairn.tasks.recovery import ReplayDiverged
 from cairn.tasks.reward import reward
 from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.rules import untold
+from cairn.tasks.selection import last_selection
 from cairn.tasks.stale_commits import stale_steps
 from cairn.tasks.steps import RULES
 from cairn.tasks.train import train

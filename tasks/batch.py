@@ -10,7 +10,7 @@ from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import KEPT
 from cairn.tasks.context import RunContext
-from cairn.tasks.filter import max_ages, trained_groups
+from cairn.tasks.selection import max_ages, trained_groups
 from cairn.tasks.versions import token_ages
 
 

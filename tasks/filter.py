@@ -30,6 +30,7 @@ from cairn.storage.schemas import FILTER, Disposition, Status
 from cairn.tasks.context import RunContext
 from cairn.tasks.filters import FilterDecision, get_filter
 from cairn.tasks.sample_metrics import generated_metrics
+from cairn.tasks.selection import number
 from cairn.tasks.step import Outcome, StepCall, durable
 
 AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
@@ -41,8 +42,8 @@ class BatchNotFilled(Exception):
 
 
 @dataclass(frozen=True)
-class Group:
-    """One group and what was decided about it. `iteration` and `shard` say where its samples lie."""
+class JudgedGroup:
+    """A group and what was decided about it. `iteration` and `shard` say where its samples lie."""
 
     group_id: int
     iteration: int
@@ -65,10 +66,6 @@ class Group:
     def is_too_old(self) -> bool:
         """Whether none of its tokens may be trained on."""
         return self.max_age is not None and self.age > self.max_age
-
-
-GroupPlace = tuple[int, str, int]
-"""(iteration, shard, group_id): where the samples of a group lie."""
 
 
 @durable(
@@ -132,7 +129,7 @@ def filter_groups(
     )
 
 
-def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool, max_age: int) -> list[Group]:
+def fill_batch(groups: Sequence[JudgedGroup], batch_size: int, *, use_spare: bool, max_age: int) -> list[JudgedGroup]:
     """Give every group its disposition. Those that train come first, the youngest of them at the head; the others stay
     in their order: surplus that is at most `max_age` in the next iteration is buffered, unfinished groups are to be
     continued, the rest is dropped.
@@ -145,7 +142,7 @@ def fill_batch(groups: Sequence[Group], batch_size: int, *, use_spare: bool, max
         train += [group for group in usable if group.spare][: batch_size - len(train)]
     chosen = {group.group_id for group in train}
 
-    def left(group: Group) -> Group:
+    def left(group: JudgedGroup) -> JudgedGroup:
         if group.unfinished:
             return replace(group, disposition=Disposition.CONTINUE)
         if group.kept and group.age + 1 <= max_age:
@@ -161,7 +158,7 @@ def buffered_groups(run: RunContext, previous: Commit, iteration: int) -> int:
     return sum(group.kept and not group.is_too_old for group in _left_over(run, previous, iteration))
 
 
-def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list[Group]:
+def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list[JudgedGroup]:
     """The surplus that the iteration before left, and what is unfinished, oldest first, as iteration `iteration` finds
     it."""
     if previous is None or not number(previous, "buffered") + number(previous, "unfinished"):
@@ -171,7 +168,7 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
         _aged(
             run,
             iteration,
-            Group(
+            JudgedGroup(
                 row["group_id"],
                 row["iteration"],
                 row["shard"],
@@ -188,43 +185,14 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
     ]
 
 
-def _aged(run: RunContext, iteration: int, group: Group, *, has_bound: bool = True) -> Group:
+def _aged(run: RunContext, iteration: int, group: JudgedGroup, *, has_bound: bool = True) -> JudgedGroup:
     """A group with its age in an iteration and the bound for its tokens."""
     config, age = run.config.rollout, iteration - group.iteration
     max_age = min(config.oldest_trained, age) if config.mask_offpolicy_in_partial_rollout else config.oldest_trained
     return replace(group, age=age, max_age=max_age if has_bound else None)
 
 
-def number(selection: Commit, name: str) -> int:
-    """One of the whole numbers among a filter step's values: `missing`, `cursor`, `round`, `buffered`, `unfinished`."""
-    value = selection.values[name]
-    assert isinstance(value, int)
-    return value
-
-
-def trained_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
-    """The groups to train on, in the order of the batch."""
-    return _places(run, selection, Disposition.TRAIN)
-
-
-def max_ages(run: RunContext, selection: Commit) -> dict[int, int | None]:
-    """The oldest tokens of each group that may be trained on, by its id; None where the filter step set no bound."""
-    table = run.read(selection)
-    bounds = table.column("max_age").to_pylist() if "max_age" in table.column_names else [None] * table.num_rows
-    return dict(zip(table.column("group_id").to_pylist(), bounds, strict=True))
-
-
-def unfinished_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
-    """The groups that wait to be continued, in the order in which they are."""
-    return _places(run, selection, Disposition.CONTINUE) if number(selection, "unfinished") else []
-
-
-def _places(run: RunContext, selection: Commit, disposition: Disposition) -> list[GroupPlace]:
-    rows = run.read(selection).to_pylist()
-    return [(row["iteration"], row["shard"], row["group_id"]) for row in rows if row["disposition"] == disposition]
-
-
-def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) -> list[Group]:
+def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) -> list[JudgedGroup]:
     decide = get_filter(run.config.rollout.dynamic_sampling_filter)
     rewards: dict[int, list[float | None]] = {}
     unfinished = set()
@@ -235,15 +203,15 @@ def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) 
     groups = []
     for group_id, values in rewards.items():
         if group_id in unfinished:
-            groups.append(Group(group_id, iteration, shard, None, None, None, kept=False, unfinished=True))
+            groups.append(JudgedGroup(group_id, iteration, shard, None, None, None, kept=False, unfinished=True))
             continue
         if any(value is None for value in values):
-            groups.append(Group(group_id, iteration, shard, None, None, "failed_sample", kept=False))
+            groups.append(JudgedGroup(group_id, iteration, shard, None, None, "failed_sample", kept=False))
             continue
         group_rewards = np.asarray(values, np.float64)
         decision: FilterDecision = decide(group_rewards)
         groups.append(
-            Group(
+            JudgedGroup(
                 group_id,
                 iteration,
                 shard,
@@ -264,7 +232,7 @@ def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:
     return last.values["cursor"]
 
 
-def _table(groups: Sequence[Group]) -> pa.Table:
+def _table(groups: Sequence[JudgedGroup]) -> pa.Table:
     return pa.table(
         {
             "group_id": [g.group_id for g in groups],

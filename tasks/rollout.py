@@ -20,9 +20,9 @@ from cairn.storage.schemas import Status, rollout_schema
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import Draw, DrawnRow
-from cairn.tasks.filter import GroupPlace, unfinished_groups
 from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import Group, finished_samples, fresh_group, sample_table, unfinished_group
+from cairn.tasks.selection import GroupPlace, unfinished_groups
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import bring_up_to_date
 

@@ -14,7 +14,7 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, EngineTimeout, GenerationFailed
 from cairn.engines.types import Completion, GenerateRequest, TrainBatch
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.flows.session import Sources
 from cairn.flows.validation import data_problems
 from cairn.storage.commits import Commit, Step
@@ -26,8 +26,8 @@ from cairn.storage.store import StoredFile, open_store
 from cairn.storage.verification import verify
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import BadData
-from cairn.tasks.filter import number, trained_groups
 from cairn.tasks.recovery import newest_checkpoint
+from cairn.tasks.selection import last_selection, number, trained_groups
 from cairn.tasks.step import DurableStep
 from tests.local_fleet import LocalFleet, LocalRollout
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context, train_digests

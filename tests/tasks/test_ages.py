@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
 from cairn.storage.schemas import Disposition
 from cairn.tasks.context import RunContext
-from cairn.tasks.filter import Group, fill_batch, number, trained_groups
+from cairn.tasks.filter import JudgedGroup, fill_batch
 from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.selection import last_selection, number, trained_groups
 from cairn.tasks.versions import sampled_from, token_ages, weight_version_after
 from tests.flows.written_runs import new_run
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
@@ -125,8 +126,8 @@ def test_a_train_step_is_replayed_with_the_bound_that_its_batch_was_cut_with(
         assert train_digests(run, range(2)) == digests
 
 
-def group(id: int, age: int, max_age: int | None, *, kept: bool = True, **fields: Any) -> Group:
-    return Group(id, 10 - age, "00-000", None, None, None, kept=kept, age=age, max_age=max_age, **fields)
+def group(id: int, age: int, max_age: int | None, *, kept: bool = True, **fields: Any) -> JudgedGroup:
+    return JudgedGroup(id, 10 - age, "00-000", None, None, None, kept=kept, age=age, max_age=max_age, **fields)
 
 
 def test_the_youngest_kept_groups_make_the_batch_and_the_rest_waits_until_it_is_too_old() -> None:

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.errors import Damaged
 from cairn.storage.schemas import Disposition
 from cairn.tasks.batch import arrays
 from cairn.tasks.context import RunContext
-from cairn.tasks.filter import BatchNotFilled, trained_groups
+from cairn.tasks.filter import BatchNotFilled
 from cairn.tasks.recovery import ReplayDiverged, restore_trainer
+from cairn.tasks.selection import last_selection, trained_groups
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

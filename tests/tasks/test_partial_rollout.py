@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError
 from cairn.engines.types import Completion, GenerateRequest
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.flows.samples import iteration_samples
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Disposition
 from cairn.storage.verification import verify
 from cairn.tasks.batch import rows_of_groups, train_batch, trained_shards
 from cairn.tasks.context import RunContext
-from cairn.tasks.filter import number, trained_groups, unfinished_groups
 from cairn.tasks.groups import sample_seed
 from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.selection import last_selection, number, trained_groups, unfinished_groups
 from tests.local_fleet import LocalFleet, LocalRollout
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.flows.metrics import iteration_metrics
 from cairn.flows.report import reward_curve
 from cairn.flows.views import run_status
 from cairn.storage.commits import Step
-from cairn.tasks.filter import number, unfinished_groups
 from cairn.tasks.sample_metrics import sample_metrics
+from cairn.tasks.selection import last_selection, number, unfinished_groups
 from tests.tasks.test_partial_rollout import partial_config
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 

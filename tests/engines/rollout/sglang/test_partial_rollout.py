@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import Completion, GenerateRequest
-from cairn.flows.iteration import iteration, last_selection
+from cairn.flows.iteration import iteration
 from cairn.storage.commits import Environment, Step
 from cairn.storage.verification import verify
-from cairn.tasks.filter import unfinished_groups
 from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.selection import last_selection, unfinished_groups
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 

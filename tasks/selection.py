@@ -1,0 +1,48 @@
+"""What a filter step has decided, as later steps read it: its commit is the selection of an iteration."""
+
+import itertools
+
+from cairn.storage.commits import Commit, Step
+from cairn.storage.schemas import Disposition
+from cairn.tasks.context import RunContext
+
+GroupPlace = tuple[int, str, int]
+"""(iteration, shard, group_id): where the samples of a group lie."""
+
+
+def last_selection(run: RunContext, index: int) -> Commit:
+    """The filter step that filled the batch of iteration `index`."""
+    for round in itertools.count():
+        selection = run.committed(index, Step.FILTER, f"{round:02d}")
+        if selection.values["full"]:
+            return selection
+    raise AssertionError("unreachable")
+
+
+def number(selection: Commit, name: str) -> int:
+    """One of the whole numbers among a filter step's values: `missing`, `cursor`, `round`, `buffered`, `unfinished`."""
+    value = selection.values[name]
+    assert isinstance(value, int)
+    return value
+
+
+def trained_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
+    """The groups to train on, in the order of the batch."""
+    return _places(run, selection, Disposition.TRAIN)
+
+
+def max_ages(run: RunContext, selection: Commit) -> dict[int, int | None]:
+    """The oldest tokens of each group that may be trained on, by its id; None where the filter step set no bound."""
+    table = run.read(selection)
+    bounds = table.column("max_age").to_pylist() if "max_age" in table.column_names else [None] * table.num_rows
+    return dict(zip(table.column("group_id").to_pylist(), bounds, strict=True))
+
+
+def unfinished_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
+    """The groups that wait to be continued, in the order in which they are."""
+    return _places(run, selection, Disposition.CONTINUE) if number(selection, "unfinished") else []
+
+
+def _places(run: RunContext, selection: Commit, disposition: Disposition) -> list[GroupPlace]:
+    rows = run.read(selection).to_pylist()
+    return [(row["iteration"], row["shard"], row["group_id"]) for row in rows if row["disposition"] == disposition]
