@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cairn.configs.kinds import plugin as plugin
     from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
+    from cairn.engines.rollout.context import Context as Context
     from cairn.engines.training.collate import Tokens as Tokens
+    from cairn.engines.trajectories import SampleRequest as SampleRequest
+    from cairn.engines.trajectories import Segment as Segment
+    from cairn.engines.trajectories import Trajectory as Trajectory
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
     from cairn.tasks.filters.decision import FilterDecision as FilterDecision
     from cairn.tasks.rewards import TryAgain as TryAgain
@@ -17,10 +21,14 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "AlgorithmConfig": "cairn.configs.schema.algorithm",
+    "Context": "cairn.engines.rollout.context",
     "FilterDecision": "cairn.tasks.filters.decision",
     "Sample": "cairn.tasks.rewards.sample",
+    "SampleRequest": "cairn.engines.trajectories",
     "ScoredBatch": "cairn.tasks.advantages.batch",
+    "Segment": "cairn.engines.trajectories",
     "Tokens": "cairn.engines.training.collate",
+    "Trajectory": "cairn.engines.trajectories",
     "TryAgain": "cairn.tasks.rewards",
     "plugin": "cairn.configs.kinds",
 }

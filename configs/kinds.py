@@ -161,7 +161,16 @@ REWARD = Kind(
 )
 FILTER = Kind("filter", ("rollout.dynamic_sampling_filter",), "cairn.tasks.filters", "keep", (("rewards",),))
 
-KINDS = (ESTIMATOR, LOSS, REWARD, FILTER)
+GENERATE = Kind(
+    "generate function",
+    ("rollout.custom_generate_function_path",),
+    "cairn.engines.rollout",
+    "generate",
+    (("ctx", "sample"),),
+    waits=True,
+)
+
+KINDS = (ESTIMATOR, LOSS, REWARD, FILTER, GENERATE)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""

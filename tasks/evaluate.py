@@ -57,6 +57,7 @@ def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: in
         "reward.rm_timeout",
         "reward.rm_memory",
         "rollout.rollout_stop_token_ids",
+        "rollout.custom_generate_function_path",
     ),
     externals=("model", "eval"),
     engines=("rollout",),

@@ -19,15 +19,22 @@ Where only some of the groups are needed, the others are aborted as soon as thes
 as they are. Every token must be of the weights that the step wants: an engine that serves others is an error.
 """
 
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
+from cairn.configs.plugins import BadPlugin
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit
 from cairn.storage.layout import commit_name
+from cairn.tasks.context import RunContext
+from cairn.tasks.plugin_sources import source_digest
 from cairn.tasks.recovery import version_of
 from cairn.tasks.step import StepCall
 from cairn.tasks.sync import bring_up_to_date
@@ -39,7 +46,7 @@ class Engine(Protocol):
     name: str
 
     def generate_samples(
-        self, samples: Sequence[SampleRequest], params: SamplingParams
+        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample]]:
         """See `cairn.engines.rollout.samples.SampleEngine`."""
 
@@ -141,7 +148,7 @@ def _together(
     unfinished.add(samples)
     aborted = False
     try:
-        for generated in engine.generate_samples(samples, params):
+        for generated in engine.generate_samples(samples, params, generate_function(step.run)):
             for sample in generated:
                 _check(engine, asked[sample.key], sample, version_of(weights), may_abort=aborted)
                 unfinished.take(sample)
@@ -149,6 +156,7 @@ def _together(
             if unfinished.is_enough and unfinished.groups and not aborted:
                 aborted = True
                 engine.abort()
+        generate_function(step.run)  # read before and after: so it is what was run
         if unfinished.groups:
             lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
             raise EngineError(f"{engine.name} gave fewer samples than asked: without {lost}")
@@ -179,6 +187,23 @@ def _alone(
             unfinished.give_up(group[0].group_id)
             bring_up_to_date(step.run, weights)
     yield from generated
+
+
+def generate_function(run: RunContext) -> GenerateFunction:
+    """What a sample goes through, for engines. Raises BadPlugin where the user's code is not what the run recorded."""
+    option = "rollout.custom_generate_function_path"
+    name = run.config.rollout.custom_generate_function_path
+    if "." not in name:
+        return GenerateFunction(name)
+    if source_digest(name) != run.ledger.terms.plugin_digest(option):
+        raise BadPlugin(
+            f"the source of {name} was changed while the run used it: undo the change and `cairn resume`, or "
+            "`cairn fork` to go on with it"
+        )
+    file, separator, function = name.rpartition(":")
+    if separator and file.endswith(".py"):
+        name = f"{Path(file).expanduser().resolve()}:{function}"
+    return GenerateFunction(name, tuple(map(os.path.abspath, sys.path)), os.path.abspath(run.config.model.path))
 
 
 def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, version: int, *, may_abort: bool) -> None:

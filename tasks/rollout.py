@@ -40,6 +40,7 @@ from cairn.tasks.sync import bring_up_to_date
         "rollout.rollout_top_p",
         "rollout.rollout_top_k",
         "rollout.rollout_stop_token_ids",
+        "rollout.custom_generate_function_path",
     ),
     externals=("data", "model"),
     engines=("rollout",),

@@ -9,6 +9,7 @@ from cairn.configs.view import view
 from cairn.engines.fleet.colocation import Turns
 from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.training.factory import make_engine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams
@@ -32,9 +33,9 @@ class LocalRollout:
         return self.engine.generate(requests)
 
     def generate_samples(
-        self, samples: Sequence[SampleRequest], params: SamplingParams
+        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample]]:
-        return self._samples.generate(samples, params)
+        return self._samples.generate(samples, params, function)
 
     def abort(self) -> None:
         self._samples.abort()

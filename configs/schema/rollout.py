@@ -82,6 +82,11 @@ class RolloutConfig(Section):
     before an abort are masked. A larger bound carries surplus groups over until they are too old, and needs
     `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which correct for the difference."""
 
+    custom_generate_function_path: str = "single_turn"
+    """What a sample goes through: `single_turn` is one response to the prompt; a coroutine function of your own, by
+    import path (`package.module.function`) or file (`turns.py:generate`), may ask the policy several times, see
+    docs/plugins.md. slime: `--custom-generate-function-path`."""
+
     dynamic_sampling_filter: str | None = None
     """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
     import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed

@@ -22,6 +22,7 @@ from cairn.engines.fleet.slots import Slot
 from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, GenerateRequest, Position, Role, SamplingParams, TrainBatch, TrainResult
 from cairn.engines.weights.source import WeightSource
@@ -152,10 +153,10 @@ class RolloutActor(_OnItsMachine, _OfModels, WeightTarget):
         yield from self._started.generate(requests)
 
     def generate_samples(
-        self, samples: Sequence[SampleRequest], params: SamplingParams
+        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample]]:
         """See `cairn.engines.rollout.samples`."""
-        yield from self._samples.generate(samples, params)
+        yield from self._samples.generate(samples, params, function)
 
     @property
     def _started(self) -> "RolloutEngine":

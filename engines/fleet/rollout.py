@@ -15,6 +15,7 @@ from cairn.engines.fleet.handles import CONTROL, Actor, ModelHandle, log_of
 from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
 from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
 from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
@@ -53,14 +54,14 @@ class RolloutHandle(ModelHandle):
         return self._stream("generate", list(requests))
 
     def generate_samples(
-        self, samples: Sequence[SampleRequest], params: SamplingParams
+        self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample]]:
         """Stream samples as they end, within `rollout.timeout` seconds in all; an engine that is silent is asked
         whether it still lives. Giving the iterator up ends the generation.
 
         Raises what the engine raises.
         """
-        return self._stream("generate_samples", list(samples), params)
+        return self._stream("generate_samples", list(samples), params, function)
 
     def _stream(self, method: str, *args: Any) -> Iterator[Any]:
         with self.alone():

@@ -2,20 +2,25 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cairn.flows.iteration import iteration
+from cairn.engines.errors import GenerationFailed
+from cairn.engines.trajectories import call_seed
+from cairn.engines.types import Completion, GenerateRequest
+from cairn.flows.iteration import iteration, last_selection
 from cairn.flows.validation import setup_problems
 from cairn.storage.commits import Step
-from cairn.tasks.batch import arrays
+from cairn.storage.schemas import MEASURED
+from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
 from cairn.tasks.stale_commits import stale_steps
-from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 EXAMPLES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
@@ -104,3 +109,93 @@ def test_a_filter(folder: Path, tiny_assets: Path) -> None:
         rows = run.read(decided).to_pylist()
         assert {row["reason"] for row in rows if not row["kept"]} <= {"alike", "surplus"}
         assert all(row["std_reward"] > 0.05 or row["reason"] is None or row["reason"] == "alike" for row in rows)
+
+
+def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_weights(
+    folder: Path, tiny_assets: Path
+) -> None:
+    option = {"custom_generate_function_path": f"{folder / 'turns.py'}:generate", "num_rollout": 1}
+    config = tiny_config(tiny_assets, rollout=option)
+    (whole,) = run_once(folder, tiny_assets, rollout=option)
+    rows = whole.read(whole.committed(0, Step.ROLLOUT, "00-000")).to_pylist()
+    world = whole.tokenizer.encode("Sort the digits", add_special_tokens=False)
+    selection = last_selection(whole, 0)
+    batch = train_batch(whole, selection, trained_shards(whole, selection)[0])
+    for row, ids, mask in zip(rows, batch.input_ids, batch.loss_mask, strict=True):
+        first, asked, second = row["segments"]
+        assert (first["call"], asked["call"], second["call"]) == ("0", None, "1")
+        assert (first["seed"], second["seed"]) == (row["seed"], call_seed(row["seed"], "1"))
+        start, end = first["tokens"], first["tokens"] + len(world)
+        assert row["response_ids"][start:end] == world
+        assert ids.tolist() == row["prompt_ids"] + row["response_ids"]
+        assert mask.tolist() == [1] * start + [0] * len(world) + [1] * second["tokens"], "the world is not trained on"
+    assert stale(whole, "rollout.custom_generate_function_path") >= {"rollout", "train", "sync"}
+
+    fleet = LocalFleet(config)
+    generate, left = fleet.rollout[0].generate, 16 + 6  # all first turns, and some second ones
+
+    def dying(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        nonlocal left
+        for completions in generate(requests):
+            yield completions
+            left -= len(completions)
+            if left <= 0:
+                raise KeyboardInterrupt
+
+    fleet.rollout[0].generate = dying  # type: ignore[method-assign]
+    store = str(folder / "killed")
+    with tiny_context(store, config, fleet=fleet) as (run, _), pytest.raises(KeyboardInterrupt):
+        iteration(run, DirectSteps(run), 0)
+    with tiny_context(store, config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        again = run.read(run.committed(0, Step.ROLLOUT, "00-000")).drop_columns([*MEASURED])
+        assert again.equals(whole.read(whole.committed(0, Step.ROLLOUT, "00-000")).drop_columns([*MEASURED]))
+        assert train_digests(run, [0]) == train_digests(whole, [0])
+
+
+def test_a_generate_function_that_is_none_is_refused_before_anything_starts(tiny_assets: Path, tmp_path: Path) -> None:
+    code = "def generate(ctx, sample): ...\n\n\nasync def other(sample): ...\n"
+    (tmp_path / "wrong.py").write_text(code)
+    wrong = {"generate": "is a plain function: let it be a coroutine function", "other": "let it take (ctx, sample)"}
+    for name, told in wrong.items():
+        option = {"custom_generate_function_path": f"{tmp_path / 'wrong.py'}:{name}"}
+        config = tiny_config(tiny_assets, rollout=option)
+        (problem,) = setup_problems(config)
+        assert problem.startswith("rollout.custom_generate_function_path: ")
+        assert told in problem
+
+
+def test_a_generate_function_that_ends_its_process_fails_the_try_and_one_that_raises_its_sample(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    code = """
+import os
+
+from cairn import Trajectory
+
+
+async def generate(ctx, sample):
+    if sample.group_id == 1:
+        os._exit(3)
+    if sample.group_id == 2 and sample.index == 3:
+        raise ValueError("no such tool")
+    return Trajectory([await ctx.sample(sample.prompt_ids)])
+"""
+    (tmp_path / "bad.py").write_text(code)
+    config = tiny_config(
+        tiny_assets,
+        rollout={"custom_generate_function_path": f"{tmp_path / 'bad.py'}:generate", "num_rollout": 1},
+    )
+    with tiny_context(str(tmp_path / "store"), config) as (run, _):
+        for _ in range(3):
+            with pytest.raises(GenerationFailed, match=r"the process of .*bad.py:generate ended with exit code 3"):
+                iteration(run, DirectSteps(run), 0)
+        iteration(run, DirectSteps(run), 0)
+        failed = {
+            row["group_id"]: row["error"]
+            for row in run.read(run.committed(0, Step.ROLLOUT, "00-000")).to_pylist()
+            if row["error"] is not None
+        }
+        assert failed.keys() == {1, 2}
+        assert failed[2] == "generate: ValueError: no such tool"
+        assert "ended with exit code 3" in failed[1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cairn.engines.rollout.context import Context
-from cairn.engines.rollout.samples import SampleEngine
+from cairn.engines.rollout.samples import beside
 from cairn.engines.rollout.single_turn import generate as single_turn
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.trajectories import (
@@ -40,7 +40,7 @@ def requests(groups: int = 2, samples: int = 2) -> list[SampleRequest]:
 
 
 def generated(engine: TransformersEngine, function: Any, samples: list[SampleRequest]) -> list[GeneratedSample]:
-    stream = SampleEngine(engine.generate, engine.abort).generate(samples, PARAMS, function)
+    stream = beside(engine.generate, samples, PARAMS, function)
     return sorted((sample for part in stream for sample in part), key=lambda sample: sample.key)
 
 
