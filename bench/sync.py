@@ -3,9 +3,9 @@
     python -m bench.sync [--hidden 64 512] [--rounds 5] [--smoke] [--json FILE]
 
 A fleet of one training rank and one server, without GPUs, on tiny Qwen3 models of those hidden sizes (2 layers, fp32).
-The transports take turns; the first turn of each is not counted. A turn is all of `send_weights`: the server made
-idle, the weights sent and loaded, its cache flushed, the new version served. The folder of the transport `disk` is
-on --disk, the machine's temporary folder by default.
+The transports take turns; the first turn of each is not counted. A turn is publication and update: the weights laid,
+the server made idle, the weights loaded, its cache flushed, the new version served. The folder of the transport `disk`
+is on --disk, the machine's temporary folder by default.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from bench.rollout import build_model
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.weights.send import send_weights
+from cairn.engines.weights.transports import transport_of
+from cairn.engines.weights.verify import verify_log_probs
 
 TRANSPORTS = ("tensor", "disk", "distributed")
 START_TIMEOUT = 600.0
@@ -51,23 +52,27 @@ def run_config(model: Path) -> RunConfig:
     )
 
 
-def measure(fleet: Fleet, disk: Path, rounds: int) -> dict[str, list[float]]:
+def measure(config: RunConfig, fleet: Fleet, disk: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds of every counted turn."""
-    options = {
-        transport: FleetConfig(
-            update_weight_transport=transport, update_weight_disk_dir=str(disk) if transport == "disk" else None
+    (engine,) = fleet.rollout
+    transports = {}
+    for name in TRANSPORTS:
+        options = FleetConfig(
+            update_weight_transport=name, update_weight_disk_dir=str(disk) if name == "disk" else None
         )
-        for transport in TRANSPORTS
-    }
-    seconds: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+        transports[name] = transport_of(options, fleet.training, load_timeout=START_TIMEOUT, maps_gpu_memory=False)
+    seconds: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
     for turn in range(rounds + 1):
         say(f"turn {turn} of {rounds}")
-        for transport in TRANSPORTS if turn % 2 else reversed(TRANSPORTS):
+        for name in TRANSPORTS if turn % 2 else reversed(TRANSPORTS):
             began = time.perf_counter()
-            send_weights(fleet.training, fleet.rollout, 0, options[transport], load_timeout=START_TIMEOUT)
+            laid = transports[name].lay(0)
+            engine.call("begin_weight_update", 0)
+            transports[name].send(0, laid, engine)
+            engine.call("end_weight_update")
             if turn:
-                seconds[transport].append(time.perf_counter() - began)
-    fleet.verify_weights()
+                seconds[name].append(time.perf_counter() - began)
+    verify_log_probs(fleet.training, engine, config)
     return seconds
 
 
@@ -92,8 +97,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=arguments.disk) as folder:
             model = build_model(hidden, Path(folder, "model"))
             say(f"hidden {hidden}: starting a server and a training rank")
-            with Fleet.start(run_config(model), name="sync", total_steps=1) as fleet:
-                seconds = measure(fleet, Path(folder), arguments.rounds)
+            config = run_config(model)
+            with Fleet.start(config, name="sync", total_steps=1) as fleet:
+                seconds = measure(config, fleet, Path(folder), arguments.rounds)
             megabytes = size_of(model) / 1e6
             results.append({"hidden": hidden, "megabytes": megabytes, "seconds": seconds})
             medians = [statistics.median(seconds[transport]) for transport in TRANSPORTS]

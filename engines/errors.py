@@ -32,6 +32,14 @@ class WrongVersion(EngineError):
     """The engine holds other weights than the caller expects; nothing was changed."""
 
 
+class PublicationGone(EngineError):
+    """No engine can be brought to a weight version: it is not published, or not any more."""
+
+
+class WeightsDiffer(EngineError):
+    """An engine holds other weights than the version that it reports."""
+
+
 class RequestRefused(ValueError):
     """Requests that the engine cannot serve, however often it is asked; nothing was generated."""
 

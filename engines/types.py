@@ -198,6 +198,15 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Publication:
+    """Weights laid where rollout engines fetch them."""
+
+    version: int
+    digest: str
+    """`cairn.engines.weights.checksum.weights_checksum` of them, in the number format of the rollout engines."""
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """What a `train` call did."""
 

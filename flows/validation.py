@@ -12,15 +12,11 @@ from cairn.configs.kinds import OPTIONS, named
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import BenchmarkConfig
-from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.fleet.machines import placement_problems
 from cairn.engines.models import check_model_folder, context_length
-from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
-from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
-from cairn.engines.rollout.sglang.launch_plan import plan_problems
-from cairn.engines.rollout.sglang.model_code import code_problem
+from cairn.engines.rollout.factory import kind_of
 from cairn.engines.training.megatron.options import problems as megatron_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.storage.commits import FORMAT
@@ -131,53 +127,11 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
 
 
 def _server_problems(config: RunConfig, began: int) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.engine != "sglang":
-        for option in ("sglang", "router", "server_groups", "external_urls"):
-            if getattr(rollout, option):
-                yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
-        return
-    yield from plan_problems(rollout)
-    asks = untold(rollout, began) is None
-    if asks:
-        yield from kept_problems(rollout)
-    yield from _served_otherwise(config.model.path)
-    if rollout.external_urls and rollout.router is None:  # nothing is launched here
-        return
-    try:
-        installation = Installation.find()
-        if asks:
-            yield from version_problems(rollout, installation)
-        yield from _code_of_the_model(rollout, config.model.path)
-        yield from option_problems(installation, "rollout.sglang", rollout.sglang)
-        for index, group in enumerate(rollout.server_groups):
-            yield from option_problems(installation, f"rollout.server_groups.{index}.overrides", group.overrides)
-        yield from router_problems(installation, rollout.router or {})
-    except SGLangMissing as error:
-        yield f"rollout.engine: {error}"
-
-
-def _served_otherwise(path: str) -> Iterator[str]:
-    """What SGLang computes otherwise than the model's config.json says, without an error."""
-    try:
-        model = check_model_folder(path)
-    except BadModel:  # told of by _model_problems
-        return
-    if model.model_type == "qwen3_moe" and (model.mlp_only_layers or model.decoder_sparse_step != 1):
-        yield (
-            f"rollout.engine is sglang, which takes every layer of a qwen3_moe model for a mixture of experts; the "
-            f"config.json of {path} has dense ones (mlp_only_layers, decoder_sparse_step): set rollout.engine to "
-            "transformers"
-        )
-
-
-def _code_of_the_model(rollout: RolloutConfig, path: str) -> Iterator[str]:
-    try:
-        problem = code_problem(path, rollout.sglang, *(group.overrides for group in rollout.server_groups))
-    except BadModel:  # told of by _model_problems
-        return
-    if problem is not None:
-        yield f"model.path: {problem}"
+    rollout, kind = config.rollout, kind_of(config.rollout.engine)
+    for option in ("sglang", "router", "server_groups", "external_urls"):
+        if option not in kind.options and getattr(rollout, option):
+            yield f"rollout.{option} is set, but rollout.engine is {rollout.engine}, which does not read it"
+    yield from kind.problems(config, untold(rollout, began) is None)
 
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:

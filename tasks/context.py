@@ -28,28 +28,6 @@ TABLE_BYTES_KEPT = 2 << 30
 beyond it, the one that was asked for longest ago goes."""
 
 
-class WeightsLock:
-    """A lock that its owner may take again, and that counts whose turn it is: nobody had it between two turns whose
-    numbers follow one another."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.depth = 0
-        """How often its owner has taken it."""
-        self.turn = 0
-        """Of its owner."""
-
-    def __enter__(self) -> "WeightsLock":
-        self._lock.acquire()
-        self.turn += self.depth == 0
-        self.depth += 1
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.depth -= 1
-        self._lock.release()
-
-
 class RunContext:
     """A live run in its driver's process. Thread-safe: shards of a step run at the same time.
 
@@ -79,10 +57,8 @@ class RunContext:
         self.max_prompt_len = max_prompt_len
         self.emit = emit
         self.environment = environment
-        self.weights_lock = WeightsLock()
-        """Held while the training engine is moved to a state, and while rollout engines take its weights."""
-        self.checked = (0, 0.0, -1)
-        """Of the rollout engines' last check: its turn with `weights_lock`, when it began, and the version they had."""
+        self.weights_lock = threading.RLock()
+        """Held while the training engine is moved to a state, works from it, or publishes its weights."""
         self.stopping = threading.Event()
         """Set when the driver ends before its time: no step is to begin, or to be tried again."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()

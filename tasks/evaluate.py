@@ -24,7 +24,7 @@ from cairn.tasks.groups import finished_samples, segments_value, status_of
 from cairn.tasks.recovery import version_of
 from cairn.tasks.reward import given_samples, grade_generated, graded_again
 from cairn.tasks.step import Outcome, StepCall, durable
-from cairn.tasks.sync import bring_up_to_date
+from cairn.tasks.sync import serve
 
 
 def eval_due(config: RunConfig, iteration: int) -> bool:
@@ -91,7 +91,6 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         top_k=benchmark.top_k,
         stop_token_ids=run.config.rollout.rollout_stop_token_ids,
     )
-    bring_up_to_date(run, weights)
     samples = _generate(step, weights, requests, params).to_pylist()
     texts = run.tokenizer.batch_decode([sample["response_ids"] for sample in samples], skip_special_tokens=True)
     asked = [rows[sample["group_id"]] for sample in samples]
@@ -198,6 +197,8 @@ def _generate(
         def on_engine(index: int) -> None:
             share = {prompt: prompt for prompt in prompts[index :: len(engines)]}
             asked = [request for request in missing if request.group_id in share]
+            if asked:
+                serve(step.run, engines[index], weights)
             for generated in generate_samples(step, engines[index], weights, asked, params, rows=share):
                 log.append(*generated)
 

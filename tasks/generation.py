@@ -37,7 +37,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.plugin_sources import source_digest
 from cairn.tasks.recovery import version_of
 from cairn.tasks.step import StepCall
-from cairn.tasks.sync import bring_up_to_date
+from cairn.tasks.sync import serve
 
 
 class Engine(Protocol):
@@ -177,7 +177,7 @@ def _alone(
     unfinished: _Unfinished,
 ) -> Iterator[list[GeneratedSample]]:
     with step.run.weights_lock:  # one suspect at a time, so that each answers for its own failures
-        bring_up_to_date(step.run, weights)
+        serve(step.run, engine, weights)
         try:
             generated = list(_together(step, engine, weights, group, params, unfinished))
         except GenerationFailed as error:
@@ -185,7 +185,7 @@ def _alone(
                 raise
             generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
             unfinished.give_up(group[0].group_id)
-            bring_up_to_date(step.run, weights)
+            serve(step.run, engine, weights)
     yield from generated
 
 

@@ -24,7 +24,7 @@ from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import Group, finished_samples, fresh_group, sample_table, unfinished_group
 from cairn.tasks.selection import GroupPlace, unfinished_groups
 from cairn.tasks.step import Outcome, StepCall, durable
-from cairn.tasks.sync import bring_up_to_date
+from cairn.tasks.sync import serve
 
 
 @durable(
@@ -74,7 +74,7 @@ def rollout(
     groups = _continued(run, places, continued)
     groups += [fresh_group(run, step.iteration, row) for row in shard_rows(draw, part, parts, resumed=resumed)]
     engine = run.fleet.rollout[part % len(run.fleet.rollout)]
-    bring_up_to_date(run, weights)
+    serve(run, engine, weights)
 
     by_id = {group.drawn.group_id: group for group in groups}
     encode = partial(sample_table, run, engine.name, by_id)

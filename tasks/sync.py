@@ -1,7 +1,13 @@
-"""`sync`: every rollout engine serves the new weights, and says so."""
+"""`sync`: the new weights are published, where every rollout engine fetches them when it needs them.
 
-import time
+Which weights an engine has is verified, not remembered: before it generates it is asked, and brought up to date by
+itself alone where it is behind.
+"""
 
+from typing import Any
+
+from cairn.engines.errors import PublicationGone
+from cairn.engines.types import Publication
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.recovery import restore_trainer, version_of
@@ -10,37 +16,31 @@ from cairn.tasks.step import Outcome, StepCall, durable
 
 @durable(Step.SYNC, reads=("rollout.num_engines",), engines=("rollout", "training"))
 def sync(step: StepCall, trained: Commit) -> Outcome:
-    """Bring the rollout engines to the weights that `trained` committed; commit the versions they report."""
-    versions = bring_up_to_date(step.run, trained)
+    """Publish the weights that `trained` committed; commit the digest that engines must find."""
+    publication = publish(step.run, trained)
     return Outcome(
-        values={"versions": versions},
+        values={"digest": publication.digest},
         weight_version_in=trained.weight_version_out,
         weight_version_out=trained.weight_version_out,
     )
 
 
-def bring_up_to_date(run: RunContext, weights: Commit | None) -> list[int]:
-    """Ask every rollout engine for its weight version and update those that are not at `weights`.
+def publish(run: RunContext, weights: Commit | None) -> Publication:
+    """Publish the weights that `weights` committed, None for the initial ones; the trainer is brought there if it is
+    elsewhere."""
+    with run.weights_lock:
+        restore_trainer(run, weights)
+        return run.fleet.publish(version_of(weights), keep=2)
 
-    Sync is verified, not remembered: an engine that was restarted since the last sync step is found here. Shards that
-    ask at the same time share an answer: who waited for another's turn takes what that found out, if it began to ask
-    later and nobody has touched the engines since.
-    """
-    asked, version = time.monotonic(), version_of(weights)
-    with run.weights_lock as lock:
-        turn, began, checked = run.checked
-        if (turn, checked) == (lock.turn - 1, version) and began > asked:
-            run.checked = lock.turn, began, version
-            return [version] * len(run.fleet.rollout)
-        began = time.monotonic()
-        run.fleet.turns.offload_training()
-        run.fleet.ensure_rollout_alive()
-        reported = run.fleet.rollout_versions()
-        if any(found != version for found in reported):
-            restore_trainer(run, weights)
-            run.fleet.sync_weights()
-        run.fleet.turns.for_rollout()
-        run.fleet.route()
-        if lock.depth == 1:  # else more is done in this turn
-            run.checked = lock.turn, began, version
-        return [version] * len(reported)
+
+def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
+    """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed. They are published again where
+    the engine needs them and they are not there any more, or not yet in this driver."""
+    version = version_of(weights)
+    try:
+        run.fleet.serve(engine, version)
+    except PublicationGone:
+        with run.weights_lock:  # who waited for it finds what the other one published
+            if version not in run.fleet.published():
+                publish(run, weights)
+        run.fleet.serve(engine, version)

@@ -1,18 +1,20 @@
 """The real engines in this process, behind the surface that tasks know of a fleet: these tests are not about Ray."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
+from cairn.engines.errors import PublicationGone, WrongVersion
 from cairn.engines.fleet.colocation import Turns
 from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.training.factory import make_engine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import Completion, GenerateRequest, SamplingParams
+from cairn.engines.types import Completion, GenerateRequest, Publication, SamplingParams
 from cairn.storage.commits import Environment
 from cairn.storage.store import StoredFile, open_store
 
@@ -24,6 +26,7 @@ class LocalRollout:
         self.batch_invariant = self.engine.check_batch_invariance()
         self.generated_groups = 0
         self._samples = SampleEngine(lambda requests: self.generate(requests), self.engine.abort)
+        self.serving = threading.Lock()
 
     def ensure_alive(self) -> None:
         pass
@@ -91,13 +94,9 @@ class LocalFleet:
     def __init__(self, config: RunConfig) -> None:
         self.rollout = [LocalRollout(config, index) for index in range(config.rollout.num_engines)]
         self.training = LocalTraining(config)
+        self._published: dict[int, list[dict[str, Any]]] = {}
+        self._dtype = config.rollout.dtype
         self.turns = Turns([], self.training, config.fleet)  # type: ignore[arg-type]
-
-    def ensure_rollout_alive(self) -> None:
-        pass
-
-    def route(self) -> None:
-        pass
 
     def seconds_until_drained(self) -> float | None:
         return None
@@ -105,15 +104,30 @@ class LocalFleet:
     def generating_environment(self, engine: LocalRollout) -> Environment:
         return engine.environment
 
-    def rollout_versions(self) -> list[int | None]:
-        return [handle.engine.get_weight_version() for handle in self.rollout]
+    def publish(self, version: int, keep: int) -> Publication:
+        self.turns.for_training()
+        if self.training.engine.position().weight_version != version:
+            raise WrongVersion(f"the trainer does not stand at weight version {version}")
+        buckets = [
+            {name: tensor.clone() for name, tensor in bucket.items()}
+            for bucket in self.training.engine.export_weights(1 << 20)
+        ]
+        self._published.pop(version, None)
+        self._published[version] = buckets
+        for old in list(self._published)[:-keep]:
+            del self._published[old]
+        return Publication(version, self.training.engine.weights_checksum(self._dtype))
 
-    def sync_weights(self) -> list[int]:
-        version = self.training.engine.position().weight_version
-        for handle in self.rollout:
-            if handle.engine.get_weight_version() != version:
-                handle.engine.begin_weight_update(version)
-                for bucket in self.training.engine.export_weights(1 << 20):
-                    handle.engine.update_weights(bucket)
-                handle.engine.end_weight_update()
-        return [version] * len(self.rollout)
+    def published(self) -> set[int]:
+        return set(self._published)
+
+    def serve(self, handle: LocalRollout, version: int) -> None:
+        with handle.serving:
+            if handle.engine.get_weight_version() == version:
+                return
+            if version not in self._published:
+                raise PublicationGone(f"weight version {version} is not published any more")
+            handle.engine.begin_weight_update(version)
+            for bucket in self._published[version]:
+                handle.engine.update_weights(bucket)
+            handle.engine.end_weight_update()

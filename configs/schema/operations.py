@@ -80,11 +80,12 @@ class FleetConfig(Section):
     """Folder for the transport `disk`, the same on every machine of the fleet. slime: `--update-weight-disk-dir`."""
 
     update_weight_disk_keep_files: bool = False
-    """Keep the model folder of every version there. slime: `--update-weight-disk-keep-files`."""
+    """Keep the model folder of every version there, not of the last ones alone. slime:
+    `--update-weight-disk-keep-files`."""
 
     check_weight_update_equal: bool = False
-    """After every update compare each engine with the trainer: by a checksum of all weights, or the log-probs of a
-    small batch where the engine gives no checksum. slime: `--check-weight-update-equal`."""
+    """After every update compare the log-probs of a small batch with the trainer's where the engine gives no checksum
+    of its weights; the checksum of one that does is compared always. slime: `--check-weight-update-equal`."""
 
     @property
     def offloads_train(self) -> bool:

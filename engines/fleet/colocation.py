@@ -19,7 +19,6 @@ from cairn.engines.fleet.handles import EngineHandle
 from cairn.engines.fleet.roles import LEAST_CPUS, Role
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.rollout.sglang.launch_plan import LaunchPlan
 from cairn.engines.weights.layout import MemoryTag
 
 
@@ -35,15 +34,6 @@ def share_bundles(training: Role, rollout: Role, config: RunConfig) -> tuple[Rol
     room = max(guests.values()) * max(config.fleet.num_cpus_per_engine, LEAST_CPUS)
     host = replace(training, bundles=tuple(replace(bundle, guest_cpus=room) for bundle in training.bundles))
     return host, replace(rollout, host=host, hosts=tuple(range(first, first + max(1, stride)) for first in firsts))
-
-
-def with_memory_saver(plan: LaunchPlan) -> LaunchPlan:
-    """The plan with servers on GPUs that can release their memory."""
-    engines = tuple(
-        replace(engine, options={"enable_memory_saver": True, **engine.options}) if engine.num_gpus else engine
-        for engine in plan.engines
-    )
-    return replace(plan, engines=engines)
 
 
 class Turns:
@@ -67,24 +57,23 @@ class Turns:
         if self._offload_train:
             self._training.onload()
 
-    def for_update(self) -> None:
-        """The rollout engines have memory for weights, which are to be sent. Raises EngineError."""
-        self.offload_training()
-        self._resume("weights")
+    def for_update(self, engine: RolloutHandle) -> None:
+        """A rollout engine has memory for weights, which are to be sent. Raises EngineError."""
+        self._resume(engine, "weights")
 
-    def for_rollout(self) -> None:
-        """The rollout engines have all their memory. Raises EngineError."""
-        self.offload_training()
-        self._resume("kv_cache")
+    def for_rollout(self, engine: RolloutHandle) -> None:
+        """A rollout engine has all its memory. Raises EngineError."""
+        self._resume(engine, "kv_cache")
 
     def offload_training(self) -> None:
         """Training gives its memory away. If it fails to it is ended, and whoever trains next restores it."""
         if self._offload_train:
             _or_end(self._training, self._training.offload)
 
-    def _resume(self, tag: MemoryTag) -> None:
-        if self._offload_rollout:
-            at_the_same_time(self._rollout, lambda engine: engine.resume_memory(tag))
+    def _resume(self, engine: RolloutHandle, tag: MemoryTag) -> None:
+        self.offload_training()
+        if self._offload_rollout and tag in engine.health()["released"]:  # else it may generate, and is not disturbed
+            engine.resume_memory(tag)
 
 
 def _or_end(engine: EngineHandle, release: Callable[[], None]) -> None:

@@ -62,16 +62,20 @@ class FencedActor:
     def obey(self, claim: Claim, method: str, *args: Any) -> Any:
         """Call a method of this actor. Raises Superseded, and what the method raises."""
         self._admit(claim, method)
-        return getattr(self, method)(*args)
+        return self._find(method)(*args)
 
     def obey_streaming(self, claim: Claim, method: str, *args: Any) -> Iterator[Any]:
         """The same for a method that gives one thing after the other."""
         self._admit(claim, method)
-        yield from getattr(self, method)(*args)
+        yield from self._find(method)(*args)
 
     def end(self) -> None:
         """End this process at once, whatever it is doing."""
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _find(self, method: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self, method)
+        return found
 
     def _admit(self, claim: Claim, method: str) -> None:
         with self._admitting:

@@ -25,7 +25,7 @@ from cairn.engines.fingerprint import combined
 from cairn.engines.fleet.actors import RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster, seconds_until_drained
-from cairn.engines.fleet.colocation import Turns, share_bundles, with_memory_saver
+from cairn.engines.fleet.colocation import Turns, share_bundles
 from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import EngineHandle
 from cairn.engines.fleet.machines import ranks_together
@@ -33,11 +33,13 @@ from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.roles import Bundle, Role, in_bundles
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.router import RouterHandle
+from cairn.engines.fleet.serving import Serving
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
-from cairn.engines.rollout.sglang.route import Route
-from cairn.engines.weights.send import send_weights
-from cairn.engines.weights.verify import verify_checksums, verify_log_probs
+from cairn.engines.rollout.factory import kind_of
+from cairn.engines.rollout.plan import LaunchPlan
+from cairn.engines.types import Publication
+from cairn.engines.weights.publications import Publications
+from cairn.engines.weights.transports import transport_of
 from cairn.storage.commits import Environment
 from cairn.storage.errors import LeaseLost, StoreError
 
@@ -45,7 +47,10 @@ SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")
 """Options on which placement and servers depend."""
 
 LEAST_OBJECT_STORE = 512 * 1024**2
-"""Bytes of shared memory for batches, results and the weights of small models."""
+"""Bytes of shared memory for batches and results."""
+
+KEPT = 2
+"""Publications that a run keeps."""
 
 
 class Fleet:
@@ -58,6 +63,7 @@ class Fleet:
         rollout: list[RolloutHandle],
         training: TrainingHandle,
         turns: Turns,
+        publications: Publications,
         cluster: Cluster,
         placement: Placement,
         closing: ExitStack,
@@ -70,7 +76,8 @@ class Fleet:
         """The training engine."""
         self.turns = turns
         """Who has the memory of GPUs that training and rollout share."""
-        self._config = config
+        self._publications = publications
+        self._serving = Serving(config, router, rollout, training, turns, publications)
         self._cluster = cluster
         self._placement = placement
         self._closing = closing
@@ -103,10 +110,8 @@ class Fleet:
             LeaseLost, Superseded: another driver has the fleet.
         """
         config = _with_absolute_paths(config)
-        plan = launch_plan(config.rollout)
+        plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
         roles = rollout_role, training_role, *routers = roles_of(config, plan, total_steps)
-        if config.fleet.offloads_rollout:
-            plan = with_memory_saver(plan)
         deadline = Deadline(config.fleet.start_timeout)
         with ExitStack() as stack:
             cluster = Cluster.open(
@@ -152,7 +157,13 @@ class Fleet:
                 turns.offload_training()
                 engines.remove(training)
             at_the_same_time(engines, lambda engine: engine.start(deadline, adopt=True))
-            return cls(config, router, rollout, training, turns, cluster, placement, stack.pop_all())
+            mapped = all(engine.maps_gpu_memory for engine in rollout)
+            transport = transport_of(
+                config.fleet, training, load_timeout=config.rollout.timeout, maps_gpu_memory=mapped
+            )
+            publications = Publications(training, transport, config.rollout.dtype)
+            stack.callback(publications.close)
+            return cls(config, router, rollout, training, turns, publications, cluster, placement, stack.pop_all())
 
     def close(self) -> None:
         """Kill all engines, give their resources back, and leave the cluster; one that was started ends. On a joined
@@ -189,67 +200,42 @@ class Fleet:
             return None
         return seconds_until_drained({ray.get_runtime_context().get_node_id(), *self._placement.nodes()})
 
-    def ensure_rollout_alive(self) -> None:
-        """Restart the rollout engines, and the router, that died or hang."""
-        at_the_same_time([engine for engine in self.engines if engine is not self.training], EngineHandle.ensure_alive)
+    def publish(self, version: int, keep: int) -> Publication:
+        """Lay the trainer's weights where rollout engines fetch them; of the publications before, those stay that are
+        among the last `keep`. One that is there already stays as it is. The caller has the trainer to itself.
 
-    def route(self) -> None:
-        """Let the requests of every rollout engine go to all of them, where there is a router. They must serve the same
-        weights.
+        Where engines get the trainer's weights from itself (`fleet.update_weight_transport` is distributed, or they
+        share GPUs), its publication lasts as long as it stands there.
 
         Raises:
-            EngineError: the router does not take one of them, or is gone.
+            WrongVersion: the trainer does not stand at `version`.
+            EngineError, NoSpace: the weights could not be laid.
         """
-        if self.router is None:
-            return
-        workers = [engine.worker for engine in self.rollout]
-        self.router.serve(workers)
-        route = Route(self.router.url, tuple(worker.url for worker in workers))
-        at_the_same_time(self.rollout, lambda engine: engine.follow(route))
+        self.turns.for_training()
+        return self._publications.publish(version, keep)
+
+    def published(self) -> set[int]:
+        """The weight versions that an engine can be brought to."""
+        return self._publications.versions()
+
+    def serve(self, engine: RolloutHandle, version: int) -> None:
+        """Have a rollout engine serve a published version, restarted where it is dead, with all its memory, and behind
+        the router where there is one. An engine that reports the version is left as it is. Threads may do so with
+        several engines at a time; none that generates behind a router may be brought to another version meanwhile.
+
+        What an engine got is compared with the publication's digest, or by `fleet.check_weight_update_equal` with the
+        trainer's log-probs where the engine tells no checksum.
+
+        Raises:
+            PublicationGone: the engine needs it, and it is not published any more.
+            WeightsDiffer: the engine did not get what was published; it serves nothing.
+            EngineError: an engine died, hung or refused.
+        """
+        self._serving.serve(engine, version)
 
     def generating_environment(self, engine: RolloutHandle) -> Environment:
         """What computes the requests of a rollout engine: that engine, or all of them where a router deals them out."""
         return engine.environment if self.router is None else combined([one.environment for one in self.rollout])
-
-    def rollout_versions(self) -> list[int | None]:
-        """The weight version that each rollout engine reports."""
-        return at_the_same_time(self.rollout, RolloutHandle.weight_version)
-
-    def sync_weights(self, *, verify: bool = False) -> list[int]:
-        """Bring every rollout engine that is elsewhere to the training engine's version; returns what they report.
-
-        Args:
-            verify: also compare what they hold with `verify_weights`; `fleet.check_weight_update_equal` does so always.
-
-        Raises:
-            EngineError: an engine died, hung or refused, or does not hold what was sent.
-        """
-        version = self.training.position().weight_version
-        behind = [
-            engine for engine, found in zip(self.rollout, self.rollout_versions(), strict=True) if found != version
-        ]
-        if behind:
-            at_the_same_time(behind, RolloutHandle.leave_router)
-            self.turns.for_update()
-            timeout = self._config.rollout.timeout
-            send_weights(self.training, behind, version, self._config.fleet, load_timeout=timeout)
-        self.turns.for_rollout()
-        if verify or self._config.fleet.check_weight_update_equal:
-            self.verify_weights()
-        reported = self.rollout_versions()
-        if any(found != version for found in reported):
-            raise EngineError(f"rollout engines report weight versions {reported} after a sync to {version}")
-        return [version] * len(reported)
-
-    def verify_weights(self) -> None:
-        """Compare every rollout engine's weights with the training engine's, by checksum where the engine gives one and
-        by the log-probs of a small batch where not.
-
-        Raises:
-            EngineError: one holds other weights.
-        """
-        verify = verify_checksums if self._config.rollout.engine == "transformers" else verify_log_probs
-        verify(self.training, self.rollout, self._config)
 
 
 def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
@@ -301,9 +287,12 @@ def _training_role(config: RunConfig, total_steps: int) -> Role:
 
 
 def _object_store_memory(config: RunConfig) -> int:
-    """Room for the two buckets of weights that travel at a time, of which a small model fills less."""
+    """Room for the publications that are kept in it, and for the one that takes the place of the oldest. Weights are
+    published in the training's number format, which may be twice as wide as the model folder's."""
+    if config.fleet.update_weight_transport != "tensor":
+        return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    return LEAST_OBJECT_STORE + 2 * min(config.fleet.update_weight_buffer_size, 2 * weights)
+    return LEAST_OBJECT_STORE + (KEPT + 1) * 2 * weights
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

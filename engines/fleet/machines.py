@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.rollout.factory import kind_of
 
 
 def ranks_together(config: RunConfig) -> int:
@@ -25,10 +26,10 @@ def placement_problems(config: RunConfig) -> Iterator[str]:
     """Sentences on ranks and engines that cannot be placed, as far as the configuration tells."""
     yield from _training_problems(config)
     rollout = config.rollout
-    if rollout.engine == "transformers" and rollout.num_gpus_per_engine > 1:
+    if not kind_of(rollout.engine).spans_gpus and rollout.num_gpus_per_engine > 1:
         yield (
             f"rollout.num_gpus_per_engine is {rollout.num_gpus_per_engine:g}, and an engine of rollout.engine="
-            "transformers computes on one GPU: set it to 1, and rollout.num_engines higher"
+            f"{rollout.engine} computes on one GPU: set it to 1, and rollout.num_engines higher"
         )
     if config.fleet.colocate and rollout.num_gpus_per_engine % 1:
         yield (

@@ -13,12 +13,15 @@ from cairn.engines.errors import EngineTimeout
 from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.handles import CONTROL, Actor, ModelHandle, log_of
 from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker
-from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.factory import kind_of
+from cairn.engines.rollout.plan import EnginePlan, Place
 from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag
+
+ENGINE = "cairn.engines.rollout.factory:make_engine"
+"""What an actor makes."""
 
 
 class RolloutHandle(ModelHandle):
@@ -45,9 +48,16 @@ class RolloutHandle(ModelHandle):
         self._model_path = model_path
         self._config = config
         self._router = router
-        self._worker: Worker | None = None
-        self._route: Route | None = None
+        self._kind = kind_of(config.engine)
+        self._worker: Mapping[str, Any] | None = None
+        self._route: tuple[str, Sequence[str]] | None = None
         self._busy = threading.Lock()
+        self.serving = threading.Lock()
+        """Held while the engine is looked at, and brought to other weights."""
+        self.looked: tuple[float, int | None] = (0.0, None)
+        """When the last look at it began that ended well, and the weight version that it serves since."""
+        self.routed: int | None = None
+        """The weight version for which the router sends it requests; None where it does not."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         """Stream completions as they finish; see `generate_samples`."""
@@ -91,7 +101,7 @@ class RolloutHandle(ModelHandle):
 
     def weights_checksum(self) -> str:
         """Checksum of its weights; comparable with the training engine's."""
-        return self.finish(self.submit("weights_checksum"), "weights_checksum")
+        return self.call("weights_checksum")
 
     @property
     def batch_invariant(self) -> bool:
@@ -107,28 +117,28 @@ class RolloutHandle(ModelHandle):
         return {**found, "restarts": self.restarts}
 
     @property
-    def worker(self) -> Worker:
-        """Its server, for the router."""
-        assert self._worker is not None, f"{self.name} is no server"
+    def worker(self) -> Mapping[str, Any] | None:
+        """Its server as a router is told of it, by its `url` and more; None while it is made again."""
         return self._worker
 
-    def follow(self, route: Route | None) -> None:
-        """Send requests this way from the next `generate` on; None: to its own server."""
+    def follow(self, route: tuple[str, Sequence[str]] | None) -> None:
+        """Send requests to this router, behind which these servers are, from the next `generate` on; None: to its own
+        server."""
         if route != self._route:
-            ref = self._actor.call("follow", route, concurrency_group=CONTROL)
+            ref = self._actor.call("follow", *(route or (None,)), concurrency_group=CONTROL)
             self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "follow")
             self._route = route
 
     def leave_router(self) -> None:
-        """Neither give requests to the router nor get any from it, until the fleet routes again."""
+        """Neither give requests to the router nor get any from it, until the engine is routed again."""
+        self.routed = None
         if self._router is not None and self._worker is not None:
-            self._router.remove(self._worker.url)
+            self._router.remove(self._worker["url"])
             self.follow(None)
 
     def health(self) -> dict[str, Any]:
         found = super().health()
-        if "worker" in found:
-            self._worker = Worker(**found["worker"])
+        self._worker = found.get("worker")
         return found
 
     @contextmanager
@@ -144,16 +154,25 @@ class RolloutHandle(ModelHandle):
     @property
     def maps_gpu_memory(self) -> bool:
         """Whether it takes weights from the memory of GPUs that it shares with training."""
-        return bool(self.ranks) and self._config.engine == "sglang"
+        return bool(self.ranks) and self._kind.maps_gpu_memory
+
+    @property
+    def tells_checksum(self) -> bool:
+        """Whether it can say which weights it holds."""
+        return self._kind.tells_checksum
 
     def release_memory(self) -> None:
         """Give its memory away; see cairn.engines.rollout.base."""
         with self.alone():
-            self.finish(self.submit("release_memory"), "release_memory")
+            self.call("release_memory")
 
     def resume_memory(self, tag: MemoryTag) -> None:
         """Take a part of it back."""
-        self.finish(self.submit("resume_memory", tag), "resume_memory")
+        self.call("resume_memory", tag)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Do a call that waits its turn behind those before it, within `fleet.call_timeout` seconds."""
+        return self.finish(self.submit(method, *args), method)
 
     def submit(self, method: str, *args: Any) -> "ray.ObjectRef[Any]":
         """Begin a call that waits its turn behind those before it."""
@@ -173,8 +192,8 @@ class RolloutHandle(ModelHandle):
 
     def _make_engine(self, deadline: Deadline) -> None:
         if self._router is not None and self._worker is not None:
-            self._router.remove(self._worker.url)  # another server may come to have its address
-        self._worker = self._route = None
+            self._router.remove(self._worker["url"])  # another server may come to have its address
+        self._worker = self._route = self.routed = None
         hosts = [self._host(actor, deadline) for actor in self._actors]
         meeting_point = None
         if len(hosts) > 1:
@@ -182,7 +201,8 @@ class RolloutHandle(ModelHandle):
             meeting_point = f"{hosts[0]}:{self._result(ref, deadline, self._actor, 'free_port')}"
         refs = [
             actor.call(
-                "start",
+                "make",
+                ENGINE,
                 self._model_path,
                 self._config,
                 self._plan,
@@ -195,7 +215,7 @@ class RolloutHandle(ModelHandle):
         ]
         patience = Deadline(deadline.remaining + TO_SAY_WHY)
         for ref, actor in zip(refs, self._actors, strict=True):
-            self._result(ref, patience, actor, "start")
+            self._result(ref, patience, actor, "make")
         self.health()
 
     def _more(self, stream: "ray.ObjectRefGenerator", deadline: Deadline) -> Literal[True]:

@@ -8,14 +8,15 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineError
 from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.handles import Actor, EngineHandle, log_of
-from cairn.engines.rollout.sglang.launch_plan import Worker
+from cairn.engines.rollout.factory import kind_of
 
 TO_SAY_WHY = 15.0
 """Seconds beyond its own deadline that an actor gets to end a server that did not start, and to show its log."""
 
 
 class RouterHandle(EngineHandle):
-    """See cairn.engines.rollout.sglang.router for what its calls do; all may raise EngineDied and EngineTimeout."""
+    """See cairn.engines.rollout.sglang.router for what the calls of one do; all may raise EngineDied and
+    EngineTimeout."""
 
     def __init__(
         self, name: str, actor: Actor, options: Mapping[str, Any], config: RolloutConfig, fleet: FleetConfig
@@ -30,7 +31,7 @@ class RouterHandle(EngineHandle):
         """Where it takes requests; another one after a restart."""
         return self.health()["url"]
 
-    def serve(self, workers: Sequence[Worker]) -> None:
+    def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Send requests to exactly these servers."""
         self._call("serve", workers)
 
@@ -46,5 +47,7 @@ class RouterHandle(EngineHandle):
 
     def _make_engine(self, deadline: Deadline) -> None:
         host = self._host(self._actor, deadline)
-        ref = self._actor.call("start", self._options, self._config, host, log_of(self._actor), deadline.remaining)
-        self._result(ref, Deadline(deadline.remaining + TO_SAY_WHY), self._actor, "start")
+        maker = kind_of(self._config.engine).router
+        arguments = (maker, self._options, self._config, host, log_of(self._actor), deadline.remaining)
+        ref = self._actor.call("make", *arguments)
+        self._result(ref, Deadline(deadline.remaining + TO_SAY_WHY), self._actor, "make")

@@ -17,6 +17,9 @@ from cairn.engines.weights.layout import Layout
 from cairn.storage.errors import NoSpace
 from cairn.storage.store import StoredFile
 
+RANK = "cairn.engines.training.rank:TrainingRank"
+"""What an actor makes, and starts when the others are there too."""
+
 FAILURE_GRACE = 10.0
 """Seconds that the other ranks get to end a call after one of them failed."""
 
@@ -89,15 +92,15 @@ class TrainingHandle(ModelHandle):
                 bucket, more = following
 
     def broadcast_weights(
-        self, version: int, bucket_bytes: int, backend: str
+        self, version: int, bucket_bytes: int, backend: str, target: str
     ) -> "Generator[tuple[Layout, ray.ObjectRef[Any]]]":
-        """What each bucket holds, and the call that broadcasts it in the group that the trainer is in.
+        """What each bucket holds, and the call that broadcasts it in the group of the trainer and the target.
 
         Raises WrongVersion if the engine does not stand at `version`.
         """
         with self._exporting(version, bucket_bytes) as first:
             while layout := self.finish(first.call("stage_bucket", backend), "stage_bucket"):
-                yield layout, first.call("broadcast_bucket")
+                yield layout, first.call("broadcast_bucket", target)
 
     def share_weights(self, version: int, bucket_bytes: int) -> Generator[list[tuple[list[str], bytes]]]:
         """Buckets in the memory of the ranks' GPUs, each until the next: for every rank their names and a handle
@@ -154,6 +157,9 @@ class TrainingHandle(ModelHandle):
 
     def _make_engine(self, deadline: Deadline) -> None:
         first, config = self._actors[0], self._config
+        hosts = self._gather([actor.call("host") for actor in self._actors], deadline, "host")
+        ranks = [actor.call("make", RANK, host) for actor, host in zip(self._actors, hosts, strict=True)]
+        self._gather(ranks, deadline, "make")
         store_address = None
         if len(self._actors) > 1:
             store_address = self._result(first.call("listen"), deadline, first, "listen")

@@ -66,6 +66,9 @@ class RolloutEngine(Protocol):
     def check_batch_invariance(self) -> bool:
         """Try whether samples come out bit for bit the same alone and in several companies, on this very machine."""
 
+    def batch_invariant(self) -> bool:
+        """What `check_batch_invariance` found; False before it was asked."""
+
     def health(self) -> dict[str, Any]:
         """What the engine serves and how much it has done; values are JSON."""
 

@@ -1,34 +1,28 @@
-"""Which rollout engine a configuration means."""
+"""Which rollout engines there are: a folder each, and a line here."""
 
-from pathlib import Path
+from importlib import import_module
+from typing import Any
 
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.view import view
-from cairn.engines.rollout.base import RolloutEngine
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place
+from cairn.engines.rollout.plan import Kind
+
+KINDS = {
+    "transformers": "cairn.engines.rollout.transformers.kind",
+    "sglang": "cairn.engines.rollout.sglang.kind",
+}
+"""Modules whose KIND describes an engine, by the name that `rollout.engine` gives it."""
 
 
-def make_engine(
-    model_path: str,
-    config: RolloutConfig,
-    device: str,
-    plan: EnginePlan,
-    place: Place,
-    log: Path,
-    start_timeout: float,
-    call_timeout: float,
-) -> RolloutEngine:
-    """The engine that `rollout.engine` names. `plan` and `place` say which server and where, `log` takes what it has to
-    say, `start_timeout` is the seconds that it may take to serve, `call_timeout` those of a call.
+def kind_of(engine: str) -> Kind:
+    """What the driver knows of the engine that `rollout.engine` names."""
+    found: Kind = import_module(KINDS[engine]).KIND
+    return found
 
-    Raises BadModel, and where the engine is a server EngineDied and EngineTimeout.
-    """
+
+def make_engine(model_path: str, config: RolloutConfig, *args: Any) -> Any:
+    """The engine that `rollout.engine` names, made in this process; see `Kind.engine`."""
     config = view(config, reader_of("rollout"), "rollout")
-    if config.engine == "sglang":
-        from cairn.engines.rollout.sglang.engine import SGLangEngine
-
-        return SGLangEngine(model_path, config, device, log, start_timeout, plan, place, call_timeout)
-    from cairn.engines.rollout.transformers.engine import TransformersEngine
-
-    return TransformersEngine(model_path, config, device)
+    module, _, name = kind_of(config.engine).engine.partition(":")
+    return getattr(import_module(module), name)(model_path, config, *args)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,27 +14,21 @@ ALIGNMENT = 64
 Layout = tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors, packed."""
+class Bucket(dict[str, torch.Tensor]):
+    """Tensors, on any device, that travel packed: the one place where weights are packed and unpacked.
 
-    data: np.ndarray
-    """[bytes] uint8: the tensors one after the other, each aligned."""
-    layout: Layout
-    """Name, dtype, shape and first byte of each tensor."""
+    What arrives are views of the bytes that came: to be read, and no longer than the bucket lives.
+    """
 
-
-def pack(named_tensors: Mapping[str, torch.Tensor]) -> Bucket:
-    """Copy tensors, on any device, into a bucket."""
-    data, layout = _packed(named_tensors, torch.device("cpu"))
-    return Bucket(data.numpy(), layout)
+    def __reduce__(self) -> Any:
+        data, layout = _packed(self, torch.device("cpu"))
+        return _unpacked, (data.numpy(), layout)
 
 
-def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
-    """The tensors of a bucket, as views of its bytes: to be read, and no longer than the bucket lives."""
+def _unpacked(data: np.ndarray, layout: Layout) -> Bucket:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
-        return _views(torch.from_numpy(bucket.data), bucket.layout)
+        return Bucket(_views(torch.from_numpy(data), layout))
 
 
 def in_one_storage(named_tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.rollout.sglang.launch_plan import LaunchPlan, launch_plan
+from cairn.engines.rollout.factory import kind_of
+from cairn.engines.rollout.plan import LaunchPlan
 
 _HOLD_ADDRESSES = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "nccl_ub")
 """Megatron's options whose work points into memory that is not to move."""
@@ -13,7 +14,8 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
     """Sentences on what the engines cannot do."""
     yield from _colocation_problems(config)
     transport, rollout = config.fleet.update_weight_transport, config.rollout
-    if transport == "distributed" and rollout.engine != "sglang":
+    kind = kind_of(rollout.engine)
+    if transport == "distributed" and not kind.takes_broadcasts:
         yield (
             f"fleet.update_weight_transport is distributed, which rollout.engine={rollout.engine} cannot receive: set "
             "it to tensor or disk"
@@ -23,7 +25,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines, and "
             "rollout.external_urls run elsewhere: set it to distributed or disk"
         )
-    plan = launch_plan(rollout)
+    plan = kind.plan(rollout, config.fleet.offloads_rollout)
     if transport == "tensor" and any(engine.nnodes > 1 for engine in plan.engines):
         yield (
             "fleet.update_weight_transport is tensor, which puts weights into the memory of an engine's first machine, "
@@ -48,7 +50,7 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
 def _group_problems(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
     """Of the one process group that the trainer's first rank and all servers are to be."""
     each = config.training.num_gpus_per_rank
-    ours = [engine.num_gpus for engine in plan.engines if engine.external_url is None]
+    ours = [] if config.rollout.external_urls else [engine.num_gpus for engine in plan.engines]
     if config.fleet.colocate:
         yield (
             "fleet.update_weight_transport is distributed, but under fleet.colocate trainer and servers are on the "

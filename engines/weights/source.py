@@ -1,11 +1,10 @@
-"""What an actor of the training engine does to give its weights out: as buckets, as broadcasts, as a model folder."""
+"""What a training rank does to give its weights out: as buckets, as broadcasts, as a model folder."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
-
-import ray
 
 from cairn.engines.errors import EngineError, WrongVersion
 from cairn.engines.weights.layout import Layout
@@ -20,16 +19,19 @@ if TYPE_CHECKING:
 
 
 class WeightSource:
-    """The part of the training actor that rollout engines are served by.
+    """The part of a training rank (`cairn.engines.training.rank`) that rollout engines are served by.
 
     Rank 0 gives the weights out. The other ranks take part in gathering them: for each export they call `end_export`
     at the same time.
     """
 
+    _address: str
+    """Of its machine, within the cluster."""
     _export: "Iterator[dict[str, torch.Tensor]]" = iter(())
     _staged: "torch.Tensor | None" = None
-    _group: "SendingGroup | None" = None
     _shared: "dict[str, torch.Tensor] | None" = None
+    _groups: "Mapping[str, SendingGroup]" = MappingProxyType({})
+    """By the engine that receives."""
 
     def begin_export(self, version: int, bucket_bytes: int) -> None:
         """Begin to give out the weights of `version`; an export that did not end is dropped.
@@ -42,10 +44,10 @@ class WeightSource:
 
     def next_bucket(self) -> "tuple[Bucket | None, bool]":
         """On rank 0: the next bucket of weights, and whether there was one."""
-        from cairn.engines.weights.buckets import pack
+        from cairn.engines.weights.buckets import Bucket
 
         named_tensors = next(self._export, None)
-        return (None, False) if named_tensors is None else (pack(named_tensors), True)
+        return (None, False) if named_tensors is None else (Bucket(named_tensors), True)
 
     def end_export(self) -> None:
         """Run the export to its end without giving anything out: so do all ranks but 0, for rank 0 to go on. What it
@@ -58,22 +60,23 @@ class WeightSource:
         self._export = iter(())
         torch.cuda.empty_cache()  # nothing where CUDA was never used
 
-    def open_group(self, name: str, timeout: float) -> tuple[str, int]:
-        """On rank 0: open the address at which receivers meet. Returns its host and port."""
+    def open_group(self, target: str, name: str, timeout: float) -> tuple[str, int]:
+        """On rank 0: open the address at which an engine, the target, meets this rank. Returns its host and port."""
         from cairn.engines.weights.group import SendingGroup
 
-        self.leave_group()
-        host = ray.util.get_node_ip_address()
-        self._group = SendingGroup(name, host, timeout)
-        return host, self._group.port
+        self.leave_group(target)
+        group = SendingGroup(name, self._address, timeout)
+        self._groups = {**self._groups, target: group}
+        return self._address, group.port
 
-    def join_group(self, size: int, backend: str) -> None:
+    def join_group(self, target: str, size: int, backend: str) -> None:
         """On rank 0: wait until all members have met. Raises EngineError."""
-        self._sending.join(size, backend)
+        self._groups[target].join(size, backend)
 
-    def group(self) -> tuple[str, int] | None:
-        """On rank 0: name and size of the group it can broadcast in."""
-        return (self._group.name, self._group.size) if self._group is not None and self._group.size else None
+    def group(self, target: str) -> tuple[str, int] | None:
+        """On rank 0: name and size of the group in which it can broadcast to the target."""
+        group = self._groups.get(target)
+        return (group.name, group.size) if group is not None and group.size else None
 
     def stage_bucket(self, backend: str) -> Layout | None:
         """On rank 0: make the next bucket ready to be broadcast; None if there is none."""
@@ -86,22 +89,22 @@ class WeightSource:
         self._staged = flat.cuda() if backend == "nccl" else flat
         return layout
 
-    def broadcast_bucket(self) -> None:
+    def broadcast_bucket(self, target: str) -> None:
         """On rank 0: broadcast the bucket that was made ready. Raises EngineError and EngineTimeout."""
-        if self._staged is None:
-            raise EngineError("no bucket of weights was made ready to be broadcast")
-        self._sending.send(self._staged)
+        if self._staged is None or target not in self._groups:
+            raise EngineError("no bucket of weights was made ready to be broadcast, or there is no group for it")
+        self._groups[target].send(self._staged)
 
-    def release_group(self) -> None:
+    def release_group(self, target: str) -> None:
         """Free those who wait for the group to be complete; answered while the actor waits for it itself."""
-        if self._group is not None:
-            self._group.release()
+        if target in self._groups:
+            self._groups[target].release()
 
-    def leave_group(self) -> None:
+    def leave_group(self, target: str) -> None:
         """Leave the group: what still waits for a broadcast of it ends with an error."""
-        if self._group is not None:
-            self._group.leave()
-            self._group = None
+        if target in self._groups:
+            self._groups[target].leave()
+            self._groups = {other: group for other, group in self._groups.items() if other != target}
 
     def export_hf(self, version: int, folder: Path) -> None:
         """On all ranks: write a model folder with the weights of `version`, in place of one that may be there.
@@ -133,20 +136,19 @@ class WeightSource:
         self._shared = in_one_storage(named_tensors, device)
         return list(self._shared), share(self._shared)
 
-    def remove_folder(self, folder: Path) -> None:
-        """On rank 0: remove a model folder that it wrote, or began to write."""
-        shutil.rmtree(folder, ignore_errors=True)
+    def keep_folders(self, parent: Path, names: Collection[str]) -> None:
+        """On rank 0: of the model folders that it wrote, or began to write, remove all but these, and their folder
+        where none is left."""
+        for folder in parent.glob("*"):
+            if folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)
+        if not names:
+            shutil.rmtree(parent, ignore_errors=True)
 
     def _require_version(self, version: int) -> None:
         found = self._started.position().weight_version
         if found != version:
             raise WrongVersion(f"the training engine is at weight version {found}, not at {version}")
-
-    @property
-    def _sending(self) -> "SendingGroup":
-        if self._group is None:
-            raise EngineError("the trainer is in no group in which it could broadcast weights")
-        return self._group
 
     @property
     def _sharing(self) -> "Sharing":

@@ -1,11 +1,9 @@
-"""Whether rollout engines hold the trainer's weights: by checksum, or by what they make of a few tokens."""
-
-from collections.abc import Sequence
+"""Whether a rollout engine holds the weights that it should: by checksum, or by what it makes of a few tokens."""
 
 import numpy as np
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineError
+from cairn.engines.errors import WeightsDiffer
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
@@ -18,38 +16,38 @@ PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in ran
 NEW_TOKENS = 12
 
 
-def verify_checksums(source: TrainingHandle, targets: Sequence[RolloutHandle], config: RunConfig) -> None:
-    """Compare the checksum of every target's weights with the trainer's. Raises EngineError where one differs."""
-    expected = source.weights_checksum(config.rollout.dtype)
-    for target in targets:
-        found = target.weights_checksum()
-        if found != expected:
-            raise EngineError(f"{target.name} holds weights with checksum {found}, {expected} is the trainer's")
+def verify_checksum(target: RolloutHandle, version: int, digest: str) -> None:
+    """Compare the checksum of the target's weights with that of the version. Raises WeightsDiffer."""
+    found = target.weights_checksum()
+    if found != digest:
+        raise WeightsDiffer(
+            f"{target.name} holds weights with checksum {found}, and weight version {version} was published with "
+            f"{digest}: that publication is dropped; publish the version again"
+        )
 
 
-def verify_log_probs(source: TrainingHandle, targets: Sequence[RolloutHandle], config: RunConfig) -> None:
-    """Let every target continue fixed prompts and compare its log-probs with the trainer's of the same tokens.
+def verify_log_probs(source: TrainingHandle, target: RolloutHandle, config: RunConfig) -> None:
+    """Let the target continue fixed prompts and compare its log-probs with the trainer's of the same tokens.
 
     Weights that no token of the batch meets, such as most rows of an embedding, go unseen.
 
     Raises:
-        EngineError: they differ by more than TOLERANCE.
+        WeightsDiffer: they differ by more than TOLERANCE.
     """
     params = SamplingParams(NEW_TOKENS, config.rollout.rollout_temperature)
     requests = [GenerateRequest((row,), prompt, row, params) for row, prompt in enumerate(PROMPTS)]
-    for target in targets:
-        completions = [completion for part in target.generate(requests) for completion in part]
-        batch = TrainBatch(
-            [np.array([*PROMPTS[done.request_id[0]], *done.response_ids], np.int32) for done in completions],
-            [len(done.response_ids) for done in completions],
-            [np.ones(len(done.response_ids), np.uint8) for done in completions],
+    completions = [completion for part in target.generate(requests) for completion in part]
+    batch = TrainBatch(
+        [np.array([*PROMPTS[done.request_id[0]], *done.response_ids], np.int32) for done in completions],
+        [len(done.response_ids) for done in completions],
+        [np.ones(len(done.response_ids), np.uint8) for done in completions],
+    )
+    expected = source.score(batch, "actor")
+    worst = max(
+        float(np.abs(done.log_probs - scores).max()) for done, scores in zip(completions, expected, strict=True)
+    )
+    if not worst <= TOLERANCE[config.rollout.dtype]:
+        raise WeightsDiffer(
+            f"{target.name} holds other weights than the trainer: log-probs of the same tokens differ by "
+            f"{worst:.2g}, {TOLERANCE[config.rollout.dtype]:g} is what rounding explains in {config.rollout.dtype}"
         )
-        expected = source.score(batch, "actor")
-        worst = max(
-            float(np.abs(done.log_probs - scores).max()) for done, scores in zip(completions, expected, strict=True)
-        )
-        if not worst <= TOLERANCE[config.rollout.dtype]:
-            raise EngineError(
-                f"{target.name} holds other weights than the trainer: log-probs of the same tokens differ by "
-                f"{worst:.2g}, {TOLERANCE[config.rollout.dtype]:g} is what rounding explains in {config.rollout.dtype}"
-            )

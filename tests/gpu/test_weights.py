@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.weights.buckets import in_one_storage
-from cairn.engines.weights.send import send_weights
 from cairn.engines.weights.shared import DEVICE_ARGUMENT, share
 from tests.engines.training.builders import make_batch, make_engine, model_folder
 from tests.engines.weights.test_transports import ASKED, by, train_once
+from tests.fleets import send, sync, verify
 from tests.ray_fixtures import fleet_config
 from tests.sglang_server import sglang_config
 
@@ -104,12 +104,12 @@ def test_memory_changes_hands_and_weights_come_by_handle(colocated: Fleet) -> No
     assert free_memory() > awake + 2**30
     fleet.turns.for_training()
     version = train_once(fleet)
-    assert fleet.sync_weights() == [version]
+    assert sync(fleet) == [version]
     assert free_memory() < awake + 2**30
     (done, *_) = [completion for part in fleet.rollout[0].generate(ASKED) for completion in part]
     assert set(done.weight_versions.tolist()) == {version}
     fleet.training.onload()
-    fleet.verify_weights()
+    verify(fleet)
 
 
 @pytest.mark.parametrize("transport", ["tensor", "disk", "distributed"])
@@ -123,5 +123,5 @@ def test_log_probs_are_the_trainers_after_an_update(
     with Fleet.start(gpu_fleet(sglang_model, 1 if apart else 0.5), name=f"apart-{transport}", total_steps=10) as fleet:
         for _ in range(2):
             version = train_once(fleet)
-            send_weights(fleet.training, fleet.rollout, version, by(transport, tmp_path), load_timeout=60)
-            fleet.verify_weights()
+            send(fleet, version, by(transport, tmp_path))
+            verify(fleet)

@@ -12,6 +12,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
+from tests.fleets import versions
 from tests.tasks.test_iteration import run_iterations
 from tests.tiny_run import tiny_config
 
@@ -22,9 +23,9 @@ ROUND = [
     "training took",
     "train",
     "save",
+    "publish",
     "training gave",
     "rollout took weights",
-    "update",
     "rollout took kv_cache",
 ]
 
@@ -61,7 +62,7 @@ class Record(list[str]):
             (fleet.training, "onload", None),
             (fleet.training, "train", "train"),
             (fleet.training, "save", "save"),
-            (fleet.training, "export_weights", "update"),
+            (fleet.training, "export_weights", "publish"),
         ):
             patch.setattr(engine, method, self._recorded(getattr(engine, method), work))
 
@@ -108,10 +109,10 @@ def test_whatever_a_crash_left_asleep_is_found_and_woken(
     fleet.turns.for_training()  # the driver died while training had the memory
     with pytest.raises(EngineError, match="memory was released"):
         list(fleet.rollout[0].generate([]))
-    assert fleet.rollout_versions() == [None]
+    assert versions(fleet) == [None]
     assert run(2)
     fleet.turns.release_rollout()
-    fleet.turns.for_update()  # and here with the weights' memory resumed and nothing in it
+    fleet.turns.for_update(fleet.rollout[0])  # and here with the weights' memory resumed and nothing in it
     with pytest.raises(EngineError, match="memory was released"):
         list(fleet.rollout[0].generate([]))
     with pytest.raises(EngineError, match="offloaded: onload it first"):

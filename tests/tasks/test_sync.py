@@ -1,116 +1,56 @@
-"""How often the rollout engines are asked: once for all who ask together, anew for whoever comes later."""
+"""Each engine is brought to its weights by itself; what it lacks is published once for all who need it."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cairn.configs.schema.operations import RetryConfig
-from cairn.engines.errors import EngineDied
-from cairn.tasks.context import RunContext, WeightsLock
-from cairn.tasks.sync import bring_up_to_date
-from tests.waiting import wait_for
+from cairn.configs.schema.run import RunConfig
+from cairn.tasks.sync import publish, serve
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import tiny_config, tiny_context
 
 
-class Engines:
-    """What of a fleet is asked, counted; the first question waits to be answered."""
+class Counted(LocalFleet):
+    """Counts publications, and holds the first one up until it is let go."""
 
-    def __init__(self) -> None:
-        self.asked = 0
-        self.rollout = ["rollout:0", "rollout:1"]
-        self.turns = self
-        self.answer = threading.Event()
-        self.failure: Exception | None = None
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.publications = 0
+        self.go_on = threading.Event()
 
-    def ensure_rollout_alive(self) -> None:
-        self.asked += 1
-        assert self.answer.wait(60)
-        if self.failure is not None:
-            raise self.failure
-
-    def rollout_versions(self) -> list[int]:
-        return [0, 0]
-
-    def offload_training(self) -> None:
-        pass
-
-    for_rollout = route = offload_training
+    def publish(self, version: int, keep: int) -> Any:
+        self.publications += 1
+        assert self.go_on.wait(60)
+        return super().publish(version, keep)
 
 
 @pytest.fixture
-def run() -> RunContext:
-    engines: Any = Engines()
-    nothing: Any = None
-    config: Any = SimpleNamespace(retry=RetryConfig())
-    return RunContext(
-        config,
-        nothing,
-        fleet=lambda: engines,
-        tokenizer=nothing,
-        data=nothing,
-        max_prompt_len=1,
-        benchmarks={},
-        graders={},
-        environment=nothing,
-        emit=nothing,
-    )
+def config(tiny_assets: Path) -> RunConfig:
+    return tiny_config(tiny_assets, rollout={"num_engines": 2})
 
 
-class Counted(WeightsLock):
-    """Says how many have come for it."""
-
-    came = 0
-
-    def __enter__(self) -> WeightsLock:
-        self.came += 1
-        return super().__enter__()
-
-
-def test_shards_that_ask_together_share_one_answer_and_a_later_one_asks_anew(run: RunContext) -> None:
-    engines: Any = run.fleet
-    run.weights_lock = lock = Counted()
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(bring_up_to_date, run, None) for _ in range(8)]
-        wait_for(lambda: lock.came == 8)
-        engines.answer.set()
-        assert [call.result(60) for call in calls] == [[0, 0]] * 8
-    assert engines.asked == 2, "one for the first, and one for all who came while it was under way"
-    bring_up_to_date(run, None)
-    assert engines.asked == 3
-
-
-def test_everybody_asks_anew_after_a_failure(run: RunContext) -> None:
-    engines: Any = run.fleet
-    run.weights_lock = lock = Counted()
-    engines.failure = EngineDied("it is gone")
-    with ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(bring_up_to_date, run, None) for _ in range(3)]
-        wait_for(lambda: lock.came == 3)
-        engines.answer.set()
+def test_engines_that_lack_what_nobody_published_share_one_publication(config: RunConfig, tmp_path: Path) -> None:
+    fleet = Counted(config)
+    for handle in fleet.rollout:
+        handle.engine.begin_weight_update(9)  # as an engine of a driver that died in an update
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _), ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(serve, run, fleet.rollout[index % 2], None) for index in range(8)]
+        fleet.go_on.set()
         for call in calls:
-            with pytest.raises(EngineDied):
-                call.result(60)
-    assert engines.asked == 3
+            call.result(60)
+    assert [handle.engine.get_weight_version() for handle in fleet.rollout] == [0, 0]
+    assert fleet.publications == 1
 
 
-def test_an_answer_is_nobodys_once_others_had_the_engines(run: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines: Any = run.fleet
-    engines.answer.set()
-    now = [10.0]
-    monkeypatch.setattr("cairn.tasks.sync.time", SimpleNamespace(monotonic=lambda: now[0]))
-    bring_up_to_date(run, None)
-    now[0] = 5.0  # of one that came before that, and waited
-    bring_up_to_date(run, None)
-    assert engines.asked == 1
-    with run.weights_lock:  # as a train step has it
-        pass
-    bring_up_to_date(run, None)
-    assert engines.asked == 2
-    now[0] = 10.0
-    with run.weights_lock:
-        bring_up_to_date(run, None)  # as before a suspect is generated alone, in the same turn
-    now[0] = 5.0
-    bring_up_to_date(run, None)
-    assert engines.asked == 4
+def test_an_engine_is_served_while_the_trainer_is_at_work(config: RunConfig, tmp_path: Path) -> None:
+    fleet = Counted(config)
+    fleet.go_on.set()
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        published = publish(run, None)
+        fleet.rollout[0].engine.begin_weight_update(9)
+        with run.weights_lock, ThreadPoolExecutor(1) as pool:  # as a train step has it
+            pool.submit(serve, run, fleet.rollout[0], None).result(60)
+        assert fleet.rollout[0].engine.weights_checksum() == published.digest

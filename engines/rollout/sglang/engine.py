@@ -12,11 +12,12 @@ import torch
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.models import check_model_folder, context_length, parameter_names
+from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.requests import validate_requests
 from cairn.engines.rollout.sglang.client import Control
 from cairn.engines.rollout.sglang.generation import Generation
-from cairn.engines.rollout.sglang.launch import launch
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place
+from cairn.engines.rollout.sglang.launch import FurtherRank, launch
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
 from cairn.engines.rollout.sglang.watch import Watch
@@ -51,7 +52,7 @@ class SGLangEngine:
         device: str,
         log: Path,
         start_timeout: float = 600.0,
-        plan: EnginePlan | None = None,
+        plan: ServerPlan | None = None,
         place: Place | None = None,
         call_timeout: float = 60.0,
     ) -> None:
@@ -59,7 +60,7 @@ class SGLangEngine:
         self._context, self._vocab = context_length(model), model.vocab_size
         self._model_path = model_path
         self._timeout, self._concurrency = config.timeout, config.sglang_server_concurrency
-        plan = plan or EnginePlan(options=config.sglang)
+        plan = plan or ServerPlan(options=config.sglang)
         launched = launch(model_path, config, device, plan, place or Place(), log, start_timeout)
         self.server = launched.server
         self.worker = launched.worker
@@ -100,9 +101,10 @@ class SGLangEngine:
             except EngineDied as error:
                 raise EngineDied(f"{self._hung or error}; {self.server.last_words()}") from error
 
-    def follow(self, route: Route | None) -> None:
-        """Send the requests of later calls of `generate` this way; None: to its own server."""
-        self._route = route or Route.to(self.server.url)
+    def follow(self, router: str | None, servers: Sequence[str] = ()) -> None:
+        """Send the requests of later calls of `generate` through a router, from which they may come to any of these
+        servers; None: to its own server."""
+        self._route = Route.to(self.server.url) if router is None else Route(router, tuple(servers))
 
     def abort(self) -> None:
         self._aborted.set()
@@ -154,6 +156,9 @@ class SGLangEngine:
         """Only SGLang's deterministic inference makes a sample independent of its company."""
         return self._deterministic
 
+    def batch_invariant(self) -> bool:
+        return self._deterministic
+
     def environment(self) -> Environment:
         return self._environment
 
@@ -198,3 +203,18 @@ class SGLangEngine:
             yield
         finally:
             self._in_use.release()
+
+
+def make(
+    model_path: str,
+    config: RolloutConfig,
+    plan: ServerPlan,
+    place: Place,
+    log: Path,
+    start_timeout: float,
+    call_timeout: float,
+) -> SGLangEngine | FurtherRank:
+    """One for a fleet, or a further machine's part of it."""
+    if place.node_rank:
+        return FurtherRank(launch(model_path, config, plan.device, plan, place, log, start_timeout))
+    return SGLangEngine(model_path, config, plan.device, log, start_timeout, plan, place, call_timeout)

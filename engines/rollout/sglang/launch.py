@@ -1,4 +1,4 @@
-"""Launches what an `EnginePlan` says: one server, or one machine's part of it."""
+"""Launches what a `ServerPlan` says: one server, or one machine's part of it."""
 
 import os
 from dataclasses import dataclass
@@ -8,10 +8,12 @@ from typing import Any
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fingerprint import SGLANG, server_environment
+from cairn.engines.ports import free_port
+from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import CPU_OPTIONS, Installation
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place, Worker, takes_no_weights
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan, Worker, takes_no_weights
 from cairn.engines.rollout.sglang.model_code import code_problem
-from cairn.engines.rollout.sglang.server import ExternalServer, Server, free_port
+from cairn.engines.rollout.sglang.server import ExternalServer, Server
 from cairn.storage.commits import Environment
 
 POLLED = ("/v1/loads", "/server_info", "/get_model_info", "/health")
@@ -35,7 +37,7 @@ def launch(
     model_path: str,
     config: RolloutConfig,
     device: str,
-    plan: EnginePlan,
+    plan: ServerPlan,
     place: Place,
     log: Path,
     start_timeout: float,

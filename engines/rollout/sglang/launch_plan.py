@@ -11,6 +11,7 @@ from cairn.configs.engines import ENGINES
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.servers import ServerGroup
 from cairn.configs.view import Reader, view
+from cairn.engines.rollout.plan import EnginePlan, LaunchPlan
 
 WorkerType = Literal["regular", "prefill", "decode"]
 
@@ -19,38 +20,14 @@ READER = Reader("the launch plan", f"READER in {__name__}", (*ENGINES["rollout"]
 
 
 @dataclass(frozen=True)
-class EnginePlan:
-    """One engine: a server, of several processes where it spans machines, or one that runs elsewhere."""
+class ServerPlan(EnginePlan):
+    """A server, of several processes where it spans machines, or one that runs elsewhere."""
 
     worker_type: WorkerType = "regular"
-    nnodes: int = 1
-    """Machines, with one actor on each; the first one's process answers HTTP."""
-    num_gpus: float = 0
-    """GPUs on each machine."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the server, addresses and ranks left out."""
     external_url: str | None = None
     """Of a server that runs elsewhere."""
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """All engines of a run, and the router before them."""
-
-    engines: tuple[EnginePlan, ...]
-    router: Mapping[str, Any] | None
-    """Its options, addresses left out; None where there is none."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process of an engine runs."""
-
-    host: str = "127.0.0.1"
-    """Its machine's address, on which it listens."""
-    node_rank: int = 0
-    dist_init_addr: str | None = None
-    """`host:port` on the first machine at which the processes of an engine meet; None where there is one."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +40,14 @@ class Worker:
     """Of a prefill server: where decode servers fetch keys and values."""
 
 
-def launch_plan(config: RolloutConfig) -> LaunchPlan:
-    """What a configuration without `plan_problems` launches."""
+def launch_plan(config: RolloutConfig, gives_memory_away: bool = False) -> LaunchPlan:
+    """What a configuration without `plan_problems` launches; servers on GPUs that can release their memory where they
+    are to give it away."""
     config = view(config, READER, "rollout")
-    engines = [EnginePlan(external_url=url) for url in config.external_urls]
+    engines = [ServerPlan(external_url=url) for url in config.external_urls]
     if not engines:
         for group in _groups(config):
-            engines += [_engine(config, group)] * group.count(config.num_gpus_per_engine)
+            engines += [_server(config, group, gives_memory_away)] * group.count(config.num_gpus_per_engine)
     router = config.router
     if router is not None and any(engine.worker_type != "regular" for engine in engines):
         router = {**router, "pd_disaggregation": True}
@@ -120,16 +98,18 @@ def _num_gpus(config: RolloutConfig, group: ServerGroup) -> float:
     return config.num_gpus_per_engine if group.num_gpus_per_engine is None else group.num_gpus_per_engine
 
 
-def _engine(config: RolloutConfig, group: ServerGroup) -> EnginePlan:
+def _server(config: RolloutConfig, group: ServerGroup, gives_memory_away: bool) -> ServerPlan:
     options = {**config.sglang, **group.overrides}
     num_gpus = _num_gpus(config, group)
+    if gives_memory_away and num_gpus:
+        options.setdefault("enable_memory_saver", True)
     nnodes = 1
-    if config.engine == "sglang" and num_gpus > 1:
+    if num_gpus > 1:
         nnodes = max(1, int(num_gpus // config.num_gpus_per_node))
         options.setdefault("tp_size", int(num_gpus))
     if group.worker_type != "regular":
         options["disaggregation_mode"] = group.worker_type
-    return EnginePlan(group.worker_type, nnodes, num_gpus / nnodes, options)
+    return ServerPlan(nnodes, num_gpus / nnodes, group.worker_type, options)
 
 
 def _size_problems(config: RolloutConfig, group: ServerGroup) -> Iterator[str]:

@@ -13,10 +13,12 @@ from typing import Any
 
 import httpx
 
+from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.ports import free_port
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.engines.rollout.sglang.launch_plan import Worker
-from cairn.engines.rollout.sglang.server import Server, free_port
+from cairn.engines.rollout.sglang.server import Server
 from cairn.engines.rollout.sglang.watch import Watch
 
 PROGRAM = Path(__file__).with_name("start_router.py")
@@ -73,9 +75,10 @@ class Router:
     def url(self) -> str:
         return self.process.url
 
-    def serve(self, workers: Sequence[Worker]) -> None:
-        """Have exactly these servers. Returns once the router lists them; raises EngineError where it does not."""
-        wanted = {worker.url: worker for worker in workers}
+    def serve(self, workers: Sequence[Mapping[str, Any]]) -> None:
+        """Have exactly these servers, each with the fields of a Worker. Returns once the router lists them; raises
+        EngineError where it does not."""
+        wanted = {worker.url: worker for worker in (Worker(**fields) for fields in workers)}
         known = self.workers()
         for url in known.keys() - wanted.keys():
             self.remove(url)
@@ -138,3 +141,9 @@ class Router:
                     f"the router did not {what} within {_CONTROL_TIMEOUT:g} s; its log: {self.process.log}"
                 )
             time.sleep(_POLL)
+
+
+def make(options: Mapping[str, Any], config: RolloutConfig, host: str, log: Path, start_timeout: float) -> Router:
+    """One for a fleet."""
+    interval, silence = config.rollout_health_check_interval, config.rollout_health_check_timeout
+    return Router(options, host, log, start_timeout, interval, silence)

@@ -2,9 +2,7 @@
 
 import os
 import re
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +14,7 @@ from typing import Any
 import httpx
 import psutil
 
-from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
+from cairn.engines.errors import EngineDied, EngineTimeout
 from cairn.engines.rollout.sglang.client import Control
 from cairn.storage.commits import Environment
 
@@ -24,11 +22,6 @@ GUARD = Path(__file__).with_name("guard.py")
 
 READY = "/health_generate"
 """Has an SGLang server generate a token."""
-
-PORTS_GIVEN_AWAY = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""The lowest and the highest port of outgoing connections, and"""
-LOWEST_GIVEN_AWAY = 32768
-"""the lowest where nobody has changed it."""
 
 _POLL = 0.25
 _ANSWER = 10.0
@@ -187,17 +180,3 @@ def _serves(http: httpx.Client, url: str) -> bool:
     with suppress(httpx.HTTPError):
         return http.get(url).status_code == 200
     return False
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine's address that nobody listens on at the moment, and that no outgoing connection gets until
-    somebody does: one below those that the kernel gives away. Raises EngineError where there is none."""
-    highest = LOWEST_GIVEN_AWAY
-    with suppress(OSError):  # some sandboxes show nothing of the kernel
-        highest = min(int(PORTS_GIVEN_AWAY.read_text().split()[0]), highest)
-    lowest = max(1024, highest - 12000)
-    for _ in range(100):
-        with suppress(OSError), socket.socket() as listener:
-            listener.bind((host, lowest + secrets.randbelow(highest - lowest) if highest > lowest else 0))
-            return listener.getsockname()[1]
-    raise EngineError(f"no port of {host} is free: end what listens there")

@@ -13,6 +13,7 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import BadModel, EngineError
 from cairn.engines.fingerprint import TORCH, engine_environment
 from cairn.engines.models import eos_token_ids, load_causal_lm
+from cairn.engines.rollout.plan import EnginePlan, Place
 from cairn.engines.rollout.requests import validate_requests
 from cairn.engines.rollout.transformers import checks
 from cairn.engines.rollout.transformers.decoder import Decoder
@@ -129,6 +130,9 @@ class TransformersEngine:
             self._batch_invariant = checks.is_batch_invariant(self._decoder)
             return self._batch_invariant
 
+    def batch_invariant(self) -> bool:
+        return bool(self._batch_invariant)
+
     def environment(self) -> Environment:
         return engine_environment(self._decoder.device, TORCH)
 
@@ -174,3 +178,10 @@ class TransformersEngine:
             yield
         finally:
             self._in_use.release()
+
+
+def make(model_path: str, config: RolloutConfig, plan: EnginePlan, place: Place, *limits: Any) -> TransformersEngine:
+    """One for a fleet, tried for what its samples depend on. It is no server: no limits of one hold for it."""
+    engine = TransformersEngine(model_path, config, plan.device)
+    engine.check_batch_invariance()
+    return engine

@@ -22,6 +22,7 @@ from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.types import TrainBatch
 from cairn.storage.errors import LeaseLost
+from tests.fleets import sync, versions
 from tests.ray_fixtures import fleet_config
 
 BATCH = TrainBatch(
@@ -37,7 +38,7 @@ def report(fleet: Fleet) -> None:
     state = {
         "rollout": fleet.rollout[0].health()["pid"],
         "training": fleet.training.health()["pid"],
-        "versions": fleet.rollout_versions(),
+        "versions": versions(fleet),
         "weight_version": position.weight_version,
         "state_digest": position.state_digest,
         "last_input_digest": position.last_input_digest,
@@ -73,7 +74,7 @@ def main(model: str, address: str, dtype: str, lease: str) -> None:
                 print("{}", flush=True)
             version = fleet.training.position().weight_version
             fleet.training.train(BATCH, num_steps=1, expected_version=version, input_digest="trained")
-            fleet.sync_weights()
+            sync(fleet)
         except ClusterLost as error:
             print(f"ClusterLost: {error}")
             fleet.close()

@@ -18,7 +18,7 @@ from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import roles_of
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.slots import Slot
-from cairn.engines.rollout.sglang.launch_plan import launch_plan
+from cairn.engines.rollout.factory import kind_of
 from tests import ray_fixtures
 from tests.ray_fixtures import fleet_config
 
@@ -66,7 +66,7 @@ def simulated_machines() -> Iterator[Machines]:
 def slots(**sections: dict[str, Any]) -> dict[str, list[Slot]]:
     """Where a configuration's fleet would have its actors, which are not started: by role. Raises ClusterError."""
     config = fleet_config("model", **sections)
-    roles = roles_of(config, launch_plan(config.rollout), total_steps=1)
+    roles = roles_of(config, kind_of(config.rollout.engine).plan(config.rollout, False), total_steps=1)
     placement = Placement("placed", roles, Cluster(_cluster.address), Deadline(30))
     try:
         return {role.name: [placement.slot(role, i, Deadline(60)) for i in range(role.num_actors)] for role in roles}

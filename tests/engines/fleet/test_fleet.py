@@ -11,18 +11,28 @@ import psutil
 import pytest
 import ray
 
-from cairn.engines.errors import BadModel, EngineDied, EngineError, EngineTimeout, RequestRefused, WrongVersion
-from cairn.engines.fleet.calls import Deadline
+from cairn.engines.errors import (
+    BadModel,
+    EngineDied,
+    EngineError,
+    EngineTimeout,
+    PublicationGone,
+    RequestRefused,
+    WeightsDiffer,
+    WrongVersion,
+)
+from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster, ClusterError
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.models import folder_digest
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, Publication, SamplingParams
 from cairn.storage.errors import NoSpace
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
+from tests.fleets import serve_all, sync, versions
 from tests.ray_fixtures import fleet_config
 from tests.requests import group
 from tests.small_disk import small_disk, why_not
@@ -38,7 +48,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(model: Path, ray_cluster: Cluster) -> Iterator[Fleet]:
-    config = fleet_config(model, rollout={"num_engines": 2})
+    in_one_bucket = {"update_weight_buffer_size": 2**20}  # that lies in the object store, and not with the driver
+    config = fleet_config(model, rollout={"num_engines": 2}, fleet=in_one_bucket)
     with Fleet.start(config, name="fleet", total_steps=TOTAL_STEPS) as fleet:
         yield fleet
 
@@ -57,7 +68,7 @@ def _engines_alive(request: pytest.FixtureRequest) -> None:
     """Tests leave dead engines behind; the next one has the fleet put right as a step of a run does."""
     if "fleet" in request.fixturenames:
         fleet: Fleet = request.getfixturevalue("fleet")
-        fleet.ensure_rollout_alive()
+        at_the_same_time(fleet.rollout, RolloutHandle.ensure_alive)
         fleet.training.ensure_alive()
 
 
@@ -90,12 +101,12 @@ def hasty(fleet: Fleet, model: Path, index: int, *, timeout: float, call_timeout
     """Another handle of the same engine, with other deadlines."""
     config = fleet_config(model, rollout={"timeout": timeout}, fleet={"call_timeout": call_timeout})
     actors = [fleet.rollout[index]._actor]
-    return RolloutHandle(f"rollout:{index}", actors, EnginePlan(), str(model), config.rollout, config.fleet)
+    return RolloutHandle(f"rollout:{index}", actors, ServerPlan(), str(model), config.rollout, config.fleet)
 
 
 def test_samples_are_those_of_an_engine_without_a_fleet(fleet: Fleet, model: Path, initial: str) -> None:
     fleet.training.load(initial, "initial")
-    fleet.sync_weights()
+    sync(fleet)
     bare = generate(TransformersEngine(str(model), fleet_config(model).rollout), requests())
     for engine in fleet.rollout:
         for found, expected in zip(generate(engine, requests()), bare, strict=True):
@@ -161,7 +172,7 @@ def test_a_bad_model_folder_is_named_and_leaves_no_actor(ray_cluster: Cluster, t
 
 def test_an_engine_that_does_not_start_in_time_says_so_itself(fleet: Fleet, model: Path) -> None:
     config = fleet_config(model, rollout={"engine": "sglang"})
-    nobody = EnginePlan(external_url="http://127.0.0.1:1")
+    nobody = ServerPlan(external_url="http://127.0.0.1:1")
     actors = fleet.rollout[0]._actors
     engine = RolloutHandle("rollout:0", actors, nobody, str(model), config.rollout, config.fleet)
     with pytest.raises(EngineTimeout, match=r"127\.0\.0\.1:1 did not serve within .* take it out of"):
@@ -180,7 +191,7 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
     fleet: Fleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
     version = train_once(fleet)
-    fleet.sync_weights()
+    sync(fleet)
     engine, pid = fleet.rollout[0], pid_of(fleet, 0)
     stream = engine.generate(requests(64, max_new_tokens=200))
     next(stream)
@@ -193,8 +204,8 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
     engine.ensure_alive()
     (sentence,) = told
     assert sentence.startswith("Engine rollout:0 is made again: cairn:fleet:rollout:0.health(): ")
-    assert fleet.rollout_versions() == [0, version]
-    assert fleet.sync_weights() == [version, version]
+    assert versions(fleet) == [0, version]
+    assert sync(fleet) == [version, version]
     assert {int(v) for completion in generate(engine, requests()) for v in completion.weight_versions} == {version}
     assert capfd.readouterr().out == ""  # it belongs to the command
 
@@ -256,23 +267,63 @@ def test_a_killed_trainer_is_an_error_and_restarts_at_the_initial_weights(fleet:
     assert fleet.training.position() == before
 
 
-def test_a_sync_gives_every_engine_the_trainers_weights(fleet: Fleet) -> None:
+def test_an_engine_serves_what_was_published_while_the_trainer_goes_on(fleet: Fleet) -> None:
     version = train_once(fleet)
-    with pytest.raises(EngineError, match="checksum"):
-        fleet.verify_weights()
-    assert fleet.sync_weights() == [version, version]
-    checksums = {fleet.training.weights_checksum()} | {engine.weights_checksum() for engine in fleet.rollout}
-    assert len(checksums) == 1
+    published = fleet.publish(version, keep=2)
+    assert published == Publication(version, fleet.training.weights_checksum())
+    train_once(fleet)
+    first, second = fleet.rollout
+    os.kill(first.health()["pid"], signal.SIGKILL)
+    trained = fleet.training.position()
+    with second.alone():  # it works, and is not asked
+        fleet.serve(first, version)
+    assert first.weights_checksum() == published.digest != second.weights_checksum()
+    assert {int(v) for completion in generate(first, requests()) for v in completion.weight_versions} == {version}
+    assert fleet.training.position() == trained
 
 
-def test_a_sync_begins_a_broken_off_update_again_and_leaves_engines_alone_that_are_up_to_date(fleet: Fleet) -> None:
+def test_publications_stay_after_the_trainer_died_and_go_when_newer_ones_are_as_many(fleet: Fleet) -> None:
+    first = train_once(fleet)
+    fleet.publish(first, keep=2)
+    os.kill(fleet.training.health()["pid"], signal.SIGKILL)
+    assert serve_all(fleet, first) == [first, first]
+    fleet.training.ensure_alive()
+    with pytest.raises(WrongVersion, match=f"at weight version 0: version {first} cannot be published"):
+        fleet.publish(first, keep=2)
+    fleet.publish(0, keep=2)
+    assert fleet.published() == {first, 0}
+    fleet.publish(train_once(fleet), keep=2)
+    assert fleet.published() == {0, 1}
+    fleet.rollout[0].restart()
+    gone = first + 7
+    with pytest.raises(PublicationGone, match=f"weight version {gone} is not published .*others that are: 0, 1"):
+        fleet.serve(fleet.rollout[0], gone)
+    assert versions(fleet)[0] == 0, "nothing was begun"
+
+
+def test_an_engine_begins_a_broken_off_update_again_and_is_left_alone_where_it_serves_the_version(fleet: Fleet) -> None:
     version = train_once(fleet)
-    fleet.sync_weights()
-    broken_off = fleet.rollout[1].submit("begin_weight_update", version)
-    fleet.rollout[1].finish(broken_off, "begin_weight_update")
-    assert fleet.rollout_versions() == [version, None]
+    sync(fleet)
+    fleet.rollout[1].call("begin_weight_update", version)
+    assert versions(fleet) == [version, None]
     with fleet.rollout[0].alone():  # an update would wait for it
-        assert fleet.sync_weights(verify=True) == [version, version]
+        assert serve_all(fleet, version) == [version, version]
+
+
+def test_an_engine_that_holds_other_weights_than_were_published_serves_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = train_once(fleet)
+    fleet.publish(older, keep=2)
+    version = train_once(fleet)
+    fleet.publish(version, keep=2)
+    _, laid = fleet._publications._find(older)
+    publication, _ = fleet._publications._find(version)
+    fleet._publications._laid[version] = (publication, laid)
+    with pytest.raises(WeightsDiffer, match=f"rollout:0 holds weights .* version {version} was published with"):
+        fleet.serve(fleet.rollout[0], version)
+    assert versions(fleet)[0] is None
+    assert version not in fleet.published()
 
 
 def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster, model: Path, tmp_path: Path) -> None:
@@ -288,7 +339,7 @@ def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster
         result = training.train(batch, num_steps=1, expected_version=0, input_digest="x")
         expected_result = single.train(batch, num_steps=1, expected_version=0, input_digest="x")
         assert result.metrics["loss"] == pytest.approx(expected_result.metrics["loss"], abs=1e-5)
-        assert fleet.sync_weights(verify=True) == [1]
+        assert sync(fleet) == [1]
         with pytest.raises(WrongVersion):
             training.train(batch, num_steps=1, expected_version=0, input_digest="y")
         pids = training.health()["pids"]

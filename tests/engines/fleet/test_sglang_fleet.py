@@ -16,6 +16,7 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 from tests.engines.training.builders import make_batch
+from tests.fleets import sync, versions
 from tests.ray_fixtures import fleet_config
 from tests.requests import group
 from tests.sglang_server import running, sglang_config
@@ -58,9 +59,7 @@ def _up_to_date(fleet: Fleet) -> None:
 
 def bring_up_to_date(fleet: Fleet) -> None:
     """As a step of a run does before it generates."""
-    fleet.ensure_rollout_alive()
-    fleet.sync_weights()
-    fleet.route()
+    sync(fleet)
 
 
 def routed(fleet: Fleet) -> set[str]:
@@ -95,9 +94,11 @@ def test_one_engine_generates_on_every_server_and_each_group_on_one(fleet: Fleet
 def test_a_server_gets_no_request_until_it_serves_the_weights_of_the_others(fleet: Fleet) -> None:
     version = fleet.training.position().weight_version
     fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest="")
-    fleet.sync_weights()
-    assert routed(fleet) == set()
-    fleet.route()
+    fleet.publish(version + 1, keep=1)
+    first, second = fleet.rollout
+    fleet.serve(first, version + 1)
+    assert routed(fleet) == {first.health()["url"]}
+    fleet.serve(second, version + 1)
     assert routed(fleet) == urls(fleet)
     assert {int(v) for done in generate(fleet.rollout[1]) for v in done.weight_versions} == {version + 1}
 
@@ -135,7 +136,7 @@ def test_samples_of_a_server_that_dies_or_hangs_come_from_the_others_and_it_is_r
     after = engine.health()
     assert after["server_pid"] != before["server_pid"]
     assert after["restarts"] == before["restarts"] + 1
-    assert fleet.rollout_versions() == [fleet.training.position().weight_version] * 2
+    assert versions(fleet) == [fleet.training.position().weight_version] * 2
     assert routed(fleet) == urls(fleet)
     assert len(generate(engine)) == GROUPS * SAMPLES
 

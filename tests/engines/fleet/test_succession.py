@@ -23,6 +23,7 @@ from cairn.storage.leases import Lease, Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from tests.engines.training.builders import make_batch, model_folder
+from tests.fleets import sync
 from tests.ray_fixtures import NUM_CPUS, fleet_config
 from tests.requests import group
 
@@ -83,7 +84,7 @@ def works(fleet: Fleet) -> list[int]:
     """Train, sync and generate with the fleet; the processes that did it."""
     version = fleet.training.position().weight_version
     fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
-    assert fleet.sync_weights() == [version + 1]
+    assert sync(fleet) == [version + 1]
     completions: list[Completion] = [one for part in fleet.rollout[0].generate(ASKED) for one in part]
     assert len(completions) == 6
     return [engine.health()["pid"] for engine in fleet.engines]
@@ -151,7 +152,8 @@ def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
     for entry in placement_group_table().values():
         if entry["name"].startswith("cairn:succession:") and entry["state"] == "CREATED":
             remove_placement_group(ray.util.get_placement_group(entry["name"]))
-    fleet.ensure_rollout_alive()
+    for engine in fleet.rollout:
+        engine.ensure_alive()
     fleet.training.ensure_alive()
     assert not set(works(fleet)) & set(pids)
     assert groups() == ["rollout", "training"]

@@ -1,21 +1,24 @@
 """An engine of two tensor-parallel ranks, each in a process under an actor of its own, as on two machines."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-import cairn.engines.fleet.fleet
+import cairn.engines.rollout.sglang.kind
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import Fleet
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan
+from cairn.engines.rollout.plan import LaunchPlan
+from cairn.engines.rollout.sglang.kind import KIND
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.types import SamplingParams
-from cairn.engines.weights.send import send_weights
 from tests.engines.training.builders import make_batch
+from tests.fleets import send, verify
 from tests.ray_fixtures import fleet_config
 from tests.requests import group
 from tests.sglang_server import sglang_config
@@ -26,9 +29,9 @@ ASKED = [one for index in range(4) for one in group(index, [5 + index, 6, 7], (1
 pytestmark = pytest.mark.timeout(900)
 
 
-def on_two_machines(config: RolloutConfig) -> LaunchPlan:
+def on_two_machines(config: RolloutConfig, gives_memory_away: bool) -> LaunchPlan:
     """What is planned where an engine has as many GPUs as two machines."""
-    return LaunchPlan((EnginePlan(nnodes=2, options={**config.sglang, "tp_size": 2}),), None)
+    return LaunchPlan((ServerPlan(nnodes=2, options={**config.sglang, "tp_size": 2}),), None)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,7 @@ def fleet(sglang_model: Path, ray_cluster: Cluster, tmp_path_factory: pytest.Tem
     rollout = sglang_config().model_dump(exclude={"rollout_batch_size", "rollout_max_response_len", "num_rollout"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("machines"))
-        patch.setattr(cairn.engines.fleet.fleet, "launch_plan", on_two_machines)
+        patch.setattr(cairn.engines.rollout.sglang.kind, "KIND", replace(KIND, plan=on_two_machines))
         config = fleet_config(sglang_model, rollout=rollout, fleet={"start_timeout": 400, "call_timeout": 60})
         with Fleet.start(config, name="machines", total_steps=10) as fleet:
             yield fleet
@@ -49,11 +52,11 @@ def test_every_rank_takes_new_weights_by_what_leaves_a_machine(fleet: Fleet, tra
     fleet.training.train(make_batch(), num_steps=1, expected_version=version, input_digest=str(version))
     if version:
         with pytest.raises(EngineError, match="log-probs of the same tokens differ"):
-            fleet.verify_weights()
+            verify(fleet)
     folder: dict[str, Any] = {"update_weight_disk_dir": str(tmp_path)} if transport == "disk" else {}
     options = fleet_config("model", fleet={"update_weight_transport": transport, "call_timeout": 60, **folder}).fleet
-    send_weights(fleet.training, fleet.rollout, version + 1, options, load_timeout=60)
-    fleet.verify_weights()
+    send(fleet, version + 1, options)
+    verify(fleet)
     done = [completion for part in engine.generate(ASKED) for completion in part]
     assert len(done) == len(ASKED)
     assert {version for completion in done for version in completion.weight_versions.tolist()} == {version + 1}

@@ -19,8 +19,8 @@ from cairn.engines.fleet.colocation import Turns
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import SamplingParams
-from cairn.engines.weights.send import send_weights
 from tests.engines.training.builders import make_batch
+from tests.fleets import send, sync, verify, versions
 from tests.ray_fixtures import fleet_config
 from tests.requests import group
 from tests.sglang_server import sglang_config
@@ -54,31 +54,28 @@ def train_once(fleet: Fleet) -> int:
     return version + 1
 
 
-def send(fleet: Fleet, version: int, options: FleetConfig) -> None:
-    send_weights(fleet.training, fleet.rollout, version, options, load_timeout=30)
-
-
 def serves_nothing(fleet: Fleet) -> bool:
     with pytest.raises(EngineError, match="weight update"):
         list(fleet.rollout[0].generate(ASKED))
-    return fleet.rollout_versions() == [None]
+    return versions(fleet) == [None]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_log_probs_are_the_trainers_after_an_update_and_not_before(
     fleet: Fleet, transport: str, tmp_path: Path
 ) -> None:
-    fleet.sync_weights(verify=True)
+    sync(fleet)
     for _ in range(2):  # the second broadcast finds the group of the first
         version = train_once(fleet)
         with pytest.raises(EngineError, match="log-probs of the same tokens differ"):
-            fleet.verify_weights()
+            verify(fleet)
         send(fleet, version, by(transport, tmp_path, update_weight_buffer_size=100_000))
-        assert fleet.rollout_versions() == [version]
-        fleet.verify_weights()
+        assert versions(fleet) == [version]
+        verify(fleet)
     (done, *_) = [completion for part in fleet.rollout[0].generate(ASKED) for completion in part]
     assert set(done.weight_versions.tolist()) == {version}
-    assert not list(tmp_path.glob("**/*.safetensors"))
+    folders = {file.parent.name for file in tmp_path.glob("**/*.safetensors")}
+    assert folders == ({f"weight_v{version:06d}"} if transport == "disk" else set()), "those of earlier ones are gone"
 
 
 def test_a_server_maps_what_the_trainer_shares_with_it(
@@ -89,8 +86,8 @@ def test_a_server_maps_what_the_trainer_shares_with_it(
     monkeypatch.setattr(engine, "ranks", range(1))
     version = train_once(fleet)
     send(fleet, version, by("tensor", tmp_path, update_weight_buffer_size=100_000))
-    assert fleet.rollout_versions() == [version]
-    fleet.verify_weights()
+    assert versions(fleet) == [version]
+    verify(fleet)
 
 
 def test_model_folders_are_kept_where_asked(fleet: Fleet, tmp_path: Path) -> None:
@@ -126,7 +123,7 @@ def test_a_trainer_that_dies_between_buckets_leaves_no_engine_that_serves_a_mixt
         assert time.monotonic() - began < 60
     assert serves_nothing(fleet)
     fleet.training.ensure_alive()
-    assert fleet.sync_weights(verify=True) == [0]
+    assert sync(fleet) == [0]
 
 
 def test_a_refused_bucket_releases_the_trainer_that_broadcasts_it(
@@ -149,7 +146,7 @@ def test_a_refused_bucket_releases_the_trainer_that_broadcasts_it(
         assert time.monotonic() - began < 60
     assert serves_nothing(fleet)
     send(fleet, version, by("distributed", tmp_path))
-    fleet.verify_weights()
+    verify(fleet)
     assert fleet.training.health()["pid"] == pid
 
 
@@ -173,19 +170,19 @@ def test_a_server_gives_and_takes_its_memory_in_slimes_order(fleet: Fleet, tmp_p
     assert engine.health()["released"] == ["kv_cache", "weights"]
     with pytest.raises(EngineError, match="memory was released"):
         list(engine.generate(ASKED))
-    assert fleet.rollout_versions() == [None]
+    assert versions(fleet) == [None]
     version = train_once(fleet)
-    turns.for_update()
+    turns.for_update(engine)
     assert fleet.training.health()["offloaded"]
     send(fleet, version, options)
     with pytest.raises(EngineError, match="memory was released"):
         list(engine.generate(ASKED))
-    turns.for_rollout()
-    turns.for_rollout()
-    assert fleet.rollout_versions() == [version]
+    turns.for_rollout(engine)
+    turns.for_rollout(engine)
+    assert versions(fleet) == [version]
     assert len(list(engine.generate(ASKED))) == 2
     fleet.training.onload()
-    fleet.verify_weights()
+    verify(fleet)
     calls = re.findall(r"POST /(\w+_memory_occupation|begin_weight_update|generate)", log.read_text()[seen:])
     assert [call for call, _ in itertools.groupby(calls)] == [
         "release_memory_occupation",
@@ -204,10 +201,10 @@ def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
     config = fleet_config(sglang_model, rollout=rollout, fleet=options)
     with Fleet.start(config, name="elsewhere", total_steps=2) as outside:
         version = train_once(outside)
-        assert outside.sync_weights(verify=True) == [version]
+        assert sync(outside) == [version]
         version = train_once(outside)
         send(outside, version, by("disk", tmp_path))
-        outside.verify_weights()
+        verify(outside)
     assert engine.get_weight_version() == version
 
 
@@ -229,7 +226,8 @@ def test_a_server_that_dies_in_an_update_is_replaced_and_joins_the_next_group(
         with pytest.raises(EngineError):
             send(fleet, version, by("distributed", tmp_path, update_weight_buffer_size=100_000))
         assert time.monotonic() - began < 60
-    fleet.ensure_rollout_alive()
+    for engine in fleet.rollout:
+        engine.ensure_alive()
     assert fleet.rollout[0].health()["server_pid"] != server.pid
     send(fleet, version, by("distributed", tmp_path))
-    fleet.verify_weights()
+    verify(fleet)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
 from cairn.engines.rollout.sglang.engine import SGLangEngine
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.types import SamplingParams
 from tests.requests import group
 from tests.sglang_server import sglang_config
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def connect(url: str, model: Path, log: Path, start_timeout: float = 60.0, **options: float) -> SGLangEngine:
     config = sglang_config().model_copy(update=options)
-    return SGLangEngine(str(model), config, "cpu", log, start_timeout, EnginePlan(external_url=url))
+    return SGLangEngine(str(model), config, "cpu", log, start_timeout, ServerPlan(external_url=url))
 
 
 ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(4))

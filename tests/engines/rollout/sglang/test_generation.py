@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import aiohttp
@@ -120,7 +120,7 @@ def test_an_abort_does_not_touch_what_others_asked_of_the_server(engine: SGLangE
 def test_an_abort_reaches_the_servers_behind_a_router(engine: SGLangEngine, route: Route, tmp_path: Path) -> None:
     router = Router({}, "127.0.0.1", tmp_path / "router.log", 60)
     try:
-        router.serve([engine.worker])
+        router.serve([asdict(engine.worker)])
         aborted = threading.Event()
         with once_decoding(engine.health, aborted.set):
             done = by_id(generation(Route(router.url, route.servers), aborted).run(requests(4, max_new_tokens=900)))
@@ -137,7 +137,7 @@ def test_a_router_that_hangs_is_given_up_and_so_is_what_it_was_asked(
 ) -> None:
     router = Router({}, "127.0.0.1", tmp_path / "router.log", 60, interval=0.1, silence=2.0)
     try:
-        router.serve([engine.worker])
+        router.serve([asdict(engine.worker)])
         assert router.process.pid is not None
         os.kill(router.process.pid, signal.SIGSTOP)
         with pytest.raises(EngineDied, match="/generate of"):

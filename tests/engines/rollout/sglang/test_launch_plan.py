@@ -8,9 +8,10 @@ from pydantic import ValidationError
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineError
+from cairn.engines.rollout.plan import LaunchPlan, Place
 from cairn.engines.rollout.sglang.kept import kept_problems
 from cairn.engines.rollout.sglang.launch import launch
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan, LaunchPlan, Place, launch_plan, plan_problems
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan, launch_plan, plan_problems
 from cairn.engines.rollout.sglang.server import ExternalServer
 
 PREFILL = {"disaggregation_mode": "prefill"}
@@ -29,25 +30,25 @@ def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "engines", "router"),
     [
-        ({"num_engines": 2}, [EnginePlan(), EnginePlan()], None),
-        ({"num_gpus_per_engine": 0.5}, [EnginePlan(num_gpus=0.5)], None),
-        ({"num_gpus_per_engine": 1}, [EnginePlan(num_gpus=1)], None),
-        ({"sglang": {"tp_size": 2}}, [EnginePlan(options={"tp_size": 2})], None),
-        ({"num_gpus_per_engine": 4}, [EnginePlan(num_gpus=4, options={"tp_size": 4})], None),
+        ({"num_engines": 2}, [ServerPlan(), ServerPlan()], None),
+        ({"num_gpus_per_engine": 0.5}, [ServerPlan(num_gpus=0.5)], None),
+        ({"num_gpus_per_engine": 1}, [ServerPlan(num_gpus=1)], None),
+        ({"sglang": {"tp_size": 2}}, [ServerPlan(options={"tp_size": 2})], None),
+        ({"num_gpus_per_engine": 4}, [ServerPlan(num_gpus=4, options={"tp_size": 4})], None),
         (
             {"num_gpus_per_engine": 4, "sglang": {"dp_size": 4, "enable_dp_attention": True}},
-            [EnginePlan(num_gpus=4, options={"dp_size": 4, "enable_dp_attention": True, "tp_size": 4})],
+            [ServerPlan(num_gpus=4, options={"dp_size": 4, "enable_dp_attention": True, "tp_size": 4})],
             None,
         ),
-        ({"num_gpus_per_engine": 16}, [EnginePlan(nnodes=2, num_gpus=8, options={"tp_size": 16})], None),
+        ({"num_gpus_per_engine": 16}, [ServerPlan(nnodes=2, num_gpus=8, options={"tp_size": 16})], None),
         (
             {"num_gpus_per_engine": 8, "num_gpus_per_node": 4, "num_engines": 2},
-            [EnginePlan(nnodes=2, num_gpus=4, options={"tp_size": 8})] * 2,
+            [ServerPlan(nnodes=2, num_gpus=4, options={"tp_size": 8})] * 2,
             None,
         ),
         (
             {"external_urls": ["http://a:1", "http://b:2"], "num_engines": 2, "router": {"policy": "round_robin"}},
-            [EnginePlan(external_url="http://a:1"), EnginePlan(external_url="http://b:2")],
+            [ServerPlan(external_url="http://a:1"), ServerPlan(external_url="http://b:2")],
             {"policy": "round_robin"},
         ),
         (
@@ -60,8 +61,8 @@ def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
                 "num_gpus_per_engine": 1,
                 "sglang": {"mem_fraction_static": 0.9},
             },
-            [EnginePlan(num_gpus=2, options={"mem_fraction_static": 0.7, "tp_size": 2})] * 2
-            + [EnginePlan(num_gpus=1, options={"mem_fraction_static": 0.9})],
+            [ServerPlan(num_gpus=2, options={"mem_fraction_static": 0.7, "tp_size": 2})] * 2
+            + [ServerPlan(num_gpus=1, options={"mem_fraction_static": 0.9})],
             None,
         ),
         (
@@ -74,14 +75,14 @@ def groups(*kinds: dict[str, Any]) -> dict[str, Any]:
                 "num_gpus_per_engine": 1,
                 "router": {"policy": "cache_aware"},
             },
-            [EnginePlan("prefill", num_gpus=1, options=PREFILL)] * 2
-            + [EnginePlan("decode", nnodes=2, num_gpus=8, options={"tp_size": 16, **DECODE})],
+            [ServerPlan(worker_type="prefill", num_gpus=1, options=PREFILL)] * 2
+            + [ServerPlan(worker_type="decode", nnodes=2, num_gpus=8, options={"tp_size": 16, **DECODE})],
             {"policy": "cache_aware", "pd_disaggregation": True},
         ),
     ],
 )
 def test_a_configuration_launches(
-    options: dict[str, Any], engines: list[EnginePlan], router: dict[str, Any] | None
+    options: dict[str, Any], engines: list[ServerPlan], router: dict[str, Any] | None
 ) -> None:
     asked = config(**options)
     assert list(plan_problems(asked)) == []
@@ -167,6 +168,6 @@ def test_a_server_that_runs_elsewhere_and_would_not_get_all_weights_is_refused(
 ) -> None:
     monkeypatch.setattr(ExternalServer, "wait_ready", lambda *_: None)
     monkeypatch.setattr(ExternalServer, "options", lambda _: {"tp_size": 2, "pp_size": 2})
-    elsewhere = EnginePlan(external_url="http://a:1")
+    elsewhere = ServerPlan(external_url="http://a:1")
     with pytest.raises(EngineError, match=r"http://a:1 of rollout\.external_urls has pp_size = 2, and new"):
         launch("model", config(), "cpu", elsewhere, Place(), tmp_path / "log", 1)

@@ -11,6 +11,7 @@ import pytest
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineDied, EngineError
+from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.sglang.installation import (
     STAND_INS,
     Installation,
@@ -19,7 +20,7 @@ from cairn.engines.rollout.sglang.installation import (
     router_problems,
 )
 from cairn.engines.rollout.sglang.launch import launch
-from cairn.engines.rollout.sglang.launch_plan import EnginePlan, Place
+from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.sglang.model_code import code_problem
 from cairn.engines.rollout.sglang.server import Server
 from tests.waiting import wait_for
@@ -176,7 +177,7 @@ def test_a_model_folder_with_code_of_its_own_is_given_to_no_server_unasked(place
     (tmp_path / "config.json").write_text(json.dumps(code if place == "config" else {"text_config": code}))
     config = RolloutConfig(engine="sglang", num_rollout=1, rollout_batch_size=1, rollout_max_response_len=8)
     with pytest.raises(EngineError, match=r"names code of its own \(auto_map\), which SGLang may run"):
-        launch(str(tmp_path), config, "cpu", EnginePlan(), Place(), tmp_path / "log", 1)
+        launch(str(tmp_path), config, "cpu", ServerPlan(), Place(), tmp_path / "log", 1)
     assert code_problem(str(tmp_path), {"trust_remote_code": True}) is None
 
 

@@ -1,0 +1,58 @@
+"""What can be known of servers before anything starts: sentences on what SGLang cannot do, or does otherwise."""
+
+from collections.abc import Iterator
+
+from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.models import check_model_folder
+from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
+from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
+from cairn.engines.rollout.sglang.launch_plan import plan_problems
+from cairn.engines.rollout.sglang.model_code import code_problem
+
+
+def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
+    """Sentences on servers, router and model. `tells_kept`: servers are asked what each token was drawn from, where
+    `rollout` cuts the vocabulary."""
+    rollout = config.rollout
+    yield from plan_problems(rollout)
+    if tells_kept:
+        yield from kept_problems(rollout)
+    yield from _served_otherwise(config.model.path)
+    if rollout.external_urls and rollout.router is None:  # nothing is launched here
+        return
+    try:
+        installation = Installation.find()
+        if tells_kept:
+            yield from version_problems(rollout, installation)
+        yield from _code_of_the_model(rollout, config.model.path)
+        yield from option_problems(installation, "rollout.sglang", rollout.sglang)
+        for index, group in enumerate(rollout.server_groups):
+            yield from option_problems(installation, f"rollout.server_groups.{index}.overrides", group.overrides)
+        yield from router_problems(installation, rollout.router or {})
+    except SGLangMissing as error:
+        yield f"rollout.engine: {error}"
+
+
+def _served_otherwise(path: str) -> Iterator[str]:
+    """What SGLang computes otherwise than the model's config.json says, without an error."""
+    try:
+        model = check_model_folder(path)
+    except BadModel:  # told of by _model_problems
+        return
+    if model.model_type == "qwen3_moe" and (model.mlp_only_layers or model.decoder_sparse_step != 1):
+        yield (
+            f"rollout.engine is sglang, which takes every layer of a qwen3_moe model for a mixture of experts; the "
+            f"config.json of {path} has dense ones (mlp_only_layers, decoder_sparse_step): set rollout.engine to "
+            "transformers"
+        )
+
+
+def _code_of_the_model(rollout: RolloutConfig, path: str) -> Iterator[str]:
+    try:
+        problem = code_problem(path, rollout.sglang, *(group.overrides for group in rollout.server_groups))
+    except BadModel:  # told of by _model_problems
+        return
+    if problem is not None:
+        yield f"model.path: {problem}"

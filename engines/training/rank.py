@@ -1,0 +1,131 @@
+"""A rank of the training engine in a process of its own: how ranks find each other, and what is asked of them.
+
+Nothing here loads PyTorch before the process is prepared for it. What a rank does not do itself is its engine's.
+"""
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.types import Role, TrainBatch, TrainResult
+from cairn.engines.weights.source import WeightSource
+from cairn.storage.store import StoredFile, open_store
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from cairn.engines.training.base import TrainingEngine
+
+
+class TrainingRank(WeightSource):
+    """One rank, at an address of its machine, without an engine until it is started."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._engine: TrainingEngine | None = None
+        self._rank = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """What else there is of `cairn.engines.training.base.TrainingEngine`."""
+        return getattr(self._started, name)
+
+    def listen(self) -> tuple[str, int]:
+        """On rank 0: open the store over which the ranks find each other. Returns its host and port."""
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        return self._address, self._store.port
+
+    def start(
+        self,
+        model: ModelConfig,
+        training: TrainingConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        total_steps: int,
+        rank: int,
+        store_address: tuple[str, int] | None,
+    ) -> None:
+        """Make the engine; with several ranks, once all have met at rank 0's store. Raises BadModel."""
+        from cairn.engines.training.determinism import prepare_environment
+        from cairn.engines.training.factory import make_engine
+
+        device = "cuda" if training.num_gpus_per_rank > 0 else "cpu"
+        prepare_environment(training, device)
+        self._rank = rank
+        if store_address is not None:
+            self._meet(store_address, training, device)
+        self._engine = make_engine(
+            model,
+            training,
+            algorithm,
+            temperature=temperature,
+            total_steps=total_steps,
+            rank=rank,
+            world_size=training.world_size,
+            device=device,
+        )
+
+    def train(
+        self, batch: TrainBatch, num_steps: int, expected_version: int, input_digest: str, train_actor: bool
+    ) -> TrainResult:
+        return self._started.train(
+            batch,
+            num_steps=num_steps,
+            expected_version=expected_version,
+            input_digest=input_digest,
+            train_actor=train_actor,
+        )
+
+    def score(self, batch: TrainBatch, role: Role) -> "list[np.ndarray] | None":
+        """The scores on rank 0, None elsewhere: all ranks have the same."""
+        scores = self._started.score(batch, role)
+        return scores if self._rank == 0 else None
+
+    def save(self, store_url: str, folder: str) -> list[StoredFile]:
+        return self._started.save(open_store(store_url), folder)
+
+    def load(self, store_url: str, folder: str) -> None:
+        self._started.load(open_store(store_url), folder)
+
+    def offload(self) -> None:
+        self._sharing.offload()
+
+    def onload(self) -> None:
+        self._sharing.onload()
+
+    def _meet(self, store_address: tuple[str, int], training: TrainingConfig, device: str) -> None:
+        from torch import distributed
+
+        timeout = timedelta(seconds=training.timeout)
+        host, port = store_address
+        store = self._store if self._rank == 0 else distributed.TCPStore(host, port, is_master=False, timeout=timeout)
+        # On GPUs too: Megatron makes groups over gloo beside those over NCCL.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _interface_of(self._address))
+        distributed.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            store=store,
+            rank=self._rank,
+            world_size=training.world_size,
+            timeout=timeout,
+        )
+
+    @property
+    def _started(self) -> "TrainingEngine":
+        if self._engine is None:
+            raise EngineError("the training engine has not been started")
+        return self._engine
+
+
+def _interface_of(ip: str) -> str:
+    """Name of the network interface that has the address; gloo would look its host name up instead."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == ip for address in addresses):
+            return name
+    raise EngineError(f"no network interface of this machine has the address {ip}, under which Ray knows it")

@@ -1,0 +1,181 @@
+"""How weights come to a rollout engine: from a copy that is kept, or from the trainer while it stands at them.
+
+| transport | a publication is | it lasts |
+|---|---|---|
+| `tensor` | buckets in Ray's object store | until it is dropped, or the machine of the trainer's first rank is lost |
+| `disk` | the folder `<update_weight_disk_dir>/<trainer>/weight_v<version>` | until it is removed |
+| `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer stands there |
+"""
+
+import contextlib
+import threading
+from collections.abc import Collection
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.errors import EngineError, Superseded
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.handles import CONTROL
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.weights.broadcast import send_broadcast
+
+
+class Transport(Protocol):
+    """One way of laying weights and fetching them."""
+
+    def lay(self, version: int) -> Any:
+        """Lay the trainer's weights; returns what `send` needs. Raises WrongVersion if it stands elsewhere."""
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        """Give all weights of a version to a target that has begun an update. Raises EngineError."""
+
+    def holds(self, version: int) -> bool:
+        """Whether a version that was laid, and not removed, can be fetched now."""
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Remove what was laid of any other version."""
+
+    def close(self) -> None:
+        """Remove everything; nothing is laid any more."""
+
+
+def transport_of(
+    fleet: FleetConfig, source: TrainingHandle, *, load_timeout: float, maps_gpu_memory: bool
+) -> Transport:
+    """What `fleet.update_weight_transport` names.
+
+    Args:
+        load_timeout: seconds that an engine may take to load a model folder.
+        maps_gpu_memory: whether the engines map the memory of the trainer's GPUs.
+    """
+    match fleet.update_weight_transport:
+        case "disk":
+            return Folders(source, fleet, load_timeout)
+        case "distributed":
+            return Broadcasts(source, fleet.update_weight_buffer_size, fleet.call_timeout)
+        case "tensor" if maps_gpu_memory:
+            return Handles(source, fleet.update_weight_buffer_size)
+        case "tensor":
+            return Buckets(source, fleet.update_weight_buffer_size)
+
+
+class Buckets:
+    """In Ray's object store, from which every engine reads."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
+        self._source, self._bucket_bytes = source, bucket_bytes
+
+    def lay(self, version: int) -> Any:
+        with closing(self._source.export_weights(version, self._bucket_bytes)) as buckets:
+            return list(buckets)
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        """The next bucket travels to the engine's machine while the last one is loaded."""
+        calls: list[Any] = []
+        for bucket in laid:
+            calls.append(target.submit("update_weights", bucket))
+            if len(calls) > 1:
+                target.finish(calls.pop(0), "update_weights")
+        for call in calls:
+            target.finish(call, "update_weights")
+
+    def holds(self, version: int) -> bool:
+        return True
+
+    def keep(self, versions: Collection[int]) -> None:
+        pass  # Ray frees what nobody refers to
+
+    def close(self) -> None:
+        pass
+
+
+class Folders:
+    """As model folders, on a disk that the machines of the fleet share."""
+
+    def __init__(self, source: TrainingHandle, fleet: FleetConfig, load_timeout: float) -> None:
+        assert fleet.update_weight_disk_dir is not None
+        self._source = source
+        self._parent = Path(fleet.update_weight_disk_dir, source.label).absolute()
+        self._keep_files = fleet.update_weight_disk_keep_files
+        self._load_timeout = load_timeout
+
+    def lay(self, version: int) -> Path:
+        folder = self._parent / _folder_name(version)
+        self._source.export_hf(version, folder)
+        return folder
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        call = target.submit("update_weights_from_disk", laid)
+        target.finish(call, "update_weights_from_disk", Deadline(self._load_timeout))
+
+    def holds(self, version: int) -> bool:
+        return True
+
+    def keep(self, versions: Collection[int]) -> None:
+        """Of drivers that were killed too."""
+        if not self._keep_files:
+            names = [_folder_name(version) for version in versions]
+            removed = self._source.submit("keep_folders", self._parent, names, concurrency_group=CONTROL)
+            self._source.finish(removed, "keep_folders")
+
+    def close(self) -> None:
+        with contextlib.suppress(EngineError, Superseded):
+            self.keep(())
+
+
+class _FromTrainer:
+    """The trainer gives its own weights, to one engine at a time."""
+
+    def __init__(self, source: TrainingHandle) -> None:
+        self._source = source
+        self._giving = threading.Lock()
+
+    def lay(self, version: int) -> None:
+        pass
+
+    def holds(self, version: int) -> bool:
+        try:
+            return self._source.position().weight_version == version
+        except EngineError:
+            return False
+
+    def keep(self, versions: Collection[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Broadcasts(_FromTrainer):
+    """In a process group of the trainer and the engine."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
+        super().__init__(source)
+        self._bucket_bytes, self._timeout = bucket_bytes, timeout
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        with self._giving:
+            send_broadcast(self._source, target, version, self._bucket_bytes, self._timeout)
+
+
+class Handles(_FromTrainer):
+    """In the memory of GPUs that training and rollout share: a server's tensor-parallel rank maps the copy of the
+    training rank on its GPU."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int) -> None:
+        super().__init__(source)
+        self._bucket_bytes = bucket_bytes
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        with self._giving, closing(self._source.share_weights(version, self._bucket_bytes)) as buckets:
+            for shared in buckets:
+                names = shared[0][0]
+                handles = [shared[rank][1] for rank in target.ranks]
+                target.finish(target.submit("map_weights", names, handles), "map_weights")
+
+
+def _folder_name(version: int) -> str:
+    return f"weight_v{version:06d}"

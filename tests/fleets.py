@@ -1,0 +1,45 @@
+"""What tests do with all rollout engines of a fleet at once, and runs with one engine at a time."""
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.fleet.calls import at_the_same_time
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.weights.transports import transport_of
+from cairn.engines.weights.verify import verify_log_probs
+
+
+def versions(fleet: Fleet) -> list[int | None]:
+    """The weight version that each rollout engine reports."""
+    return at_the_same_time(fleet.rollout, RolloutHandle.weight_version)
+
+
+def serve_all(fleet: Fleet, version: int) -> list[int | None]:
+    """Have every rollout engine serve a published version; returns what they report then."""
+    at_the_same_time(fleet.rollout, lambda engine: fleet.serve(engine, version))
+    return versions(fleet)
+
+
+def sync(fleet: Fleet) -> list[int | None]:
+    """Publish what the trainer holds, and have every rollout engine serve it."""
+    version = fleet.training.position().weight_version
+    fleet.publish(version, keep=2)
+    return serve_all(fleet, version)
+
+
+def send(fleet: Fleet, version: int, options: FleetConfig) -> None:
+    """Update every rollout engine by another transport than the fleet's own."""
+    mapped = all(engine.maps_gpu_memory for engine in fleet.rollout)
+    transport = transport_of(options, fleet.training, load_timeout=60, maps_gpu_memory=mapped)
+    laid = transport.lay(version)
+    transport.keep({version})
+    for engine in fleet.rollout:
+        with engine.alone():
+            engine.call("begin_weight_update", version)
+            transport.send(version, laid, engine)
+            engine.call("end_weight_update")
+
+
+def verify(fleet: Fleet) -> None:
+    """Compare every rollout engine with the trainer by log-probs. Raises WeightsDiffer."""
+    for engine in fleet.rollout:
+        verify_log_probs(fleet.training, engine, fleet.training._config)
