@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
     from cairn.tasks.filters.decision import FilterDecision as FilterDecision
     from cairn.tasks.rewards import TryAgain as TryAgain
+    from cairn.tasks.rewards.sample import ResponseSegment as ResponseSegment
     from cairn.tasks.rewards.sample import Sample as Sample
 
 _PLACES = {
     "AlgorithmConfig": "cairn.configs.schema.algorithm",
     "Context": "cairn.engines.rollout.context",
     "FilterDecision": "cairn.tasks.filters.decision",
+    "ResponseSegment": "cairn.tasks.rewards.sample",
     "Sample": "cairn.tasks.rewards.sample",
     "SampleRequest": "cairn.engines.trajectories",
     "ScoredBatch": "cairn.tasks.advantages.batch",

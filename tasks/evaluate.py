@@ -110,6 +110,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
                 "prompt_ids": [row.prompt_ids for row in asked],
                 "finish_reason": [sample["finish_reason"] for sample in samples],
                 "status": statuses,
+                "segments": [sample["segments"] for sample in samples],
             },
         ),
         errors,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pyarrow as pa
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import REWARD, Status
 from cairn.tasks.rewards.pool import Graded, GraderPool
-from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.sample import ResponseSegment, Sample
 from cairn.tasks.step import Outcome, StepCall, durable
 
 
@@ -24,7 +25,7 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
     grader = step.run.grader
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
     if grader.sees_whole_samples:
-        columns += ["response_ids", "prompt_text", "prompt_ids", "finish_reason"]
+        columns += ["response_ids", "prompt_text", "prompt_ids", "finish_reason", "segments"]
     samples = step.run.read(rollout, columns).to_pydict()
     pairs = list(zip(samples["group_id"], samples["status"], strict=True))
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
@@ -65,7 +66,7 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
 
 def given_samples(grader: GraderPool, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
     """What the grader gets of samples: `response_text`, `label` and `metadata`, and if it sees whole samples
-    `response_ids`, `prompt_text`, `prompt_ids`, `finish_reason` and `status` too."""
+    `response_ids`, `prompt_text`, `prompt_ids`, `finish_reason`, `status` and `segments` too."""
     simple = zip(columns["response_text"], columns["label"], columns["metadata"], strict=True)
     if not grader.sees_whole_samples:
         return [Sample(text, label, metadata) for text, label, metadata in simple]
@@ -81,9 +82,21 @@ def given_samples(grader: GraderPool, tokenizer: Any, columns: Mapping[str, Sequ
             prompt_ids=tuple(map(int, columns["prompt_ids"][i])),
             finish_reason=str(columns["finish_reason"][i]),
             status=str(columns["status"][i]),
+            segments=_segments(tokenizer, columns["response_ids"][i], columns["segments"][i]),
         )
         for i, (text, label, metadata) in enumerate(simple)
     ]
+
+
+def _segments(
+    tokenizer: Any, response: Sequence[int], segments: Sequence[Mapping[str, Any]] | None
+) -> tuple[ResponseSegment, ...]:
+    ends = accumulate(segment["tokens"] for segment in segments or ())
+    found = []
+    for segment, end in zip(segments or (), ends, strict=True):
+        ids = tuple(map(int, response[end - segment["tokens"] : end]))
+        found.append(ResponseSegment(ids, tokenizer.decode(ids), segment["call"] is not None))
+    return tuple(found)
 
 
 def graded_again(graded: Sequence[Graded]) -> int:

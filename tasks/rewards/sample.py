@@ -5,6 +5,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class ResponseSegment:
+    """Tokens of a response that came at once."""
+
+    ids: tuple[int, ...]
+    text: str
+    """The tokens, special ones included."""
+    sampled: bool
+    """Whether the policy sampled them; else the world gave them, as the result of a tool or the next question."""
+
+
+@dataclass(frozen=True)
 class Sample:
     """One generated response and what it answers. Not one that failed or was left unfinished: nobody grades those."""
 
@@ -17,7 +28,7 @@ class Sample:
     response_with_special_tokens: str = ""
     """As text, with the end token and all others that the tokenizer counts as special, such as a model's `</think>`."""
     response_ids: tuple[int, ...] = ()
-    """The tokens that were sampled, the end token included."""
+    """Its tokens, the end token included."""
     prompt: str = ""
     """As the model read it, chat template and special tokens included."""
     prompt_ids: tuple[int, ...] = ()
@@ -27,6 +38,8 @@ class Sample:
     context."""
     status: str = "completed"
     """`completed` or `truncated`: `cairn.storage.schemas.Status`."""
+    segments: tuple[ResponseSegment, ...] = ()
+    """The whole trajectory after the prompt, in order; empty where the policy sampled the response at once."""
 
     @property
     def length(self) -> int:

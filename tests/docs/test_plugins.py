@@ -143,8 +143,17 @@ def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_w
     folder: Path, tiny_assets: Path
 ) -> None:
     option = {"custom_generate_function_path": f"{folder / 'turns.py'}:generate", "num_rollout": 1}
-    config = tiny_config(tiny_assets, rollout=option)
-    (whole,) = run_once(folder, tiny_assets, rollout=option)
+    (folder / "second.py").write_text(
+        "def grade(sample):\n"
+        "    first, asked, second = sample.segments\n"
+        "    assert (first.sampled, asked.sampled, second.sampled) == (True, False, True)\n"
+        "    assert first.ids + asked.ids + second.ids == sample.response_ids\n"
+        "    assert asked.text == 'Sort the digits'\n"
+        "    return sum(second.ids) % 7\n"
+    )
+    reward = {"custom_rm_path": f"{folder / 'second.py'}:grade"}
+    config = tiny_config(tiny_assets, rollout=option, reward=reward)
+    (whole,) = run_once(folder, tiny_assets, rollout=option, reward=reward)
     rows = whole.read(whole.committed(0, Step.ROLLOUT, "00-000")).to_pylist()
     world = whole.tokenizer.encode("Sort the digits", add_special_tokens=False)
     selection = last_selection(whole, 0)
