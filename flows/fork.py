@@ -43,7 +43,8 @@ def fork(
     _check_there_is_something_to_do(parent, iteration, config)
     _check_critic(parent, iteration, config)
     _check_adapters(parent, iteration, config)
-    require_restorable(parent, iteration)
+    lag = config.rollout.weights_lag
+    require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
     require_trusted(config, parent.store, given)
     sources = Sources.open(config)
@@ -61,7 +62,7 @@ def fork(
         raise CannotFork(f"there is a run {name!r} already; choose another name")
     try:
         # Before they could see the fork, the parent's driver may have removed files, and someone may have deleted it.
-        require_restorable(parent, iteration)
+        require_restorable(parent, iteration, lag)
         Ledger.open(parent.store, parent.run)
     except (Retired, BeingDeleted, FileNotFoundError):
         delete_run(parent.store, name)

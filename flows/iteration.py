@@ -1,4 +1,10 @@
-"""One iteration: the DAG of steps, top to bottom."""
+"""One iteration: the DAG of steps, top to bottom, in two halves that meet only in commits.
+
+    collect   rollout → reward → filter                          needs filter of i-1, weights of i-1-lag
+    learn     [score] → advantage → train → [checkpoint] → sync  needs train of i-1, filter of i
+
+`cairn.flows.pipeline` says which halves run side by side.
+"""
 
 import itertools
 import math
@@ -12,6 +18,7 @@ from cairn.tasks.checkpoint import checkpoint
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard, evaluate
 from cairn.tasks.filter import buffered_groups, filter_groups
+from cairn.tasks.halves import weights_after
 from cairn.tasks.recovery import checkpoint_due
 from cairn.tasks.reward import reward
 from cairn.tasks.rollout import resumed_groups, rollout
@@ -43,32 +50,22 @@ class StepRunner(Protocol):
 
 
 def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
-    """Execute iteration `index`; return the commits that its metrics come from. Steps already committed do not run."""
+    """Execute both halves of iteration `index`, one after the other, and the evaluations after them; return the commits
+    that its metrics come from. Steps already committed do not run."""
+    return [*collect(run, steps, index), *learn(run, steps, index), *evaluate_after(run, steps, index)]
+
+
+def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """Generate and select the batch of an iteration, with the weights that its lag leaves it: rounds of rollout, reward
+    and filter until the batch is full. The first iteration evaluates the initial weights before."""
     config = run.config
-    weights = run.committed(index - 1, Step.TRAIN) if index else None
+    lag = config.rollout.weights_lag
+    behaviour = weights_after(run, index - 1 - lag)
     previous = last_selection(run, index - 1) if index else None
 
-    evals = []
-    if index == 0 and config.eval.eval_interval is not None and not config.eval.skip_eval_before_train:
-        evals += evaluate_all(run, steps, index, None)
+    first = index == 0 and config.eval.eval_interval is not None and not config.eval.skip_eval_before_train
+    evals = evaluate_all(run, steps, index, None) if first else []
 
-    selection, sampled = sample(run, steps, index, weights, previous)
-    rollouts, rewards = trained_shards(run, selection)
-    scores = steps.call(score, index, None, weights, selection, rollouts) if needs_scores(config) else None
-    advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
-    trained = steps.call(train, index, None, weights, selection, rollouts, advantages, scores)
-    saved = [steps.call(checkpoint, index, None, trained, selection)] if checkpoint_due(config, index) else []
-    synced = steps.call(sync, index, None, trained)
-    if eval_due(config, index):
-        evals += evaluate_all(run, steps, index, trained)
-    scored = [scores] if scores else []
-    return [*sampled, selection, *scored, advantages, trained, *saved, synced, *evals]
-
-
-def sample(
-    run: RunContext, steps: StepRunner, index: int, weights: Commit | None, previous: Commit | None
-) -> tuple[Commit, list[Commit]]:
-    """Rounds of rollout, reward and filter until the batch is full; the filter step that filled it, and the shards."""
     generated: list[Commit] = []
     graded: list[Commit] = []
     selection: Commit | None = None
@@ -76,7 +73,7 @@ def sample(
         before = [commit for commit in (selection or previous,) if commit]
         shards = plan_round(run, index, selection, previous, round)
         pending = [
-            steps.submit(rollout, index, shard, weights, before, continued_shards(run, before, part), **part)
+            steps.submit(rollout, index, shard, behaviour, before, continued_shards(run, before, part), **part)
             for shard, part in shards
         ]
         rewarded = [
@@ -88,7 +85,25 @@ def sample(
         if selection.values["full"]:
             break
     assert selection is not None
-    return selection, [*generated, *graded]
+    return [*evals, *generated, *graded, selection]
+
+
+def learn(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """Update the newest weights on the batch that `collect` selected, and publish what comes out."""
+    updated = weights_after(run, index - 1)
+    selection = last_selection(run, index)
+    rollouts, rewards = trained_shards(run, selection)
+    scores = steps.call(score, index, None, updated, selection, rollouts) if needs_scores(run.config) else None
+    advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
+    trained = steps.call(train, index, None, updated, selection, rollouts, advantages, scores)
+    saved = [steps.call(checkpoint, index, None, trained, selection)] if checkpoint_due(run.config, index) else []
+    synced = steps.call(sync, index, None, trained)
+    return [*([scores] if scores else []), advantages, trained, *saved, synced]
+
+
+def evaluate_after(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """The evaluations of the weights that an iteration left, where they are due."""
+    return evaluate_all(run, steps, index, weights_after(run, index)) if eval_due(run.config, index) else []
 
 
 def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit | None) -> list[Commit]:

@@ -240,7 +240,7 @@ def save(run: RunContext) -> Commit | None:
     """Make a restore point of the newest weights, so that nothing has to be replayed; None where there is one already,
     or the training engine does not hold them."""
     newest = run.ledger.last_iteration()
-    places = [] if newest is None else [newest, newest - 1]
+    places = [] if newest is None else range(newest, newest - 2 - run.ledger.lag, -1)
     index = next((i for i in places if i >= run.ledger.first_iteration and run.find(i, Step.TRAIN)), None)
     if index is None or run.find(index, Step.CHECKPOINT) is not None:
         return None

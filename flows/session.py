@@ -183,7 +183,7 @@ def needs_restore_point(ledger: Ledger, config: RunConfig) -> bool:
     last = ledger.first_iteration - 1
     before = from_manifest(ledger.owner(last).manifest.config)
     same = digest(config, train.options) == digest(before, train.options)
-    return not same and ledger.find(last, Step.CHECKPOINT) is None
+    return not same and any(ledger.find(i, Step.CHECKPOINT) is None for i in _sampled_from(ledger))
 
 
 def make_restore_point(
@@ -193,9 +193,9 @@ def make_restore_point(
     emit: Callable[[Event], None],
     given: RunConfig | None = None,
 ) -> None:
-    """Commit a checkpoint of the last iteration that a fork shares, by engines with its parent's configuration, in the
-    fork's cluster. `given`: the fork's recipe, where the user gave one. Raises ConfigError where a store must not ask
-    for what the parent's configuration does."""
+    """Commit checkpoints of the last iterations that a fork shares, all that it samples from, by engines with its
+    parent's configuration, in the fork's cluster. `given`: the fork's recipe, where the user gave one. Raises
+    ConfigError where a store must not ask for what the parent's configuration does."""
     last = ledger.first_iteration - 1
     owner = ledger.owner(last)
     before = recorded_config(owner, config, given)
@@ -204,7 +204,14 @@ def make_restore_point(
     name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
     with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
         run = sources.context(before, ledger, fleet, {}, emit)
-        checkpoint(run, last, None, run.committed(last, Step.TRAIN), last_selection(run, last))
+        for index in _sampled_from(ledger):
+            if run.find(index, Step.CHECKPOINT) is None:
+                checkpoint(run, index, None, run.committed(index, Step.TRAIN), last_selection(run, index))
+
+
+def _sampled_from(ledger: Ledger) -> range:
+    """The iterations that a fork shares whose weights its own ones sample from."""
+    return range(max(0, ledger.first_iteration - 1 - ledger.lag), ledger.first_iteration)
 
 
 def total_steps(ledger: Ledger, config: RunConfig) -> int:

@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -17,7 +17,6 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.divergence import fork_after_divergence
 from cairn.flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
 from cairn.flows.handover import OpenedRun, handed_over, handing_over
-from cairn.flows.iteration import iteration
 from cairn.flows.orchestration import (
     confirm_cancel,
     current_flow_run,
@@ -26,6 +25,7 @@ from cairn.flows.orchestration import (
     subflow,
     wait_for_cancel,
 )
+from cairn.flows.pipeline import Pipeline
 from cairn.flows.preemption import Ending, Preempted, ending_in_order
 from cairn.flows.prefect_steps import PrefectSteps
 from cairn.flows.server import prefect_api
@@ -37,6 +37,7 @@ from cairn.storage.retention import retire
 from cairn.tasks.context import RunContext
 from cairn.tasks.environment import tell_changed_environment
 from cairn.tasks.events import Message
+from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.recovery import ReplayDiverged, checkpoint_due
 from cairn.tasks.self_test import self_test_once
 
@@ -136,9 +137,9 @@ def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.E
 def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
     """Execute every iteration that is not complete, each as a flow run of its own below the current one.
 
-    The newest iteration is entered again even if all its steps are there: which of them are, the steps find out.
+    The newest iterations are entered again even if all their steps are there: which of them are, the steps find out.
     """
-    first = max(run.ledger.last_iteration() or 0, run.ledger.first_iteration)
+    first = oldest_open(run)
     total = run.config.rollout.num_rollout
     lease = run.ledger.lease
     assert lease is not None
@@ -146,22 +147,28 @@ def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
     ending.works(run)
     on_event(RunStarted(run.ledger.run, lease.epoch, first, total))
     report_changed_environment(run, first)
-    steps = PrefectSteps(run)
+
+    def learned(index: int) -> None:
+        remove_old_files(run, index)
+        if run.config.self_tests and index == first and index + 1 < total:
+            self_test_once(run, run.committed(index, Step.TRAIN))
+
+    pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work)
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
         """The DAG of flows/iteration.py."""
         with ending.in_order():  # before Prefect waits for the steps that run beside
-            return iteration(run, steps, index)
+            return pipeline.iterate(index)
 
     with ending.in_order(), driving(run.ledger.run, run.ledger.store.url, lease.check) as tags:
-        iterate = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
-        for index in range(first, total):
-            before = run.ledger.store.retries
-            commits = tuple(iterate(run.ledger.run, index))
-            on_event(IterationDone(index, commits, run.ledger.store.retries - before))
-            remove_old_files(run, index)
-            if run.config.self_tests and index == first and index + 1 < total:
-                self_test_once(run, run.committed(index, Step.TRAIN))
+        publish_for_open_halves(run)
+        before = run.ledger.store.retries
+        flow = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
+        with closing(pipeline.run(partial(flow, run.ledger.run), total)) as iterations:
+            for index, commits in iterations:
+                retries = run.ledger.store.retries
+                on_event(IterationDone(index, tuple(commits), retries - before))
+                before = retries
     trained = run.committed(total - 1, Step.TRAIN)
     assert trained.weight_version_out is not None
     assert trained.state_digest is not None

@@ -307,21 +307,24 @@ def _place(
     ledger: Ledger, config: RunConfig, last: int | None, commits: Sequence[Commit]
 ) -> tuple[int | None, Step | None]:
     """The iteration in which a run stands and its next step; None twice when all is done."""
-    iteration = last or 0
-    if iteration < ledger.first_iteration:
+    newest = last or 0
+    if newest < ledger.first_iteration:
         return ledger.first_iteration, Step.ROLLOUT
-    step = next_step(ledger, config, iteration, commits)
-    if step is not None:
-        return iteration, step
-    if iteration + 1 == config.rollout.num_rollout:
+    for iteration in range(max(newest - ledger.lag, ledger.first_iteration), newest + 1):
+        step = next_step(ledger, config, iteration, commits if iteration == newest else ledger.commits(iteration))
+        if step is not None:
+            return iteration, step
+    if newest + 1 == config.rollout.num_rollout:
         return None, None
-    return iteration + 1, Step.ROLLOUT
+    return newest + 1, Step.ROLLOUT
 
 
 def _newest(ledger: Ledger, step: Step, last: int | None, commits: Sequence[Commit]) -> Commit | None:
-    """The newest commit of an unsharded step: in the newest iteration, or else in the one before."""
+    """The newest commit of an unsharded step: in the newest iteration, or else in one that is open beside it, or the
+    one before these."""
     found = next((commit for commit in commits if commit.step is step), None)
-    return found or (ledger.find(last - 1, step) if last else None)
+    earlier = range(last - 1, max(-1, last - 2 - ledger.lag), -1) if last else ()
+    return found or next((commit for i in earlier if (commit := ledger.find(i, step)) is not None), None)
 
 
 def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) -> Groups:

@@ -5,7 +5,7 @@
 | a file of an attempt at a step that another attempt was committed for | yes |
 | a file that its own attempt's commit does not name, such as a write-ahead part | yes |
 | a file that retention removes (`cairn.storage.retention`), between its marker and its removal | yes |
-| an attempt at a step without a commit, in the newest iteration | no: a driver writes it or takes it over |
+| an attempt at a step without a commit, in an iteration that is open | no: a driver writes it or takes it over |
 | the same in an earlier iteration | yes, unless it is the live driver's |
 | a write that did not end: a hidden temporary file, an upload in parts | yes, but a live driver's after a day only |
 
@@ -62,7 +62,7 @@ def garbage(ledger: Ledger) -> Iterator[Garbage]:
         iteration = layout.parse_iteration(entry)
         if iteration is None:
             continue
-        in_work = newest is None or iteration >= newest
+        in_work = newest is None or iteration >= newest - ledger.lag
         kinds = {kind for kind in Kind if (iteration, kind) in gone and iteration > shared}
         yield from _of_iteration(ledger, iteration, in_work, live_epoch, kinds)
     # A driver may have begun since; one that begins after this look touches its files after it.

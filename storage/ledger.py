@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cairn.configs.schema.rollout import lag_of
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Environment, OutputFile, Step
 from cairn.storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
@@ -134,6 +135,12 @@ class Ledger:
     def first_iteration(self) -> int:
         """The first iteration that the run makes itself: 0, or the one after those it shares with its parent."""
         return 0 if self.manifest.parent is None else self.manifest.parent.iteration + 1
+
+    @property
+    def lag(self) -> int:
+        """Iterations that are open besides the newest: collected while that one's weights are made."""
+        rollout: Any = self.manifest.config.get("rollout", {})
+        return lag_of(rollout.get("pipeline", "sync"), rollout.get("lag"))
 
     def owner(self, iteration: int) -> "Ledger":
         """The ledger that holds an iteration: this one, or that of a parent."""
@@ -272,12 +279,12 @@ class Ledger:
         return layout.attempt(commit.run, commit.iteration, commit.step, commit.attempt)
 
     def _holders(self, iteration: int) -> list[str]:
-        """The runs in whose folders an iteration's commits lie. A fork may hold a checkpoint of the last iteration that
+        """The runs in whose folders an iteration's commits lie. A fork may hold checkpoints of the last iterations that
         it shares, made because its parent has none there."""
         if self.parent is None or iteration >= self.first_iteration:
             return [self.run]
         shared = self.parent._holders(iteration)
-        return [*shared, self.run] if iteration + 1 == self.first_iteration else shared
+        return [*shared, self.run] if iteration + 1 + self.lag >= self.first_iteration else shared
 
     def _held_lease(self) -> Lease:
         if self.lease is None:

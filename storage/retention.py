@@ -20,8 +20,8 @@ says nothing as long as the files are there.
 
 | never retired | because |
 |---|---|
-| the newest checkpoint | recovery begins there |
-| snapshots after it, and earlier ones that their steps were made from | recovery replays these steps |
+| the newest checkpoint at or below the oldest weights that are still sampled from | recovery begins there |
+| checkpoints and snapshots after it, and earlier ones that their steps were made from | recovery replays these steps |
 | snapshots of the last two iterations, and of groups that the newest selection kept or left open | steps read them |
 | everything up to where another run was forked | the fork reads it here |
 
@@ -105,7 +105,7 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
     if config.save_retain_interval is None and config.retain_snapshots is None:
         return
     newest = ledger.last_iteration()
-    checkpoint = None if newest is None else newest_checkpoint(ledger, config, newest)
+    checkpoint = None if newest is None else restore_point(ledger, config, newest)
     if newest is None or checkpoint is None:
         return
     first = max(ledger.first_iteration, shared_with_forks(ledger) + 1)
@@ -149,10 +149,12 @@ def candidates(
                 yield iteration, Kind.SNAPSHOTS
 
 
-def newest_checkpoint(ledger: Ledger, config: CheckpointConfig, newest: int) -> int | None:
-    """The iteration of a run's newest checkpoint."""
+def restore_point(ledger: Ledger, config: CheckpointConfig, newest: int) -> int | None:
+    """The iteration of the checkpoint from which recovery begins: the newest, or with a lag the newest of weights as
+    old as those that iteration `newest` samples from."""
+    last = newest - 1 - ledger.lag if ledger.lag else newest
     interval = config.save_interval or newest + 1
-    places = (i for i in range(newest, -1, -1) if i == newest or (i + 1) % interval == 0)
+    places = (i for i in range(last, -1, -1) if i == newest or (i + 1) % interval == 0)
     return next((i for i in places if ledger.find(i, Step.CHECKPOINT) is not None), None)
 
 
@@ -171,16 +173,17 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
     return needed
 
 
-def require_restorable(ledger: Ledger, iteration: int) -> None:
-    """Raise Retired, naming what is gone, unless a fork can go on after the iteration: from a checkpoint, and from the
-    snapshots since then and of the groups that wait, in the buffer or unfinished."""
+def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
+    """Raise Retired, naming what is gone, unless a fork can go on after the iteration: from a checkpoint of weights as
+    old as those that it samples from with its `lag`, and from the snapshots since then and of the groups that wait, in
+    the buffer or unfinished."""
     if not retired(ledger.owner(iteration)):
         return
-    places = range(iteration, -1, -1)
+    places = range(iteration - lag, -1, -1)
     saved = (commit for i in places if (commit := ledger.find(i, Step.CHECKPOINT)) is not None)
     checkpoint = next((commit.iteration for commit in saved if not is_retired(ledger, commit)), -1)
     at_end = ledger.find(iteration, Step.CHECKPOINT)
-    if at_end is not None and checkpoint != iteration:
+    if at_end is not None and is_retired(ledger, at_end):
         raise Retired(f"run {ledger.run!r} cannot be forked at iteration {iteration}: its checkpoint is retired")
     needed = set(range(checkpoint + 1, iteration + 1))
     for since in range(checkpoint + 1, iteration + 1):

@@ -61,6 +61,10 @@ class RunContext:
         """Held while the training engine is moved to a state, works from it, or publishes its weights."""
         self.stopping = threading.Event()
         """Set when the driver ends before its time: no step is to begin, or to be tried again."""
+        self.suspects_lock = threading.Lock()
+        """Held while a group that may end its engine is generated alone."""
+        self.side_by_side = False
+        """Whether one thread learns while another collects."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()
         """How often an engine itself failed on a group, by step and request: see cairn.tasks.generation."""
         self.casualties = Casualties()

@@ -176,7 +176,7 @@ def _alone(
     params: SamplingParams,
     unfinished: _Unfinished,
 ) -> Iterator[list[GeneratedSample]]:
-    with step.run.weights_lock:  # one suspect at a time, so that each answers for its own failures
+    with step.run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
         serve(step.run, engine, weights)
         try:
             generated = list(_together(step, engine, weights, group, params, unfinished))

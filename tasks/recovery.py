@@ -1,10 +1,10 @@
 """Bring the training engine to a committed state: from its own, or from the newest checkpoint and the steps since.
 
-the engine stands at              what is done
-the wanted version and digest     nothing
-anything else                     it is discarded: restarted, restored from the newest checkpoint at or below
-                                  (without one: from the initial weights), and the committed train steps after it
-                                  are replayed from their snapshots, each checked against its state digest
+the engine stands at             what is done
+the wanted state                 nothing
+a committed state before it      the newest checkpoint between the two is loaded, if there is one; the committed train
+                                 steps after it are replayed from their snapshots, each checked against its digest
+anything else                    it is discarded: restarted, which brings it to the initial weights, and then the same
 """
 
 from cairn.configs.schema.run import RunConfig
@@ -16,6 +16,7 @@ from cairn.tasks.batch import train_batch
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message
 from cairn.tasks.step import input_digest
+from cairn.tasks.versions import sampled_from
 
 
 class ReplayDiverged(Exception):
@@ -68,24 +69,43 @@ def restore_trainer(run: RunContext, weights: Commit | None) -> None:
         if weights is None or position.state_digest == weights.state_digest:
             return
         run.emit(Message("The training engine holds another state than the ledger; it is discarded", "warning"))
-    training = run.fleet.training
-    if position is None or position.weight_version != 0 or position.last_input_digest is not None:
-        training.restart()
+    target = -1 if weights is None else weights.iteration
+    saved = newest_checkpoint(run, target)
+    begin = -1 if saved is None else saved.iteration
+    stands_at = _stands_at(run, position)
+    if stands_at is None or stands_at > target:
+        run.fleet.training.restart()
+        stands_at = -1
     run.fleet.turns.for_training()
-    if weights is None:
-        return
-    replay_from = 0
-    saved = newest_checkpoint(run, weights.iteration)
-    if saved is not None:
-        training.load(run.ledger.store.url, run.ledger.folder_of(saved))
-        _require_state(saved, training.position().state_digest, saved.state_digest)
-        replay_from = saved.iteration + 1
-    todo = weights.iteration + 1 - replay_from
+    origin = "the initial weights" if stands_at < 0 else f"iteration {stands_at}"
+    if saved is not None and stands_at < begin:
+        _load(run, saved)
+        stands_at, origin = begin, f"the checkpoint of iteration {begin}"
+    todo = target - stands_at
     if saved is not None or todo:
-        origin = f"the checkpoint of iteration {saved.iteration}" if saved else "the initial weights"
         run.emit(Message(f"Restoring weight version {version} from {origin}; {todo} committed step(s) to replay"))
-    for iteration in range(replay_from, weights.iteration + 1):
+    for iteration in range(stands_at + 1, target + 1):
         replay(run, run.committed(iteration, Step.TRAIN))
+
+
+def _stands_at(run: RunContext, position: Position | None) -> int | None:
+    """The iteration that left the very state in which the training engine stands, -1 for the initial one; None where
+    there is none."""
+    if position is None:
+        return None
+    if position.weight_version == 0:
+        return -1 if position.last_input_digest is None else None
+    try:
+        iteration = sampled_from(run.ledger, position.weight_version) - 1
+    except ValueError:
+        return None
+    trained = run.find(iteration, Step.TRAIN)
+    return iteration if trained is not None and trained.state_digest == position.state_digest else None
+
+
+def _load(run: RunContext, saved: Commit) -> None:
+    run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved))
+    _require_state(saved, run.fleet.training.position().state_digest, saved.state_digest)
 
 
 def newest_checkpoint(run: RunContext, iteration: int) -> Commit | None:

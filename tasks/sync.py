@@ -30,16 +30,24 @@ def publish(run: RunContext, weights: Commit | None) -> Publication:
     elsewhere."""
     with run.weights_lock:
         restore_trainer(run, weights)
-        return run.fleet.publish(version_of(weights), keep=2)
+        return run.fleet.publish(version_of(weights), keep=run.config.rollout.weights_lag + 2)
 
 
 def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
     """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed. They are published again where
-    the engine needs them and they are not there any more, or not yet in this driver."""
+    the engine needs them and they are not there any more, or not yet in this driver.
+
+    Raises PublicationGone where another half learns meanwhile: the training engine is ahead, and does not go back.
+    """
     version = version_of(weights)
     try:
         run.fleet.serve(engine, version)
-    except PublicationGone:
+    except PublicationGone as gone:
+        if run.side_by_side:
+            raise PublicationGone(
+                f"weight version {version} is not published any more, and the training engine is ahead of it: `cairn "
+                "resume` publishes it again"
+            ) from gone
         with run.weights_lock:  # who waited for it finds what the other one published
             if version not in run.fleet.published():
                 publish(run, weights)

@@ -55,9 +55,11 @@ class LocalTraining:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.updates = 0
+        self.restarts = -1
         self.restart()
 
     def restart(self) -> None:
+        self.restarts += 1
         config = self._config
         self.engine = make_engine(
             config.model,

@@ -11,6 +11,11 @@ MOST_ITERATIONS = 1_000_000
 """`cairn.storage.layout.LAST_NUMBER` is that of the last."""
 
 
+def lag_of(pipeline: str, lag: int | None) -> int:
+    """`rollout.lag` with its default filled in, 0 in the `sync` pipeline."""
+    return (lag or 1) if pipeline == "lagged" else 0
+
+
 class RolloutConfig(Section):
     """Generation: what is sampled, in what amounts, by which engine."""
 
@@ -65,6 +70,16 @@ class RolloutConfig(Section):
     """Prompts drawn in an iteration's first round, at least `rollout_batch_size` (the default). Later rounds draw
     in proportion to what is missing. slime: `--over-sampling-batch-size`."""
 
+    pipeline: Literal["sync", "lagged"] = "sync"
+    """Whether an iteration is collected while an earlier one is learned from. `sync`: one after the other, each with
+    the weights that the one before has left. `lagged`: side by side, each with the weights of `lag` iterations before
+    those, whichever half is faster, so that nothing depends on time. slime: `train_async.py`."""
+
+    lag: int | None = Field(None, ge=1)
+    """Of the lagged pipeline, 1 by default: so many iterations older than the newest are the weights that an iteration
+    is collected with. Needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which correct for the
+    difference."""
+
     partial_rollout: bool = False
     """Once a shard has finished its share of the groups that are needed, abort the others: they are kept as far as they
     came, and the next round of rollout continues them before it draws fresh prompts. Needs
@@ -77,10 +92,10 @@ class RolloutConfig(Section):
 
     max_age: int | None = Field(None, ge=0)
     """Oldest tokens that are trained on, in publications: iterations between the weights that sampled a token and those
-    that are trained. By default the lag of the rollout, which is 0 where every iteration samples from the weights that
-    the one before has left: what over-sampling leaves over is then dropped, and tokens that older weights sampled
-    before an abort are masked. A larger bound carries surplus groups over until they are too old, and needs
-    `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which correct for the difference."""
+    that are trained. By default the lag of the rollout, which is 0 in the `sync` pipeline: what over-sampling leaves
+    over is then dropped, and tokens that older weights sampled before an abort are masked. A larger bound carries
+    surplus groups over until they are too old, and needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which
+    correct for the difference."""
 
     custom_generate_function_path: str = "single_turn"
     """What a sample goes through: `single_turn` is one response to the prompt; a coroutine function of your own, by
@@ -177,15 +192,21 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _there_are_older_tokens(self, info: ValidationInfo) -> "RolloutConfig":
-        if self.max_age and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
+        if self.oldest_trained < self.weights_lag:
+            raise ValueError(
+                f"max_age ({self.max_age}) is below the lag ({self.weights_lag}): no token would be young enough to be "
+                "trained on; raise it, or leave it out"
+            )
+        if self.oldest_trained > self.weights_lag and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
             raise ValueError(
                 f"max_age ({self.max_age}) has no effect while over_sampling_batch_size "
                 f"({self.over_sampling_batch_size}) is not above rollout_batch_size ({self.rollout_batch_size}): "
                 "nothing is left over that could grow old"
             )
-        if self.mask_offpolicy_in_partial_rollout and self.oldest_trained == 0 and not is_recorded(info):
+        lag = self.weights_lag
+        if self.mask_offpolicy_in_partial_rollout and self.oldest_trained == lag and not is_recorded(info):
             raise ValueError(
-                "mask_offpolicy_in_partial_rollout has no effect while max_age is 0, its default, which masks all "
+                f"mask_offpolicy_in_partial_rollout has no effect while max_age is {lag}, its default, which masks all "
                 "older tokens; leave it out"
             )
         return self
@@ -193,7 +214,20 @@ class RolloutConfig(Section):
     @property
     def oldest_trained(self) -> int:
         """`max_age` with its default filled in."""
-        return 0 if self.max_age is None else self.max_age
+        return self.weights_lag if self.max_age is None else self.max_age
+
+    @property
+    def weights_lag(self) -> int:
+        """`lag` with its default filled in: 0 in the `sync` pipeline."""
+        return lag_of(self.pipeline, self.lag)
+
+    @model_validator(mode="after")
+    def _a_lag_needs_its_pipeline(self) -> "RolloutConfig":
+        if self.lag is not None and self.pipeline == "sync":
+            raise ValueError(
+                f"lag ({self.lag}) has no effect while pipeline is sync: set pipeline to lagged, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _servers_are_counted_once(self) -> "RolloutConfig":

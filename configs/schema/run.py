@@ -121,11 +121,24 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _older_tokens_are_corrected_for(self) -> "RunConfig":
         corrects = self.algorithm.use_tis or self.algorithm.use_rollout_logprobs
-        if self.rollout.oldest_trained > 0 and not corrects:
+        rollout = self.rollout
+        if rollout.oldest_trained > 0 and not corrects:
+            option, value = ("max_age", rollout.max_age) if rollout.max_age else ("lag", rollout.weights_lag)
+            out = "leave rollout.max_age out" if option == "max_age" else "set rollout.pipeline=sync"
             raise ValueError(
-                f"rollout.max_age is {self.rollout.max_age}: tokens that older weights sampled are trained on, and "
-                "nothing corrects for the difference; set algorithm.use_tis=true or "
-                "algorithm.use_rollout_logprobs=true, or leave rollout.max_age out"
+                f"rollout.{option} is {value}: tokens that older weights sampled are trained on, and nothing corrects "
+                f"for the difference; set algorithm.use_tis=true or algorithm.use_rollout_logprobs=true, or {out}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_runs_side_by_side_shares_no_memory(self) -> "RunConfig":
+        fleet = self.fleet
+        shared = [name for name in ("colocate", "offload_train", "offload_rollout") if getattr(fleet, name)]
+        if self.rollout.weights_lag and shared:
+            raise ValueError(
+                f"rollout.pipeline is lagged, which generates while it trains, but with fleet.{shared[0]} only one of "
+                "the two has the memory at a time: set rollout.pipeline=sync, or leave it out"
             )
         return self
 

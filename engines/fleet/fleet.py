@@ -50,9 +50,6 @@ SHARING = ("fleet.colocate", "fleet.offload_train", "fleet.offload_rollout")
 LEAST_OBJECT_STORE = 512 * 1024**2
 """Bytes of shared memory for batches and results."""
 
-KEPT = 2
-"""Publications that a run keeps."""
-
 
 class Fleet:
     """The engines of a run. Closed by `close`, or as a context manager."""
@@ -293,7 +290,8 @@ def _object_store_memory(config: RunConfig) -> int:
     if config.fleet.update_weight_transport != "tensor":
         return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    return LEAST_OBJECT_STORE + (KEPT + 1) * 2 * weights
+    kept = config.rollout.weights_lag + 2
+    return LEAST_OBJECT_STORE + (kept + 1) * 2 * weights
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

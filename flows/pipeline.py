@@ -1,0 +1,132 @@
+"""Which halves of which iterations run side by side.
+
+With a lag of k an iteration is collected with weights k iterations older than the newest, while these are still made:
+
+    k = 1   collect 0 │ collect 1 │ collect 2 │ collect 3 │
+                      │ learn 0   │ learn 1   │ learn 2   │ learn 3
+
+    a half          begins when there is
+    collect of i    the batch of i-1, and all of iteration i-1-k: its weights are what this one samples from
+    learn of i      the batch of i, and all of `learn` of i-1
+    evaluation of i its weights; it has the rollout engines to itself
+
+So k + 1 iterations are open at a time, each in a flow run and a thread of its own; the next one's is made ahead and
+waits. Nothing that a half reads depends on which of them is faster: `cairn.flows.iteration` gives each its inputs by
+their numbers. A half that fails stops all others.
+"""
+
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from cairn.flows.iteration import StepRunner, collect, evaluate_after, learn
+from cairn.flows.prefect_steps import Stopping
+from cairn.storage.commits import Commit
+from cairn.tasks.context import RunContext
+
+Iterate = Callable[[int], list[Commit]]
+"""Executes an iteration by its number."""
+
+
+class Pipeline:
+    """The iterations of a run from `first` on, under one driver."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        steps: StepRunner,
+        first: int,
+        *,
+        learned: Callable[[int], None],
+        stop: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            first: all iterations before are complete.
+            learned: called when an iteration's weights are published, before the next update begins.
+            stop: ends what the halves are doing, soon.
+        """
+        self._run, self._steps = run, steps
+        self._learned, self._stop = learned, stop
+        self._lag = run.config.rollout.weights_lag
+        self._changed = threading.Condition()
+        self._sampling = threading.Lock()
+        """Held by who has the rollout engines."""
+        self._last = {"collect": first - 1, "learn": first - 1, "all": first - 1}
+        """The newest iteration of which that much is done."""
+        self._failed: BaseException | None = None
+        self._first = first
+
+    def iterate(self, index: int) -> list[Commit]:
+        """Execute one iteration, each half when it may begin. The body of its flow run."""
+        run, steps = self._run, self._steps
+        with self._half("collect", index, after={"collect": index - 1, "all": index - 1 - self._lag}), self._sampling:
+            collected = collect(run, steps, index)
+        with self._half("learn", index, after={"learn": index - 1}):
+            learned = learn(run, steps, index)
+            self._learned(index)
+        with self._half("all", index, after={"all": index - 1}), self._sampling:
+            return [*collected, *learned, *evaluate_after(run, steps, index)]
+
+    def run(self, iterate: Iterate, total: int) -> Generator[tuple[int, list[Commit]]]:
+        """Call `iterate`, a flow around `Pipeline.iterate`, for every iteration; yields the commits of each, in order.
+        To be closed by who does not read it to the end.
+
+        Raises what the first half that failed raised, when all others have ended.
+        """
+        if not self._lag:
+            for index in range(self._first, total):
+                yield index, iterate(index)
+            return
+        self._run.side_by_side = True
+        pool = ThreadPoolExecutor(self._lag + 2, thread_name_prefix="iteration")
+        begun: deque[tuple[int, Future[list[Commit]]]] = deque()
+
+        def begin(index: int) -> None:
+            # What Prefect knows of the driver's flow run lies in the context.
+            future = pool.submit(contextvars.copy_context().run, iterate, index)
+            future.add_done_callback(self._watch)
+            begun.append((index, future))
+
+        ahead = min(total, self._first + self._lag + 2)
+        try:
+            for index in range(self._first, ahead):
+                begin(index)
+            while begun:
+                index, future = begun.popleft()
+                yield index, future.result()
+                if index + self._lag + 2 < total:
+                    begin(index + self._lag + 2)
+        except BaseException as error:
+            self._fail(error)
+            pool.shutdown(cancel_futures=True)
+            raise (self._failed or error) from None
+        pool.shutdown()
+
+    @contextmanager
+    def _half(self, name: str, index: int, *, after: dict[str, int]) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failed is not None or all(self._last[half] >= least for half, least in after.items())
+            )
+            if self._failed is not None:
+                raise Stopping(f"the driver ends: {name} of iteration {index} does not begin")
+        yield
+        with self._changed:
+            self._last[name] = index
+            self._changed.notify_all()
+
+    def _watch(self, future: "Future[list[Commit]]") -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._failed is not None:
+                return
+            self._failed = error
+            self._changed.notify_all()
+        self._stop()

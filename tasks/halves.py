@@ -1,0 +1,65 @@
+"""Where the halves of a run's iterations stand, and which weights those that are open need.
+
+Collecting goes ahead of learning by the lag k (`cairn.flows.pipeline`). With commits in iteration n at the newest, all
+before n-k are complete: collecting n began when iteration n-1-k was.
+"""
+
+import itertools
+
+from cairn.storage.commits import Commit, Step
+from cairn.tasks.context import RunContext
+from cairn.tasks.evaluate import eval_due, eval_shard
+from cairn.tasks.recovery import restore_trainer, version_of
+from cairn.tasks.sync import publish
+
+
+def oldest_open(run: RunContext) -> int:
+    """The oldest iteration that may have a half to be done."""
+    newest = run.ledger.last_iteration() or 0
+    return max(newest - run.config.rollout.weights_lag, run.ledger.first_iteration)
+
+
+def is_collected(run: RunContext, iteration: int) -> bool:
+    """Whether the batch of an iteration is full."""
+    for round in itertools.count():
+        selection = run.find(iteration, Step.FILTER, f"{round:02d}")
+        if selection is None or selection.values["full"]:
+            return selection is not None
+    raise AssertionError("unreachable")
+
+
+def weights_after(run: RunContext, iteration: int) -> Commit | None:
+    """The train step that left the weights of an iteration; None below 0, for the initial ones."""
+    return run.committed(iteration, Step.TRAIN) if iteration >= 0 else None
+
+
+def publish_for_open_halves(run: RunContext) -> None:
+    """Publish the weights that open halves need and that learning will not publish any more: from the oldest up, so
+    that the training engine never has to go back. In the `sync` pipeline those are the newest, which the rollout asks
+    for itself."""
+    if not run.config.rollout.weights_lag:
+        return
+    needed = needed_weights(run)
+    for iteration in range(min(needed), max(needed) + 1) if needed else ():
+        weights = weights_after(run, iteration)
+        if version_of(weights) not in run.fleet.published():
+            with run.weights_lock:
+                restore_trainer(run, weights)
+                publish(run, weights)
+
+
+def needed_weights(run: RunContext) -> set[int]:
+    """The iterations that are trained and whose weights are yet to be sampled from; -1: the initial ones."""
+    lag, total, first = run.config.rollout.weights_lag, run.config.rollout.num_rollout, oldest_open(run)
+    collecting = next(i for i in itertools.count(first) if i == total or not is_collected(run, i))
+    trained = next(i for i in itertools.count(first) if i == total or run.find(i, Step.TRAIN) is None) - 1
+    behaviours = {max(-1, i - 1 - lag) for i in range(collecting, min(total, trained + lag + 2))}
+    return behaviours | {i for i in range(first, trained + 1) if not _is_evaluated(run, i)}
+
+
+def _is_evaluated(run: RunContext, iteration: int) -> bool:
+    if not eval_due(run.config, iteration):
+        return True
+    version = version_of(weights_after(run, iteration))
+    shards = (eval_shard(benchmark, version) for benchmark in run.config.eval.benchmarks)
+    return all(run.find(iteration, Step.EVAL, shard) is not None for shard in shards)

@@ -1,0 +1,170 @@
+"""Halves side by side: what each of them reads, who stops whom, and where the next driver goes on."""
+
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError, PublicationGone
+from cairn.flows.iteration import iteration
+from cairn.flows.pipeline import Pipeline
+from cairn.flows.prefect_steps import Stopping
+from cairn.storage.commits import Commit, Step
+from cairn.tasks.context import RunContext
+from cairn.tasks.halves import oldest_open, publish_for_open_halves
+from cairn.tasks.step import DurableStep
+from cairn.tasks.sync import serve
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+ITERATIONS = 5
+
+
+def lagged(assets: Path, lag: int, **sections: dict[str, Any]) -> RunConfig:
+    rollout = {
+        "num_rollout": ITERATIONS,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 8,
+        "pipeline": "lagged",
+        "lag": lag,
+    }
+    return tiny_config(assets, rollout=rollout, **sections)
+
+
+def digests(run: RunContext) -> list[str | None]:
+    return [run.committed(index, Step.TRAIN).state_digest for index in range(ITERATIONS)]
+
+
+class Ended(BaseException):
+    """A driver that is killed."""
+
+
+class EndingAt(DirectSteps):
+    """Ends the driver before, or after, one of its steps."""
+
+    def __init__(self, run: RunContext, index: int, step: Step, moment: str) -> None:
+        super().__init__(run)
+        self._place, self._moment = (index, step), moment
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        if (index, step.name) == self._place and self._moment == "before":
+            raise Ended
+        commit = super().call(step, index, shard, *args, **kwargs)
+        if (index, step.name) == self._place:
+            raise Ended
+        return commit
+
+
+def drive(run: RunContext, steps: DirectSteps) -> list[int]:
+    """What `cairn.flows.train.drive` does, without Prefect."""
+    publish_for_open_halves(run)
+    pipeline = Pipeline(run, steps, oldest_open(run), learned=lambda index: None, stop=run.stopping.set)
+    with closing(pipeline.run(pipeline.iterate, ITERATIONS)) as iterations:
+        return [index for index, _ in iterations]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str | None]]:
+    """State digests of runs whose halves were executed one after the other, by their lag."""
+    found = {}
+    for lag in (1, 2):
+        store = tmp_path_factory.mktemp(f"lag{lag}")
+        with tiny_context(str(store), lagged(tiny_assets, lag)) as (run, _):
+            for index in range(ITERATIONS):
+                iteration(run, DirectSteps(run), index)
+            found[lag] = digests(run)
+    return found
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_side_by_side_gives_what_one_after_the_other_gives(
+    lag: int, tiny_assets: Path, tmp_path: Path, undisturbed: dict[int, list[str | None]]
+) -> None:
+    with tiny_context(str(tmp_path), lagged(tiny_assets, lag)) as (run, _):
+        assert drive(run, DirectSteps(run)) == list(range(ITERATIONS))
+        assert digests(run) == undisturbed[lag]
+        for index in range(ITERATIONS):
+            assert run.committed(index, Step.ROLLOUT, "00-000").weight_version_in == max(0, index - lag)
+            assert run.committed(index, Step.ADVANTAGE).metrics["age/max"] == min(index, lag)
+            assert run.committed(index, Step.TRAIN).weight_version_in == index
+        assert run.fleet.published() == set(range(ITERATIONS + 1)[-lag - 2 :])
+
+
+def test_a_half_learns_while_the_next_one_is_collected(tiny_assets: Path, tmp_path: Path) -> None:
+    collecting, learned = threading.Event(), threading.Event()
+
+    class Meeting(DirectSteps):
+        """The train step of iteration 0 waits until iteration 1 is rolled out, which waits for nobody."""
+
+        def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+            if (index, step.name) == (0, Step.TRAIN):
+                assert collecting.wait(60), "iteration 1 is not collected beside"
+            commit = super().call(step, index, shard, *args, **kwargs)
+            if (index, step.name) == (1, Step.ROLLOUT):
+                assert not learned.is_set()
+                collecting.set()
+            if (index, step.name) == (0, Step.TRAIN):
+                learned.set()
+            return commit
+
+    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
+        drive(run, Meeting(run))
+
+
+def test_a_half_that_fails_stops_the_other(tiny_assets: Path, tmp_path: Path) -> None:
+    class Failing(DirectSteps):
+        def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+            if self._run.stopping.is_set():
+                raise Stopping
+            if (index, step.name) == (2, Step.ADVANTAGE):
+                raise EngineError("the very one")
+            return super().call(step, index, shard, *args, **kwargs)
+
+    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
+        with pytest.raises(EngineError, match="the very one"):
+            drive(run, Failing(run))
+        assert run.find(2, Step.TRAIN) is None
+        assert run.find(4, Step.ROLLOUT, "00-000") is None
+
+
+PLACES = [
+    (1, Step.ROLLOUT, "after"),
+    (2, Step.FILTER, "before"),
+    (2, Step.FILTER, "after"),
+    (1, Step.ADVANTAGE, "after"),
+    (2, Step.TRAIN, "before"),
+    (2, Step.TRAIN, "after"),
+    (3, Step.SYNC, "before"),
+]
+
+
+@pytest.mark.parametrize(("index", "step", "moment"), PLACES, ids=lambda value: str(value))
+def test_a_killed_run_goes_on_at_its_oldest_open_half_and_ends_with_the_same_weights(
+    index: int,
+    step: Step,
+    moment: str,
+    tiny_assets: Path,
+    tmp_path: Path,
+    undisturbed: dict[int, list[str | None]],
+) -> None:
+    lag = 1 + index % 2
+    config = lagged(tiny_assets, lag, checkpoint={"save_interval": 2})
+    with tiny_context(str(tmp_path), config) as (run, _), pytest.raises(Ended):
+        drive(run, EndingAt(run, index, step, moment))
+    with tiny_context(str(tmp_path), config) as (run, events):
+        drive(run, DirectSteps(run))
+        assert digests(run) == undisturbed[lag]
+        assert run.fleet.training.restarts == 0, "the live trainer went back to serve an older version"
+    assert not [name for name in events.executed() if int(name[:6]) < index - lag]
+
+
+def test_a_publication_that_is_gone_while_another_half_learns_is_named(tiny_assets: Path, tmp_path: Path) -> None:
+    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        run.side_by_side = True
+        run.fleet._published.clear()
+        with pytest.raises(PublicationGone, match=r"weight version 1 is not published any more.*cairn resume"):
+            serve(run, run.fleet.rollout[0], run.committed(0, Step.TRAIN))
