@@ -12,6 +12,7 @@ tensor          two ranks of Megatron with half of every layer each
 joined          engines that outlive their driver, on a cluster that somebody else started
 long            the same over more iterations, for kills by the hundred
 fork            weights that only the parent's configuration makes, where the parent has no checkpoint
+lagged          two open iterations, one collected while the other is learned from, and older weights
 single          one engine, whose deaths all strike the same groups
 mixed           `filtered`, `retained` and `critic` at once
 joined-partial  `joined` and `partial` at once
@@ -66,6 +67,7 @@ _FILTERED: Sections = {
 }
 _RETAINED: Sections = {"checkpoint": {"save_interval": 1, "save_retain_interval": 2, "retain_snapshots": 2}}
 _CRITIC: Sections = {"algorithm": {"advantage_estimator": "ppo", "use_kl_loss": False, "kl_loss_coef": 0.0}}
+_TIS = {"use_rollout_logprobs": False, "use_tis": True}
 _TENSOR = {"tensor_model_parallel_size": 2}
 
 
@@ -107,6 +109,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "long": Configuration(
         {**_LESS, "rollout": {**_LESS["rollout"], "num_rollout": 16}, "checkpoint": {"save_interval": 4}}, joined=True
     ),
+    "lagged": Configuration({"rollout": {"pipeline": "lagged"}, "algorithm": _TIS}),
     "single": Configuration({"rollout": {"num_engines": 1}}),
     "sglang": Configuration({"rollout": _SGLANG, "fleet": {"call_timeout": 60}}, repeatable=False),
     "sglang-partial": Configuration(

@@ -155,6 +155,18 @@ FURTHER: tuple[Plan, ...] = (
         "joined",
     ),
     Plan(
+        "lagged",
+        (
+            Driver((case(0, Step.TRAIN, "during", "driver"),)),
+            Driver((case(1, Step.ROLLOUT, "halfway", "rollout"), case(1, Step.TRAIN, "uncommitted", "driver"))),
+            Driver((case(2, Step.ROLLOUT, "halfway", "driver"),)),
+            Driver((case(2, Step.TRAIN, "during", "training"), case(3, Step.FILTER, "after", "driver"))),
+            Driver((case(3, Step.TRAIN, "before", "driver"),)),
+            Driver(),
+        ),
+        "lagged",
+    ),
+    Plan(
         "fork",
         (
             Driver((case(2, Step.TRAIN, "replaying", "training"),), may_give_up=True),

@@ -6,6 +6,7 @@ engines of the one before, as on a cluster that was joined. Real processes are k
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import pytest
 
 import cairn.tasks.rollout
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.iteration import iteration
+from cairn.flows.pipeline import Pipeline
+from cairn.flows.prefect_steps import Stopping
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.retention import retire
 from cairn.storage.snapshots import Attempt
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks import recovery
+from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.recovery import checkpoint_due
+from cairn.tasks.step import DurableStep
 from tests.chaos.configurations import write_config
 from tests.chaos.driver import note_what_is_committed, note_what_is_generated
 from tests.chaos.matrix import STEPS
@@ -99,12 +103,27 @@ class Blows:
 
 
 def drive(store_url: str, config: RunConfig, fleet: LocalFleet | None) -> None:
-    """A driver, from the last commit to the last iteration."""
+    """A driver, from its oldest open half to the last iteration."""
     with tiny_context(store_url, config, fleet=fleet) as (run, _):
-        for index in range(run.ledger.last_iteration() or 0, config.rollout.num_rollout):
-            iteration(run, DirectSteps(run), index)
+
+        def learned(index: int) -> None:
             if checkpoint_due(config, index):
                 retire(run.ledger, config.checkpoint)
+
+        publish_for_open_halves(run)
+        pipeline = Pipeline(run, Ending(run), oldest_open(run), learned=learned, stop=run.stopping.set)
+        with closing(pipeline.run(pipeline.iterate, config.rollout.num_rollout)) as iterations:
+            for _ in iterations:
+                pass
+
+
+class Ending(DirectSteps):
+    """Begins no step once the driver ends: what was killed does nothing beside."""
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        if self._run.stopping.is_set():
+            raise Stopping
+        return super().call(step, index, shard, *args, **kwargs)
 
 
 @pytest.fixture
@@ -117,7 +136,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configuration", ["mixed", "partial"])
+@pytest.mark.parametrize("configuration", ["mixed", "partial", "lagged"])
 def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does(
     configuration: str, tiny_assets: Path, tmp_path: Path, noted: pytest.MonkeyPatch
 ) -> None:
