@@ -98,10 +98,10 @@ def test_unfinished_groups_are_continued_first_with_their_tokens_under_the_next_
     models = {}
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         for index in range(3):
+            iteration(run, DirectSteps(run), index)
             model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
             model.load_state_dict(fleet.rollout[0].engine._model.state_dict())
-            models[index] = model
-            iteration(run, DirectSteps(run), index)
+            models[index] = model  # what it was given to sample this iteration with
         earlier: dict[tuple[int, int], Row] = {}
         ways: Counter[str] = Counter()
         for row in sampled(run, 3):
