@@ -12,7 +12,7 @@ from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.faults import FurtherVictim
 from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, VICTIMS, every_case, execute
 from tests.chaos.oracle import differences
-from tests.chaos.plans import JOINED_PARTIAL, whole
+from tests.chaos.plans import JOINED_PARTIAL, LAGGED, whole
 from tests.chaos.runs import Disturbed
 from tests.chaos.standing import Standing
 from tests.faulty_s3 import proxy_process
@@ -63,5 +63,19 @@ def test_engines_that_outlive_their_drivers_and_unfinished_groups_lose_nothing(s
         try:
             assert execute(JOINED_PARTIAL, run) == []
             assert differences(run, None, left_segments) == []
+        finally:
+            run.kill_what_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(standing: Standing) -> None:
+    standing.warm = True
+    undisturbed = standing.undisturbed(LAGGED.configuration).run
+    with watched_segments() as left_segments:
+        run = standing.run(LAGGED.name, LAGGED.configuration)
+        try:
+            assert execute(LAGGED, run) == []
+            assert differences(run, undisturbed, left_segments) == []
         finally:
             run.kill_what_is_left()
