@@ -75,6 +75,8 @@ class JudgedGroup:
         "rollout.max_refill_rounds",
         "rollout.dynamic_sampling_filter",
         "rollout.max_age",
+        "rollout.pipeline",
+        "rollout.lag",
         "rollout.mask_offpolicy_in_partial_rollout",
     ),
 )

@@ -30,7 +30,7 @@ def publish(run: RunContext, weights: Commit | None) -> Publication:
     elsewhere."""
     with run.weights_lock:
         restore_trainer(run, weights)
-        return run.fleet.publish(version_of(weights), keep=run.config.rollout.weights_lag + 2)
+        return run.fleet.publish(version_of(weights), keep=run.ledger.lag + 2)
 
 
 def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
