@@ -16,10 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import numpy as np
 import transformers
@@ -30,28 +27,20 @@ from bench.command import parse, say
 from bench.rollout import NEW_TOKENS, build_model, make_requests, run_engine
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.transformers.decoder import Decoder
-from cairn.engines.rollout.transformers.engine import TransformersEngine, decoder
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.rollout.transformers.engine import TransformersEngine
 
 
 class FreeDecoder(Decoder):
     """Takes none of the measures."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._longest = 0
-        self._padding = 0
-
-    def run(self, requests: Sequence[GenerateRequest], *args: Any) -> Iterator[list[Completion]]:
-        self._longest = max(len(request.input_ids) for request in requests) - 1
-        with mock.patch.object(decoder, "round_up", lambda length: length):
-            yield from super().run(requests, *args)
+    longest = 0
+    """Of what is generated from."""
 
     def num_rows(self, size: int) -> int:
         return size
 
-    def _prefill_length(self, tokens: np.ndarray) -> int:
-        return self._longest
+    def prefill_length(self, tokens: np.ndarray) -> int:
+        return self.longest - 1
 
 
 def build_engine(path: Path, batch_size: int, decoder_type: type[Decoder] = Decoder) -> TransformersEngine:

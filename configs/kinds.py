@@ -152,20 +152,6 @@ LOSS = Kind(
     (("log_probs", "tokens", "config"),),
     frozenset({"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"}),
 )
-CORRECTION = Kind(
-    "off-policy correction",
-    ("algorithm.custom_tis_function_path",),
-    "cairn.engines.training.losses.corrections",
-    "correct",
-    (("tokens", "config"),),
-)
-AGGREGATION = Kind(
-    "aggregation",
-    ("algorithm.custom_pg_loss_reducer_function_path",),
-    "cairn.engines.training.losses.aggregations",
-    "weigh",
-    (("counts", "groups", "config"),),
-)
 REWARD = Kind(
     "grader",
     ("reward.custom_rm_path",),
@@ -184,7 +170,7 @@ GENERATE = Kind(
     waits=True,
 )
 
-KINDS = (ESTIMATOR, LOSS, CORRECTION, AGGREGATION, REWARD, FILTER, GENERATE)
+KINDS = (ESTIMATOR, LOSS, REWARD, FILTER, GENERATE)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""
@@ -204,16 +190,6 @@ def user_code(config: Any) -> dict[str, str]:
 def naming_code(reads: Collection[str]) -> tuple[str, ...]:
     """Of the options that name code, those that are among some options and sections."""
     return tuple(option for option in OPTIONS if any(f"{option}.".startswith(f"{name}.") for name in reads))
-
-
-def with_absolute_paths(config: Any) -> Any:
-    """A `RunConfig` for whoever works in another folder: files of user code by their absolute paths."""
-    for option, path in user_code(config).items():
-        if ".py:" in path:
-            section, _, field = option.partition(".")
-            part = getattr(config, section).model_copy(update={field: str(Path(path).expanduser().absolute())})
-            config = config.model_copy(update={section: part})
-    return config
 
 
 @cache

@@ -94,10 +94,6 @@ class AlgorithmConfig(Section):
     use_tis: bool = False
     """Truncated importance sampling between the trainer's and the rollout engine's log-probs. slime: `--use-tis`."""
 
-    custom_tis_function_path: str | None = None
-    """Another correction than truncated importance sampling: `package.module.function` or `file.py:function`. slime:
-    `--custom-tis-function-path`."""
-
     tis_clip: float = Field(2.0, gt=0)
     """Upper bound of the importance weight. slime: `--tis-clip`."""
 
@@ -107,24 +103,11 @@ class AlgorithmConfig(Section):
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the batch instead of over samples. slime: `--calculate-per-token-loss`."""
 
-    custom_pg_loss_reducer_function_path: str | None = None
-    """What a token counts in the loss, where neither is right: `package.module.function` or `file.py:function`. slime:
-    `--custom-pg-loss-reducer-function-path`."""
-
     loss_scale_factor: int | None = Field(None, ge=1)
     """Divide the sum over a sample's trained tokens, in the policy's loss, by this constant instead of by their number,
     so that a token counts the same in a short response and in a long one; `rollout.rollout_max_response_len` is a
     natural choice. With `grpo_std_normalization` off it is Dr. GRPO. Metrics stay means over tokens. verl:
     `actor.loss_scale_factor` of `seq-mean-token-sum-norm`; slime: a reducer of one's own."""
-
-    @property
-    def aggregation(self) -> str:
-        """What decides how much a token counts in the loss."""
-        if self.custom_pg_loss_reducer_function_path is not None:
-            return self.custom_pg_loss_reducer_function_path
-        if self.calculate_per_token_loss:
-            return "token_mean"
-        return "sample_mean" if self.loss_scale_factor is None else "constant"
 
     @property
     def reads_kl(self) -> bool:
@@ -156,12 +139,6 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"loss_scale_factor ({self.loss_scale_factor}) and calculate_per_token_loss (true) exclude each other: "
                 "both say what the sum over tokens is divided by; leave one of them out"
-            )
-        reducer = self.custom_pg_loss_reducer_function_path
-        if reducer is not None and (self.calculate_per_token_loss or self.loss_scale_factor is not None):
-            raise ValueError(
-                f"custom_pg_loss_reducer_function_path ({reducer}) says what a token counts, and so does "
-                "calculate_per_token_loss or loss_scale_factor; leave one of them out"
             )
         if self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")
@@ -195,7 +172,7 @@ class AlgorithmConfig(Section):
         if not self.use_opd:
             yield "opd_kl_coef", "use_opd is false", "set use_opd=true"
         if not self.use_tis:
-            for name in ("custom_tis_function_path", "tis_clip", "tis_clip_low"):
+            for name in ("tis_clip", "tis_clip_low"):
                 yield name, "use_tis is false", "set use_tis=true"
 
     def _unread_by_the_loss(self) -> Iterator[tuple[str, str, str]]:

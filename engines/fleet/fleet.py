@@ -19,7 +19,6 @@ from typing import Any
 import ray
 
 from cairn.configs.digest import digest
-from cairn.configs.kinds import with_absolute_paths
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, Superseded
 from cairn.engines.fingerprint import combined
@@ -298,4 +297,4 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Actors have a working folder of their own."""
     model = config.model
     paths = {name: str(Path(path).absolute()) for name, path in model if path is not None}
-    return with_absolute_paths(config.model_copy(update={"model": model.model_copy(update=paths)}))
+    return config.model_copy(update={"model": model.model_copy(update=paths)})

@@ -1,36 +1,36 @@
 """What the rest of Cairn asks of a rollout engine."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.rollout.streams import Stream
+from cairn.engines.types import GenerateRequest
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.commits import Environment
 
 
 class RolloutEngine(Protocol):
-    """Samples responses with the current weights of the policy.
+    """Samples responses with the current weights of the policy, for all who ask at the same time.
 
-    One call of `generate` runs at a time, and none while weights are being updated.
+    Nothing is generated while weights are being updated.
     """
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        """Generate a sample for every request; yield each as it finishes, earlier requests first where possible.
+    def open(self) -> Stream:
+        """A way to ask for samples, one by one or many at a time."""
 
-        A sample that is continued goes on as if it had never been interrupted but for other weights.
+    def generate(self, requests: Sequence[GenerateRequest]) -> Stream:
+        """A stream with these requests, earlier ones first where possible.
 
-        Raises:
-            RequestRefused: some of the requests cannot be served; nothing is generated.
-            GenerationFailed: the weights give no finite logits for a sample, or the engine, alive, failed on one.
-            EngineError: another `generate` or a weight update is in progress, or the engine is not to be reached.
+        A sample that is continued goes on as if it had never been interrupted but for other weights. Raises as
+        `Stream.submit` does.
         """
 
     def abort(self) -> None:
-        """End the running `generate` soon, from any thread: it yields each unfinished sample with the tokens that it
-        has, none where it has not begun, and finish reason ABORT. Without a running one this does nothing."""
+        """End soon, from any thread, what all open streams and calls of `generate` are at: they give each unfinished
+        sample with the tokens that it has, none where it has not begun, and finish reason ABORT."""
 
     def get_weight_version(self) -> int | None:
         """Optimizer steps since the run's initial weights; None between the begin and the end of an update."""
@@ -76,7 +76,7 @@ class RolloutEngine(Protocol):
         """What it computes on."""
 
     def usage(self) -> dict[str, int]:
-        """Of the last `generate`: `running_requests_max` and `queued_requests_max`, the most samples that the engine
+        """Since the engine was last idle: `running_requests_max` and `queued_requests_max`, the most samples that it
         decoded, and had waiting, at a time. Where a server is asked for them now and then, the most that were seen."""
 
     def release_memory(self) -> None:
@@ -84,7 +84,7 @@ class RolloutEngine(Protocol):
         weight version is None: weights have to be resumed and sent again, and the cache resumed, before it generates.
 
         Raises:
-            EngineError: a `generate` is in progress.
+            EngineError: something is being generated.
         """
 
     def resume_memory(self, tag: MemoryTag) -> None:

@@ -5,29 +5,32 @@ from collections.abc import Sequence
 import numpy as np
 
 from cairn.engines.errors import RequestRefused
-from cairn.engines.types import GenerateRequest, SamplingParams
+from cairn.engines.types import GenerateRequest, RequestId, SamplingParams
 
 
 def validate_requests(requests: Sequence[GenerateRequest], context_length: int, vocab_size: int) -> None:
     """Raises: RequestRefused: some cannot be served; it names every one of them."""
-    problems = {request.request_id: _problem(request, context_length, vocab_size) for request in requests}
-    refused = {request_id: problem for request_id, problem in problems.items() if problem is not None}
+    of_inputs: dict[int, str | None] = {}  # samples of a group have theirs in common
+    refused: dict[RequestId, str] = {}
+    for request in requests:
+        input_ids = request.input_ids
+        if id(input_ids) not in of_inputs:
+            of_inputs[id(input_ids)] = _input_problem(input_ids, context_length, vocab_size)
+        problem = _own_problem(request, context_length) or of_inputs[id(input_ids)]
+        if problem is not None:
+            refused[request.request_id] = problem
     if refused:
         raise RequestRefused(refused)
 
 
-def _problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
+def _own_problem(request: GenerateRequest, context_length: int) -> str | None:
     if not -(2**63) <= request.seed < 2**64:
         return "its seed has more than 64 bits"
-    return (
-        _params_problem(request.sampling_params)
-        or _position_problem(request, context_length)
-        or _input_problem(request, context_length, vocab_size)
-    )
+    return _params_problem(request.sampling_params) or _position_problem(request, context_length)
 
 
-def _input_problem(request: GenerateRequest, context_length: int, vocab_size: int) -> str | None:
-    tokens = np.asarray(request.input_ids)
+def _input_problem(input_ids: Sequence[int] | np.ndarray, context_length: int, vocab_size: int) -> str | None:
+    tokens = np.asarray(input_ids)
     if len(tokens) == 0:
         return "its prompt is empty; a model needs at least one token to continue"
     if len(tokens) >= context_length:

@@ -197,8 +197,7 @@ class ExactlyOnceEngine(ABC):
         """One optimizer step of some learners; returns its metrics. No weight changes before all gradients are there
         and finite."""
         mask_sums = [int(batch.loss_mask[i].sum()) for i in samples]
-        groups = None if batch.groups is None else [batch.groups[i] for i in samples]
-        weights = dict(zip(samples, token_weights(mask_sums, self._algorithm, groups), strict=True))
+        weights = dict(zip(samples, token_weights(mask_sums, self._algorithm), strict=True))
         lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, mask_sums, strict=True) if count}
         micro_batches = self._plan(lengths)
         metrics: dict[str, float] = {}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from cairn.engines.errors import GenerationFailed
@@ -83,33 +82,6 @@ def test_a_loss(folder: Path, tiny_assets: Path) -> None:
         assert {"pg_loss", "entropy_loss", "train_rollout_logprob_abs_diff"} <= trained.metrics.keys()
         assert "pg_clipfrac" not in trained.metrics  # that of the built-in loss
         assert stale(run, "algorithm.loss_type") == {"train", "sync"}
-
-
-def test_a_correction(folder: Path, tiny_assets: Path) -> None:
-    path = f"{folder / 'icepop.py'}:correct"
-    option = {"use_tis": True, "custom_tis_function_path": path, "use_rollout_logprobs": False}
-    for run in run_once(folder, tiny_assets, algorithm=option):
-        metrics = run.committed(0, Step.TRAIN).metrics
-        assert metrics["icepop_masked"] == 0  # one engine samples and trains
-        assert "tis" not in metrics
-        assert stale(run, "algorithm.custom_tis_function_path") == {"train", "sync"}
-
-
-def test_an_aggregation(folder: Path, tiny_assets: Path) -> None:
-    option = {"custom_pg_loss_reducer_function_path": f"{folder / 'group_mean.py'}:weigh", "use_rollout_logprobs": True}
-    for run in run_once(folder, tiny_assets, algorithm=option):
-        trained, masks = (
-            run.committed(0, Step.TRAIN),
-            arrays(
-                pa.concat_tables(run.read(c, ["loss_mask"]) for c in run.ledger.commits(0) if c.step is Step.ROLLOUT),
-                "loss_mask",
-            ),
-        )
-        tokens = np.array([mask.sum() for mask in masks]).reshape(-1, 4).sum(1, keepdims=True)
-        assert len(set(tokens.ravel().tolist())) > 1
-        advantages = [a.sum() for a in arrays(run.read(run.committed(0, Step.ADVANTAGE)), "advantages")]
-        expected = -(np.reshape(advantages, (-1, 4)) / tokens).sum() / len(tokens)  # at a ratio of 1
-        assert trained.metrics["pg_loss"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_grader(folder: Path, tiny_assets: Path) -> None:

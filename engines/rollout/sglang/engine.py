@@ -1,8 +1,8 @@
 """SGLang behind the interface of a rollout engine."""
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.models import check_model_folder, context_length, parameter_names
+from cairn.engines.rollout.occupancy import Occupancy
 from cairn.engines.rollout.plan import Place
 from cairn.engines.rollout.requests import validate_requests
 from cairn.engines.rollout.sglang.client import Control
@@ -20,9 +21,11 @@ from cairn.engines.rollout.sglang.launch import FurtherRank, launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.sglang.stream import ServerStream
 from cairn.engines.rollout.sglang.watch import Watch
 from cairn.engines.rollout.sglang.weights import ServerWeights
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.rollout.streams import Stream
+from cairn.engines.types import GenerateRequest
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.commits import Environment
 
@@ -72,8 +75,9 @@ class SGLangEngine:
         self._weights = ServerWeights(
             self._control, parameter_names(model_path), config.timeout, ours=plan.external_url is None
         )
-        self._in_use = threading.Lock()
-        self._aborted = threading.Event()
+        self._occupancy = Occupancy()
+        self._lock = threading.Lock()
+        self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()
         self._loads = Loads(self.server.url)
         self._hung: str | None = None
         self._watch = Watch(
@@ -84,22 +88,26 @@ class SGLangEngine:
             first_wait=config.rollout_health_check_first_wait,
         )
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        validate_requests(requests, self._context, self._vocab)
-        self._weights.require_ready()
-        self._aborted.clear()
-        return self._generate(list(requests))
-
-    def _generate(self, requests: list[GenerateRequest]) -> Iterator[list[Completion]]:
-        with self._alone():
+    def open(self) -> Stream:
+        if not self._occupancy.generating:
             self._loads = Loads(self.server.url)
-            generation = Generation(
-                self._route, self._context, self._timeout, self._concurrency, self._aborted, self._loads
-            )
-            try:
-                yield from generation.run(requests)
-            except EngineDied as error:
-                raise EngineDied(f"{self._hung or error}; {self.server.last_words()}") from error
+        generation = Generation(
+            self._route,
+            self._context,
+            self._timeout,
+            self._concurrency,
+            self._loads,
+            self._occupancy,
+            self._explained,
+        )
+        with self._lock:
+            self._streams.add(generation)
+        return ServerStream(generation, self._check)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> Stream:
+        stream = self.open()
+        stream.submit(requests)
+        return stream
 
     def follow(self, router: str | None, servers: Sequence[str] = ()) -> None:
         """Send the requests of later calls of `generate` through a router, from which they may come to any of these
@@ -107,13 +115,16 @@ class SGLangEngine:
         self._route = Route.to(self.server.url) if router is None else Route(router, tuple(servers))
 
     def abort(self) -> None:
-        self._aborted.set()
+        with self._lock:
+            streams = list(self._streams)
+        for generation in streams:
+            generation.abort()
 
     def get_weight_version(self) -> int | None:
         return self._weights.version()
 
     def begin_weight_update(self, version: int) -> None:
-        with self._alone():
+        with self._occupancy.alone("update weights"):
             self._watch.pause()
             self._weights.begin(version)
 
@@ -143,7 +154,7 @@ class SGLangEngine:
         self._weights.leave_group()
 
     def release_memory(self) -> None:
-        with self._alone():
+        with self._occupancy.alone("release its memory"):
             self._weights.release_memory()
 
     def resume_memory(self, tag: MemoryTag) -> None:
@@ -195,14 +206,12 @@ class SGLangEngine:
         self._hung = f"{seen} and was given up"
         self.server.stop()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._in_use.acquire(blocking=False):
-            raise EngineError("The engine is generating: abort that call or let it end first.")
-        try:
-            yield
-        finally:
-            self._in_use.release()
+    def _check(self, requests: Sequence[GenerateRequest]) -> None:
+        validate_requests(requests, self._context, self._vocab)
+        self._weights.require_ready()
+
+    def _explained(self, error: EngineDied) -> EngineDied:
+        return EngineDied(f"{self._hung or error}; {self.server.last_words()}")
 
 
 def make(

@@ -2,7 +2,7 @@
 
 | what `/generate` answers | what becomes of it |
 |---|---|
-| 400, 413, 422: the request is at fault | RequestRefused for that one, once all others are done; not asked again |
+| 400, 413, 422: the request is at fault | RequestRefused for that one; not asked again |
 | no connection, or 5xx | behind a router asked again, `ATTEMPTS` times in all, of another server; else an error |
 | anything else but 200 | EngineError at once |
 
@@ -12,11 +12,12 @@ whatever begins with the id, so no id may be the beginning of another.
 """
 
 import asyncio
-import queue
+import itertools
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -24,10 +25,11 @@ import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
+from cairn.engines.rollout.occupancy import Occupancy
 from cairn.engines.rollout.sglang.completions import completion
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId
+from cairn.engines.types import Completion, FinishReason, GenerateRequest
 
 ATTEMPTS = 3
 """Times that a sample is asked for behind a router."""
@@ -38,9 +40,6 @@ _CONNECT_TIMEOUT = 10.0
 _AT_FAULT = (400, 413, 422)
 _OUT_OF_REACH = (502, 503, 504)
 
-Finished = queue.SimpleQueue[Completion | Exception | None]
-"""Completions as they come, an error that ends them, and None at the end."""
-
 
 class _ServerFailed(Exception):
     """Another server may do what this one did not."""
@@ -50,16 +49,21 @@ class _ServerFailed(Exception):
 
 
 class Generation:
-    """One call of `generate`, in a thread with an event loop of its own.
+    """The requests of one stream, of a server or of several behind a router, with a thread and an event loop of its own
+    once something is asked.
 
     Args:
         route: to the servers.
-        context: most tokens of a prompt and its response.
-        timeout: seconds that all of it may take.
+        context: most tokens of an input and its response.
+        timeout: seconds that a sample may take, from when it was asked for.
         concurrency: samples asked for at a time.
-        aborted: ends the generation when set: samples then come as far as they are.
         loads: watches a server meanwhile.
+        occupancy: of the engine.
+        explained: what to say of a server that died.
     """
+
+    _over: asyncio.Event
+    _http: aiohttp.ClientSession
 
     def __init__(
         self,
@@ -67,76 +71,121 @@ class Generation:
         context: int,
         timeout: float,
         concurrency: int,
-        aborted: threading.Event,
         loads: Loads,
+        occupancy: Occupancy,
+        explained: Callable[[EngineDied], EngineDied] = lambda error: error,
     ) -> None:
         self._route = route
         self._context = context
         self._timeout = timeout
-        self._aborted = aborted
         self._loads = loads
+        self._occupancy = occupancy
+        self._explained = explained
         self._slots = asyncio.Semaphore(concurrency)
         self._attempts = ATTEMPTS if route.servers != (route.url,) else 1
         self._name = uuid.uuid4().hex
+        self._number = itertools.count()
         self._running: set[str] = set()
         """Ids of the requests that a server may be at work on."""
-        self._refused: dict[RequestId, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """One for each sample that has not ended."""
+        self._late: str | None = None
+        """What to say of samples that no server gives back."""
+        self._aborted = False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()
 
-    def run(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        """Yield each sample as it finishes. Raises EngineDied, EngineTimeout, EngineError, and RequestRefused when the
-        other requests are done."""
-        finished: Finished = queue.SimpleQueue()
-        worker = threading.Thread(target=self._run, args=(requests, finished), daemon=True, name="sglang-client")
-        worker.start()
-        try:
-            while (item := finished.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield [item]
-        finally:
-            self._aborted.set()
-            worker.join()
+    def submit(self, requests: Sequence[GenerateRequest]) -> list["Future[Completion]"]:
+        """Ask for a sample each. A future ends in its completion or in an error, in the thread."""
+        asked = [(request, Future[Completion]()) for request in requests]
+        self._occupancy.enter(len(asked))
+        with self._lock:
+            aborted = self._aborted
+            if asked and not aborted:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, daemon=True, name="sglang-client")
+                    self._thread.start()
+                self._call(self._begin, asked)
+        if aborted:
+            self._occupancy.leave(len(asked))
+            for request, future in asked:
+                future.set_result(Completion.empty(request.request_id, FinishReason.ABORT))
+        return [future for _, future in asked]
 
-    def _run(self, requests: Sequence[GenerateRequest], finished: Finished) -> None:
+    def abort(self) -> None:
+        """See `Stream.abort`."""
+        with self._lock:
+            if not self._aborted:
+                self._aborted = True
+                self._call(self._begin_to_abort)
+
+    def close(self) -> None:
+        """Give up what has not ended: its futures are cancelled. Servers are told and not waited for."""
+        with self._lock:
+            self._aborted = True
+            self._call(lambda: self._over.set())
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join()
+
+    def _call(self, call: Callable[..., object], *args: object) -> None:
+        """In the thread, if there is one that still runs."""
+        if self._thread is not None:
+            with suppress(RuntimeError):  # its loop is closed
+                self._loop.result().call_soon_threadsafe(call, *args)
+
+    def _run(self) -> None:
         try:
-            asyncio.run(self._generate_all(requests, finished))
-        # Whatever it is belongs to the thread that waits for the completions.
-        except ExceptionGroup as failed:
-            finished.put(failed.exceptions[0])
+            asyncio.run(self._serve())
         except Exception as error:
-            finished.put(error)
-        finally:
-            finished.put(None)
+            if self._loop.done():
+                raise
+            self._loop.set_exception(error)
 
-    async def _generate_all(self, requests: Sequence[GenerateRequest], finished: Finished) -> None:
+    async def _serve(self) -> None:
+        self._over = asyncio.Event()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-            try:
-                async with asyncio.timeout(self._timeout), asyncio.TaskGroup() as group:  # one failure ends all
-                    watches = [
-                        group.create_task(self._abort_when_told(http)),
-                        group.create_task(self._loads.watch(http)),
-                    ]
-                    calls = [
-                        group.create_task(self._sample(http, number, request))
-                        for number, request in enumerate(requests)
-                    ]
-                    for call in asyncio.as_completed(calls):
-                        sample = await call
-                        if sample is not None:
-                            finished.put(sample)
-                    for watch in watches:
-                        watch.cancel()
-            except TimeoutError:
-                raise EngineTimeout(f"generation did not end within {self._timeout:g} s") from None
-            finally:
-                await self._abort_running(http)
-        if self._refused:
-            raise RequestRefused(self._refused)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self._http:
+            watch = asyncio.create_task(self._loads.watch(self._http))
+            self._loop.set_result(asyncio.get_running_loop())
+            await self._over.wait()
+            watch.cancel()
+            left = set(self._tasks)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(self._abort_running(), *left, return_exceptions=True)
 
-    async def _sample(self, http: aiohttp.ClientSession, number: int, request: GenerateRequest) -> Completion | None:
-        """One sample, the call's `number`th; None where it was refused."""
+    def _begin(self, asked: Sequence[tuple[GenerateRequest, "Future[Completion]"]]) -> None:
+        for request, future in asked:
+            task = asyncio.create_task(self._answer(request, future))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, request: GenerateRequest, future: "Future[Completion]") -> None:
+        """Let the sample's future end."""
+        result: Completion | Exception | None = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                result = await self._sample(request)
+        except TimeoutError:
+            result = EngineTimeout(f"generation did not end within {self._timeout:g} s")
+        except EngineDied as error:
+            result = self._explained(error)
+        except Exception as error:  # it belongs to whoever waits for the sample
+            result = error
+        finally:
+            self._occupancy.leave(1)
+            if result is None and self._late is not None:
+                result = EngineTimeout(self._late)
+            if result is None:
+                future.cancel()
+            elif isinstance(result, Completion):
+                future.set_result(result)
+            else:
+                future.set_exception(result)
+
+    async def _sample(self, request: GenerateRequest) -> Completion:
+        number = next(self._number)
         async with self._slots:
             began = time.perf_counter()
             retrying = AsyncRetrying(
@@ -148,25 +197,22 @@ class Generation:
             try:
                 async for attempt in retrying:
                     with attempt:
-                        if self._aborted.is_set():
+                        if self._aborted:
                             return Completion.empty(request.request_id, FinishReason.ABORT)
                         rid = f"{self._name}-{number:08d}-{attempt.retry_state.attempt_number}"
-                        content = await self._ask(http, rid, request)
+                        content = await self._ask(rid, request)
             except _ServerFailed as failed:
                 raise failed.error from failed
-            except RequestRefused as refused:
-                self._refused |= refused.refused
-                return None
             params = request.sampling_params
             return completion(
                 request.request_id,
                 content,
                 time.perf_counter() - began,
-                may_abort=self._aborted.is_set(),
+                may_abort=self._aborted,
                 with_kept=params.cuts_vocabulary and params.return_kept,
             )
 
-    async def _ask(self, http: aiohttp.ClientSession, rid: str, request: GenerateRequest) -> dict[str, Any]:
+    async def _ask(self, rid: str, request: GenerateRequest) -> dict[str, Any]:
         """The server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError.
 
         A 500 of a router may only mean that a server is gone, so the request is at fault where all of them answer."""
@@ -188,7 +234,7 @@ class Generation:
         url, headers = f"{self._route.url}/generate", self._route.headers(request.request_id)
         self._running.add(rid)
         try:
-            async with http.post(url, json=body, headers=headers) as reply:
+            async with self._http.post(url, json=body, headers=headers) as reply:
                 content = await reply.json() if reply.status == 200 else await reply.text()
         except aiohttp.ClientError as error:
             raise _ServerFailed(EngineDied(f"/generate of {self._route.url}: {error}")) from error
@@ -200,38 +246,42 @@ class Generation:
         told = f"/generate of {self._route.url} failed ({reply.status}): {content[:500]}"
         if reply.status < 500:
             raise EngineError(told)
-        at_fault = reply.status not in _OUT_OF_REACH and await self._all_answer(http)
+        at_fault = reply.status not in _OUT_OF_REACH and await self._all_answer()
         raise _ServerFailed(GenerationFailed(told) if at_fault else EngineError(told))
 
-    async def _all_answer(self, http: aiohttp.ClientSession) -> bool:
+    async def _all_answer(self) -> bool:
         try:
             for server in self._route.servers:
-                async with http.get(f"{server}/health", timeout=aiohttp.ClientTimeout(_CONNECT_TIMEOUT)) as reply:
+                async with self._http.get(f"{server}/health", timeout=aiohttp.ClientTimeout(_CONNECT_TIMEOUT)) as reply:
                     if reply.status != 200:
                         return False
         except (aiohttp.ClientError, TimeoutError):
             return False
         return True
 
-    async def _abort_when_told(self, http: aiohttp.ClientSession) -> None:
-        """Wait for the abort; then tell the servers until everything has come back."""
-        while not self._aborted.is_set():
-            await asyncio.sleep(0.05)
+    def _begin_to_abort(self) -> None:
+        self._aborting = asyncio.create_task(self._abort_until_given_back())
+
+    async def _abort_until_given_back(self) -> None:
+        """Tell the servers until everything has come back; nothing more is asked of them here."""
         deadline = time.monotonic() + ABORT_TIMEOUT
-        while time.monotonic() < deadline:
-            await self._abort_running(http)
-            await asyncio.sleep(_ABORT_AGAIN)  # a request that was still on its way is not known yet
-        raise EngineTimeout(f"{len(self._running)} samples were not given back {ABORT_TIMEOUT:g} s after the abort")
+        while self._tasks and time.monotonic() < deadline:
+            await self._abort_running()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_ABORT_AGAIN)  # some may only have been on their way
+        if self._tasks:
+            self._late = f"{len(self._tasks)} samples were not given back {ABORT_TIMEOUT:g} s after the abort"
+        self._over.set()
 
-    async def _abort_running(self, http: aiohttp.ClientSession) -> None:
-        """Tell every server to end what it may still have of this call."""
-        await asyncio.gather(*(self._abort_at(http, server, list(self._running)) for server in self._route.servers))
+    async def _abort_running(self) -> None:
+        """Tell every server to end what it may still have of this stream."""
+        await asyncio.gather(*(self._abort_at(server, list(self._running)) for server in self._route.servers))
 
-    async def _abort_at(self, http: aiohttp.ClientSession, server: str, rids: Sequence[str]) -> None:
+    async def _abort_at(self, server: str, rids: Sequence[str]) -> None:
         timeout = aiohttp.ClientTimeout(total=_CONNECT_TIMEOUT)
         # A server that does not answer has nothing to give back; what was asked of it fails by itself.
         with suppress(aiohttp.ClientError, TimeoutError):
             for rid in rids:
                 if rid in self._running:
-                    async with http.post(f"{server}/abort_request", json={"rid": rid}, timeout=timeout):
+                    async with self._http.post(f"{server}/abort_request", json={"rid": rid}, timeout=timeout):
                         pass

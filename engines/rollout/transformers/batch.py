@@ -58,7 +58,8 @@ class Batch:
     """
 
     def __init__(self, end_ids: frozenset[int], context_length: int, vocab_size: int) -> None:
-        self._samples: list[Sample] = []
+        self.samples: list[Sample] = []
+        """Of each row."""
         self._context_length = context_length
         self._vocab_size = vocab_size
         self._end_ids = end_ids
@@ -76,25 +77,19 @@ class Batch:
         self._responses = np.zeros((0, 0), dtype=np.int32)
         self._log_probs = np.zeros((0, 0), dtype=np.float32)
         self._stop_sets = np.zeros(0, dtype=np.int64)
-        self._forget_params()
-
-    def _forget_params(self) -> None:
-        """Of samples that have ended."""
         self._stop_rows: dict[tuple[int, ...], int] = {}
         self._stops = np.zeros((0, self._vocab_size), dtype=bool)
         self._any_greedy = self._any_temperature = self._any_truncated = False
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self.samples)
 
     def starts(self) -> dict[bytes, int]:
         """The `start` of every running sample, and a row that runs it."""
-        return {sample.start: row for row, sample in enumerate(self._samples)}
+        return {sample.start: row for row, sample in enumerate(self.samples)}
 
     def reserve(self, num_rows: int, samples: Sequence[Sample]) -> None:
         """Have so many rows, padding included, with room for the responses of the samples."""
-        if not self._samples:
-            self._forget_params()
         rows, width = self._responses.shape
         longest = min(max(sample.limit for sample in samples), self._context_length)
         if longest > width:
@@ -126,7 +121,7 @@ class Batch:
         now = time.perf_counter()
         for one in samples:
             one.began = now
-        self._samples += samples
+        self.samples += samples
         return list(range(rows.start, rows.stop))
 
     def advance(self, logits: torch.Tensor) -> np.ndarray:
@@ -145,38 +140,34 @@ class Batch:
         generated += 1
         return np.flatnonzero(self._stops[self._stop_sets[:rows], tokens] | (generated >= self._limits[:rows]))
 
-    def completions(self, rows: np.ndarray, weight_version: int, *, aborted: bool = False) -> list[Completion]:
-        """What the rows hold, which have ended or are aborted.
-
-        Raises:
-            GenerationFailed: a log-prob is not finite.
-        """
+    def results(
+        self, rows: np.ndarray, weight_version: int, *, aborted: bool = False
+    ) -> list[tuple[Sample, Completion | GenerationFailed]]:
+        """What the rows hold, which have ended or are aborted: failures where a log-prob is not finite."""
         now = time.perf_counter()
-        completions = []
-        for row in rows:
-            ended = self._samples[row]
-            request = ended.request
-            log_probs = self._log_probs[row, : self._generated[row]].copy()
-            if not np.isfinite(log_probs).all():
-                raise GenerationFailed(
-                    f"The weights of version {weight_version} give logits that are not finite (request "
-                    f"{'/'.join(map(str, request.request_id))}): the policy has diverged; go back to an earlier "
-                    "checkpoint."
-                )
-            stopped = self._stops[self._stop_sets[row], self.tokens[row]]
-            reason = FinishReason.ABORT if aborted else FinishReason.STOP if stopped else FinishReason.LENGTH
-            completions.append(
-                Completion(
-                    request_id=request.request_id,
-                    response_ids=self._responses[row, : self._generated[row]].copy(),
-                    log_probs=log_probs,
-                    weight_versions=np.full(len(log_probs), weight_version, np.int32),
-                    finish_reason=reason,
-                    seconds=now - ended.began,
-                    kept=KeptTokens.of(ended.kept) if ended.kept else None,
-                )
+        return [self._result(row, weight_version, aborted, now) for row in rows]
+
+    def _result(
+        self, row: int, weight_version: int, aborted: bool, now: float
+    ) -> tuple[Sample, Completion | GenerationFailed]:
+        ended = self.samples[row]
+        id = ended.request.request_id
+        log_probs = self._log_probs[row, : self._generated[row]].copy()
+        if not np.isfinite(log_probs).all():
+            return ended, GenerationFailed(
+                f"The weights of version {weight_version} give logits that are not finite (request "
+                f"{'/'.join(map(str, id))}): the policy has diverged; go back to an earlier checkpoint."
             )
-        return completions
+        stopped = self._stops[self._stop_sets[row], self.tokens[row]]
+        return ended, Completion(
+            request_id=id,
+            response_ids=self._responses[row, : self._generated[row]].copy(),
+            log_probs=log_probs,
+            weight_versions=np.full(len(log_probs), weight_version, np.int32),
+            finish_reason=FinishReason.ABORT if aborted else FinishReason.STOP if stopped else FinishReason.LENGTH,
+            seconds=now - ended.began,
+            kept=KeptTokens.of(ended.kept) if ended.kept else None,
+        )
 
     def remove(self, rows: np.ndarray) -> tuple[list[int], list[int]]:
         """Drop rows and move the last ones into the holes. Returns the moved rows' (sources, targets)."""
@@ -185,8 +176,8 @@ class Batch:
         targets = [row for row in sorted(ended) if row < left]
         sources = [row for row in range(left, size) if row not in ended]
         for target, source in zip(targets, sources, strict=True):
-            self._samples[target] = self._samples[source]
-        del self._samples[left:]
+            self.samples[target] = self.samples[source]
+        del self.samples[left:]
         if sources:
             for values in self._row_values():
                 values[targets] = values[sources]
@@ -198,7 +189,7 @@ class Batch:
         """Note what rows [R] could have drawn, part [R, V], for the samples that are asked for it."""
         counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()
         for row, kept in zip(rows.tolist(), np.split(ids, np.cumsum(counts)[:-1]), strict=True):
-            sample = self._samples[row]
+            sample = self.samples[row]
             if sample.request.sampling_params.return_kept:
                 sample.kept.append(kept)
 

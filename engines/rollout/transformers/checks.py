@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from cairn.engines.rollout.transformers.batch import samples_of
 from cairn.engines.rollout.transformers.decoder import Decoder
+from cairn.engines.rollout.transformers.decoding import Decoding
 from cairn.engines.rollout.transformers.decoding_step import trial_inputs
 from cairn.engines.types import Completion, GenerateRequest, RequestId, SamplingParams
 
@@ -56,7 +58,8 @@ def _steps_are_invariant(decoder: Decoder) -> bool:
 
 
 def _samples_are_invariant(decoder: Decoder) -> bool:
-    """Whether samples are equal alone, all together, and together in the reverse order.
+    """Whether samples are equal alone, in their group, all together, together in the reverse order, and joining others
+    that have begun.
 
     The prompts' lengths, the groups' sizes and the responses' lengths differ, so that padding, slots and the number of
     rows do.
@@ -67,9 +70,15 @@ def _samples_are_invariant(decoder: Decoder) -> bool:
         for i, (prompt_length, num_samples, max_new_tokens) in enumerate(shapes)
     ]
     requests = [request for group in groups for request in group]
-    alone = {id: sample for group in groups for id, sample in _run(decoder, group).items()}
-    companies = (_run(decoder, requests), _run(decoder, requests[::-1]))
-    return all(_same(sample, company[id]) for company in companies for id, sample in alone.items())
+    expected = {id: sample for group in groups for id, sample in _run(decoder, group).items()}
+    companies = [
+        *([group[-1]] for group in groups),
+        requests,
+        requests[::-1],
+    ]
+    joining = (groups, groups[::-1], [requests[place::7] for place in range(7)])
+    found = [_run(decoder, company) for company in companies] + [_run(decoder, *parts) for parts in joining]
+    return all(_same(sample, expected[id]) for samples in found for id, sample in samples.items())
 
 
 def _group(
@@ -84,9 +93,14 @@ def _group(
     return [GenerateRequest((number, index), prompt, seed, params) for index, seed in enumerate(seeds)]
 
 
-def _run(decoder: Decoder, requests: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
-    streamed = decoder.run(requests, end_ids=frozenset(), weight_version=0, aborted=lambda: False)
-    return {sample.request_id: sample for samples in streamed for sample in samples}
+def _run(decoder: Decoder, *parts: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
+    """Decode requests, of which each part joins after one more step."""
+    decoding = Decoding(decoder, end_ids=frozenset())
+    joining, ended = iter(parts), []
+    while (part := next(joining, None)) is not None or decoding.running or decoding.queued:
+        decoding.join(samples_of(part or ()))
+        ended += decoding.step(weight_version=0)
+    return {sample.request.request_id: result for sample, result in ended if isinstance(result, Completion)}
 
 
 @torch.inference_mode()

@@ -1,9 +1,6 @@
 """The rollout engine for any Hugging Face causal language model, on CPU or GPU, in this process."""
 
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,15 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import BadModel, EngineError
 from cairn.engines.fingerprint import TORCH, engine_environment
 from cairn.engines.models import eos_token_ids, load_causal_lm
+from cairn.engines.rollout.occupancy import Occupancy
 from cairn.engines.rollout.plan import EnginePlan, Place
-from cairn.engines.rollout.requests import validate_requests
+from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers import checks
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.experts import named_weights
+from cairn.engines.rollout.transformers.loop import DecodeLoop
 from cairn.engines.rollout.transformers.weights import WeightUpdate
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.types import GenerateRequest
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.engines.weights.layout import MemoryTag
 from cairn.storage.commits import Environment
@@ -45,45 +44,27 @@ class TransformersEngine:
         torch.set_num_threads(config.num_threads)
         self._model_path = model_path
         self._model = load_causal_lm(model_path, getattr(torch, config.dtype), device).requires_grad_(False)
-        self._end_ids = eos_token_ids(self._model)
-        self._max_running = config.max_running_requests
-        self._decoder = Decoder(self._model, self._max_running)
+        self._decoder = Decoder(self._model, config.max_running_requests)
+        self._occupancy = Occupancy()
+        self._loop = DecodeLoop(self._decoder, eos_token_ids(self._model), self._serving, self._occupancy)
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
         self._apart: set[str] = set()
         self._released: set[MemoryTag] = set()
-        self._in_use = threading.Lock()
-        self._aborted = threading.Event()
-        self._asked = 0
-        self._tokens = 0
-        self._seconds = 0.0
         self._batch_invariant: bool | None = None
         if problem := checks.find_decoding_error(self._decoder):
             raise BadModel(f"Model type {self._model.config.model_type} in {model_path} cannot be decoded: {problem}.")
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        validate_requests(requests, self._decoder.context_length, self._decoder.vocab_size)
-        if self._released:
-            raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
-        if self._weight_version is None:
-            raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
-        self._aborted.clear()
-        return self._generate(list(requests), self._weight_version)
+    def open(self) -> Stream:
+        return self._loop.open()
 
-    def _generate(self, requests: list[GenerateRequest], weight_version: int) -> Iterator[list[Completion]]:
-        with self._alone("generate"):
-            if self._weight_version != weight_version:
-                raise EngineError("The weights changed since generate was called: call it again.")
-            self._asked = len(requests)
-            start = time.perf_counter()
-            for completions in self._decoder.run(requests, self._end_ids, weight_version, self._aborted.is_set):
-                self._tokens += sum(len(completion.response_ids) for completion in completions)
-                self._seconds += time.perf_counter() - start
-                yield completions
-                start = time.perf_counter()
+    def generate(self, requests: Sequence[GenerateRequest]) -> Stream:
+        stream = self._loop.open()
+        stream.submit(requests)
+        return stream
 
     def abort(self) -> None:
-        self._aborted.set()
+        self._loop.abort()
 
     def get_weight_version(self) -> int | None:
         return self._weight_version
@@ -91,7 +72,7 @@ class TransformersEngine:
     def begin_weight_update(self, version: int) -> None:
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
-        with self._alone("update weights"):
+        with self._occupancy.alone("update weights"):
             self._weight_version = None
             self._update = WeightUpdate(self._model, version)
 
@@ -112,9 +93,10 @@ class TransformersEngine:
         self._weight_version, self._apart, self._update = update.version, update.apart, None
 
     def release_memory(self) -> None:
-        with self._alone("release its memory"):
+        with self._occupancy.alone("release its memory"):
             self._weight_version, self._update = None, None
             self._move_to("cpu")
+            self._decoder.forget()
             self._released = {"weights", "kv_cache"}
 
     def resume_memory(self, tag: MemoryTag) -> None:
@@ -126,7 +108,7 @@ class TransformersEngine:
         return weights_checksum(named_weights(self._model, self._apart).items())
 
     def check_batch_invariance(self) -> bool:
-        with self._alone("check batch invariance"):
+        with self._occupancy.alone("check batch invariance"):
             self._batch_invariant = checks.is_batch_invariant(self._decoder)
             return self._batch_invariant
 
@@ -137,8 +119,8 @@ class TransformersEngine:
         return engine_environment(self._decoder.device, TORCH)
 
     def usage(self) -> dict[str, int]:
-        running = min(self._asked, self._max_running)
-        return {"running_requests_max": running, "queued_requests_max": self._asked - running}
+        decoding = self._loop.decoding
+        return {"running_requests_max": decoding.running_max, "queued_requests_max": decoding.queued_max}
 
     def health(self) -> dict[str, Any]:
         """Keys: model, model_type, dtype, device, num_threads, context_length, weight_version, released
@@ -153,14 +135,14 @@ class TransformersEngine:
             "context_length": self._decoder.context_length,
             "weight_version": self._weight_version,
             "released": sorted(self._released),
-            "running_requests": self._decoder.running,
-            "tokens_generated": self._tokens,
-            "seconds": self._seconds,
+            "running_requests": self._loop.decoding.running,
+            "tokens_generated": self._loop.tokens,
+            "seconds": self._loop.seconds,
             "batch_invariant": self._batch_invariant,
         }
 
     def _move_to(self, device: str | torch.device) -> None:
-        """Move the weights; the cache lives only as long as a `generate`."""
+        """Move the weights."""
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             tensor.data = tensor.data.to(device)
 
@@ -169,15 +151,13 @@ class TransformersEngine:
             raise EngineError("No weight update has begun: call begin_weight_update first.")
         return self._update
 
-    @contextmanager
-    def _alone(self, action: str) -> Iterator[None]:
-        """Keep the model to one user at a time."""
-        if not self._in_use.acquire(blocking=False):
-            raise EngineError(f"The engine is generating: abort that call or let it end before you {action}.")
-        try:
-            yield
-        finally:
-            self._in_use.release()
+    def _serving(self) -> int:
+        """The version of the weights. Raises EngineError where there are none to generate with."""
+        if self._released:
+            raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
+        if self._weight_version is None:
+            raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
+        return self._weight_version
 
 
 def make(model_path: str, config: RolloutConfig, plan: EnginePlan, place: Place, *limits: Any) -> TransformersEngine:

@@ -55,6 +55,11 @@ class KVCache:
         for store, states in zip(self.stores, prefilled, strict=True):
             store[:, :, : states.shape[2]].index_copy_(0, slots, states.index_select(0, sources))
 
+    def clear(self, slots: torch.Tensor) -> None:
+        """Forget what the slots hold."""
+        for store in self.stores:
+            store[slots] = 0
+
     def move(self, sources: torch.Tensor, slots: torch.Tensor, length: int) -> None:
         """Copy the first `length` positions of the slot `sources[i]` to the slot `slots[i]`."""
         for store in self.stores:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from cairn.configs.kinds import CORRECTION, LOSS, Kind
+from cairn.configs.kinds import LOSS
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, given
@@ -14,7 +14,8 @@ from cairn.engines.training.log_probs import entropy, token_log_probs
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.limits import bounded
 from cairn.engines.training.losses.metrics import LARGEST
-from cairn.engines.training.losses.protocol import Correction, Loss, TokenLosses
+from cairn.engines.training.losses.protocol import Loss
+from cairn.engines.training.losses.tis import importance_weights
 from cairn.engines.training.needs import is_policy_gradient
 
 Metrics = dict[str, torch.Tensor]
@@ -51,19 +52,19 @@ def loss_and_metrics(
     """
     current = log_probs.detach()
     tokens = tokens if tokens.old_log_probs is not None else replace(tokens, old_log_probs=current)
-    loss_of: Loss = LOSS.load(algorithm.loss_type)
-    token_losses, observed = _checked(LOSS, algorithm.loss_type, loss_of(log_probs, tokens, algorithm), tokens)
+    token_losses, observed = _token_losses(log_probs, tokens, algorithm)
     if entropies is None:
         loss = tokens.weighted_sum(token_losses)
         return loss, {"loss": loss.detach(), **_means(observed, tokens)}
     old = given(tokens.old_log_probs)
     metrics: Metrics = {}
     if algorithm.use_tis:
-        name = algorithm.custom_tis_function_path or "tis"
-        correct: Correction = CORRECTION.load(name)
-        weights, seen = _checked(CORRECTION, name, correct(tokens, algorithm), tokens)
-        token_losses = token_losses * weights.detach()
-        observed |= {**seen, "ois": torch.exp(bounded(current - old))}
+        weights, ratio = importance_weights(
+            old, given(tokens.rollout_log_probs), low=algorithm.tis_clip_low, high=algorithm.tis_clip
+        )
+        token_losses = token_losses * weights
+        clipped, moved = (weights != ratio).float(), torch.exp(bounded(current - old))
+        observed |= {"tis": ratio, "tis_clipfrac": clipped, "ois": moved}
     if tokens.rollout_log_probs is not None:
         trainer = current if algorithm.use_rollout_logprobs else old
         difference = (trainer - tokens.rollout_log_probs).abs()
@@ -85,19 +86,21 @@ def loss_and_metrics(
     return loss, metrics | _means(observed, tokens)
 
 
-def _checked(kind: Kind, name: str, found: TokenLosses, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-    """What user code returned. Raises BadPlugin unless it is a number for each token, and metrics that are such."""
+def _token_losses(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
+    """[T] by `algorithm.loss_type`, and the metrics of each token. Raises BadPlugin where it returns anything else."""
+    function: Loss = LOSS.load(algorithm.loss_type)
+    found = function(log_probs, tokens, algorithm)
     try:
-        values, observed = found
-        fits = all(one.shape == tokens.targets.shape for one in (values, *observed.values()))
+        losses, observed = found
+        fits = all(values.shape == log_probs.shape for values in (losses, *observed.values()))
     except (TypeError, ValueError, AttributeError):
         fits = False
     if not fits:
         raise BadPlugin(
-            f"the {kind.name} {name!r} returned something else than a tensor of one number for each of the "
-            f"{len(tokens.targets)} tokens, and a mapping of such ones that are metrics: correct it"
+            f"the loss {algorithm.loss_type!r} returned something else than (losses, metrics), the losses and each "
+            f"metric a tensor of one number for each of the {len(log_probs)} tokens: correct it"
         )
-    return values, dict(observed)
+    return losses, dict(observed)
 
 
 def _means(observed: Metrics, tokens: Tokens) -> Metrics:

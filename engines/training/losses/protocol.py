@@ -33,11 +33,3 @@ class Loss(Protocol):
             tokens: the same tokens: what is known of them, and of the samples that they are of. Of what is not always
                 there it holds what the loss needs (`cairn.plugin`).
         """
-
-
-class Correction(Protocol):
-    """What multiplies the loss of each token to make up for the policy that sampled it."""
-
-    def __call__(self, tokens: Tokens, config: AlgorithmConfig, /) -> TokenLosses:
-        """[T] weights, through which no gradient flows, and metrics. `tokens` hold the log-probs of the old policy and
-        of the rollout engine; all ranks call it together, as a loss."""

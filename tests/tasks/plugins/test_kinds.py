@@ -5,18 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cairn.configs.kinds import (
-    ESTIMATOR,
-    FILTER,
-    KINDS,
-    OPTIONS,
-    REWARD,
-    declared,
-    naming_code,
-    readers,
-    user_code,
-    with_absolute_paths,
-)
+from cairn.configs.kinds import ESTIMATOR, FILTER, KINDS, OPTIONS, REWARD, declared, naming_code, readers, user_code
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.needs import has_critic, scores_needed
@@ -56,18 +45,6 @@ def test_what_names_code_counts_where_it_is_read(tiny_assets: Path) -> None:
     assert naming_code(["rollout.dynamic"]) == ()
     assert set(user_code(tiny_config(tiny_assets))) == {"reward.custom_rm_path"}
     assert "algorithm.advantage_estimator" in OPTIONS
-
-
-def test_whoever_works_in_another_folder_finds_the_same_files(
-    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = tiny_config(
-        tiny_assets, algorithm={"loss_type": "mine.py:loss"}, reward={"custom_rm_path": "judges.grade"}
-    )
-    located = with_absolute_paths(config)
-    assert located.algorithm.loss_type == f"{tmp_path}/mine.py:loss"
-    assert located.model_copy(update={"algorithm": config.algorithm}) == config
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,12 +18,14 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed, RequestRefused
+from cairn.engines.rollout.occupancy import Occupancy
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.rollout.sglang.generation import ATTEMPTS, Generation
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
 from cairn.engines.rollout.sglang.router import Router
-from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.engines.rollout.sglang.stream import ServerStream
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
 from tests.requests import by_id, group, ids
 from tests.sglang_server import once_decoding, running
 from tests.waiting import wait_for
@@ -38,15 +40,18 @@ def requests(count: int, samples: int = 4, **params: object) -> list[GenerateReq
     return [one for index in range(count) for one in group(index, [5 + index, 6, 7, 8], range(samples), given)]
 
 
-def generation(
-    route: Route,
-    aborted: threading.Event | None = None,
-    *,
-    context: int = CONTEXT,
-    timeout: float = 60,
-    concurrency: int = 64,
-) -> Generation:
-    return Generation(route, context, timeout, concurrency, aborted or threading.Event(), Loads(route.servers[0]))
+def generation(route: Route, *, context: int = CONTEXT, timeout: float = 60, concurrency: int = 64) -> Generation:
+    return Generation(route, context, timeout, concurrency, Loads(route.servers[0]), Occupancy())
+
+
+def run(stream: Generation, asked: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
+    return by_id(streamed(stream, asked))
+
+
+def streamed(generation: Generation, asked: Sequence[GenerateRequest]) -> ServerStream:
+    stream = ServerStream(generation)
+    stream.submit(asked)
+    return stream
 
 
 def log_probs(model: PreTrainedModel, prompt: list[int], response: np.ndarray, temperature: float) -> np.ndarray:
@@ -66,9 +71,9 @@ def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weight
     engine: SGLangEngine, route: Route, model: PreTrainedModel
 ) -> None:
     asked = requests(12, max_new_tokens=300, temperature=0.9)
-    aborted = threading.Event()
-    with once_decoding(engine.health, aborted.set):
-        first = by_id(generation(route, aborted, concurrency=24).run(asked))
+    stream = generation(route, concurrency=24)
+    with once_decoding(engine.health, stream.abort):
+        first = run(stream, asked)
     assert first.keys() == ids(12, 4)
     parts = {key: sample for key, sample in first.items() if sample.finish_reason == FinishReason.ABORT}
     lengths = sorted(len(sample.response_ids) for sample in parts.values())
@@ -85,7 +90,7 @@ def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weight
         for one in asked
         if (part := parts.get(one.request_id)) is not None
     ]
-    second = by_id(generation(route).run(again))
+    second = run(generation(route), again)
     sampled_with = AutoModelForCausalLM.from_config(model.config).eval()
     sampled_with.load_state_dict(changed, strict=False)
     sampled_with.tie_weights()
@@ -105,14 +110,14 @@ def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weight
 
 
 def test_an_abort_does_not_touch_what_others_asked_of_the_server(engine: SGLangEngine, route: Route) -> None:
-    aborted = threading.Event()
+    mine = generation(route)
     with ThreadPoolExecutor(2) as pool:
-        asked_by_others = pool.submit(lambda: by_id(generation(route).run(requests(4, max_new_tokens=400))))
-        asked_by_me = pool.submit(lambda: by_id(generation(route, aborted).run(requests(4, max_new_tokens=900))))
+        asked_by_others = pool.submit(lambda: run(generation(route), requests(4, max_new_tokens=400)))
+        asked_by_me = pool.submit(lambda: run(mine, requests(4, max_new_tokens=900)))
         wait_for(lambda: running(engine.health()) >= 20, 60)  # some of either, of 16 and 16
-        aborted.set()
-        mine, others = asked_by_me.result(), asked_by_others.result()
-    assert FinishReason.ABORT in {sample.finish_reason for sample in mine.values()}
+        mine.abort()
+        aborted, others = asked_by_me.result(), asked_by_others.result()
+    assert FinishReason.ABORT in {sample.finish_reason for sample in aborted.values()}
     assert len(others) == 16
     assert {sample.finish_reason for sample in others.values()} <= {FinishReason.STOP, FinishReason.LENGTH}
 
@@ -121,9 +126,9 @@ def test_an_abort_reaches_the_servers_behind_a_router(engine: SGLangEngine, rout
     router = Router({}, "127.0.0.1", tmp_path / "router.log", 60)
     try:
         router.serve([asdict(engine.worker)])
-        aborted = threading.Event()
-        with once_decoding(engine.health, aborted.set):
-            done = by_id(generation(Route(router.url, route.servers), aborted).run(requests(4, max_new_tokens=900)))
+        stream = generation(Route(router.url, route.servers))
+        with once_decoding(engine.health, stream.abort):
+            done = run(stream, requests(4, max_new_tokens=900))
     finally:
         router.close()
     assert done.keys() == ids(4, 4)
@@ -141,7 +146,7 @@ def test_a_router_that_hangs_is_given_up_and_so_is_what_it_was_asked(
         assert router.process.pid is not None
         os.kill(router.process.pid, signal.SIGSTOP)
         with pytest.raises(EngineDied, match="/generate of"):
-            by_id(generation(Route(router.url, route.servers)).run(requests(1)))
+            run(generation(Route(router.url, route.servers)), requests(1))
         with pytest.raises(EngineDied, match=f"the router at {router.url} did not answer for 2 s and was given up"):
             router.health()
     finally:
@@ -150,8 +155,8 @@ def test_a_router_that_hangs_is_given_up_and_so_is_what_it_was_asked(
 
 def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, route: Route) -> None:
     most = 0
-    streamed = generation(route, concurrency=3).run(requests(3, max_new_tokens=100))
-    for _ in streamed:
+    stream = streamed(generation(route, concurrency=3), requests(3, max_new_tokens=100))
+    for _ in stream:
         # A server counts one that has just ended until its next step, when another may have come already.
         most = max(most, min(running(engine.health()) for _ in range(3)))
     assert 0 < most <= 3
@@ -162,7 +167,7 @@ def test_a_request_that_the_server_refuses_is_named_when_the_others_are_done(rou
     asked += group(7, [5] * 5000, (1, 2), SamplingParams(4))  # more than the server's context
     done: list[Completion] = []
     with pytest.raises(RequestRefused) as refused:
-        done.extend(sample for part in generation(route, context=9000).run(asked) for sample in part)
+        done.extend(sample for part in streamed(generation(route, context=9000), asked) for sample in part)
     assert refused.value.refused.keys() == {(7, 0), (7, 1)}
     assert "400" in refused.value.refused[7, 0]
     assert {c.request_id for c in done} == ids(2, 4)
@@ -171,25 +176,36 @@ def test_a_request_that_the_server_refuses_is_named_when_the_others_are_done(rou
 def test_a_prompt_that_was_seen_before_comes_from_the_cache(route: Route) -> None:
     prompt = list(range(40, 104))
     asked = group(0, prompt, [1], SamplingParams(2))
-    by_id(generation(route).run(asked))
-    (sample,) = by_id(generation(route).run(asked)).values()
+    run(generation(route), asked)
+    (sample,) = run(generation(route), asked).values()
     assert 32 <= sample.cached_tokens < len(prompt)
 
 
 def test_what_does_not_end_in_time_is_an_error_and_leaves_the_server_idle(engine: SGLangEngine, route: Route) -> None:
     with pytest.raises(EngineTimeout, match="did not end within 1 s"):
-        by_id(generation(route, timeout=1).run(requests(8, max_new_tokens=900)))
+        run(generation(route, timeout=1), requests(8, max_new_tokens=900))
     wait_until_idle(engine)
 
 
 def test_giving_up_the_stream_leaves_the_server_idle(engine: SGLangEngine, route: Route) -> None:
     short = requests(1, samples=1)
-    streamed = generation(route).run(
-        short + [replace(r, request_id=(9, *r.request_id)) for r in requests(1, max_new_tokens=900)]
-    )
-    next(streamed)
-    streamed.close()  # type: ignore[attr-defined]
+    long = [replace(one, request_id=(9, *one.request_id)) for one in requests(1, max_new_tokens=900)]
+    stream = streamed(generation(route), short + long)
+    next(stream)
+    stream.close()
     wait_until_idle(engine)
+
+
+def test_requests_are_added_to_a_stream_while_it_generates_and_a_refused_one_fails_alone(route: Route) -> None:
+    stream, (long, *others) = generation(route, context=9000), requests(3, samples=1, max_new_tokens=300)
+    (slow,) = stream.submit([long])
+    refused, *quick = stream.submit([*group(7, [5] * 5000, [1], SamplingParams(4)), *others])
+    with pytest.raises(RequestRefused, match="request 7/0"):
+        refused.result(timeout=60)
+    assert {future.result(timeout=60).request_id for future in [slow, *quick]} == ids(3, 1)
+    stream.close()
+    (late,) = stream.submit(others[:1])
+    assert late.result(timeout=1).finish_reason == FinishReason.ABORT
 
 
 def wait_until_idle(engine: SGLangEngine) -> None:
@@ -244,7 +260,7 @@ def relay(server: str, answers: list[int | None]) -> Iterator[tuple[str, list[st
 @pytest.mark.parametrize("failure", [503, None])
 def test_behind_a_router_another_server_gets_its_turn(route: Route, failure: int | None) -> None:
     with relay(route.url, [failure, failure]) as (url, seen):
-        done = by_id(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+        done = run(generation(Route(url, route.servers)), requests(1, samples=1))
     assert done.keys() == {(0, 0)}
     assert len(seen) == len(set(seen)) == 3
 
@@ -254,17 +270,17 @@ def test_a_failure_is_told_after_a_few_attempts_and_at_once_where_there_is_one_s
     route: Route, failure: int | None, error: type[EngineError]
 ) -> None:
     with relay(route.url, [failure] * 9) as (url, seen), pytest.raises(error):
-        by_id(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+        run(generation(Route(url, route.servers)), requests(1, samples=1))
     assert len(seen) == ATTEMPTS
     with relay(route.url, [failure] * 9) as (url, seen), pytest.raises(error):
-        by_id(generation(Route.to(url)).run(requests(1, samples=1)))
+        run(generation(Route.to(url)), requests(1, samples=1))
     assert len(seen) == 1
 
 
 def test_a_prompt_is_at_fault_only_where_every_server_still_answers(route: Route) -> None:
     def failure(status: int, servers: tuple[str, ...]) -> type[Exception]:
         with relay(route.url, [status] * 9) as (url, _), pytest.raises(EngineError) as raised:
-            by_id(generation(Route(url, servers)).run(requests(1, samples=1)))
+            run(generation(Route(url, servers)), requests(1, samples=1))
         return raised.type
 
     assert failure(500, route.servers) is GenerationFailed
@@ -274,5 +290,5 @@ def test_a_prompt_is_at_fault_only_where_every_server_still_answers(route: Route
 
 def test_a_refusal_is_not_asked_again(route: Route) -> None:
     with relay(route.url, [400]) as (url, seen), pytest.raises(RequestRefused):
-        by_id(generation(Route(url, route.servers)).run(requests(1, samples=1)))
+        run(generation(Route(url, route.servers)), requests(1, samples=1))
     assert len(seen) == 1

@@ -1,12 +1,14 @@
 """A sample depends on the weights, its prompt, its seed and its sampling parameters: bit for bit, in any company."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from cairn.engines.rollout.transformers.batch import Batch, Sample
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from tests.engines.rollout.models import Samples, collect, configs, random_requests, rollout_config, same
 from tests.requests import by_id, group
@@ -97,3 +99,17 @@ def test_the_check_notices_samples_that_depend_on_their_row(
     monkeypatch.setattr("cairn.engines.rollout.transformers.batch.uniforms", of_the_row)
     assert not qwen3.check_batch_invariance()
     assert qwen3.health()["batch_invariant"] is False
+
+
+def test_the_check_notices_samples_that_depend_on_when_they_joined(
+    qwen3: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unsteady(Batch):
+        def admit(self, samples: Sequence[Sample]) -> list[int]:
+            late = self._generated[: len(self)].any()
+            rows = super().admit(samples)
+            self._seeds[rows] += np.uint64(late)
+            return rows
+
+    monkeypatch.setattr("cairn.engines.rollout.transformers.decoding.Batch", Unsteady)
+    assert not qwen3.check_batch_invariance()

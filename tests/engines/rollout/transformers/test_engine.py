@@ -195,15 +195,13 @@ def test_a_response_that_cannot_be_continued_is_refused(
         qwen3.generate([replace(one, position=position)])
 
 
-def test_one_generate_runs_at_a_time(qwen3: TransformersEngine) -> None:
-    first = qwen3.generate([*request(0, [1, 2], samples=2), *request(1, [1], max_new_tokens=20)])
+def test_weights_stay_while_samples_are_generated_and_until_the_stream_is_closed(qwen3: TransformersEngine) -> None:
+    first = qwen3.generate([*request(0, [1, 2], samples=2), *request(1, [1], max_new_tokens=100)])
     next(first)
-    with pytest.raises(EngineError, match="engine is generating"):
-        list(qwen3.generate(request(2, [1])))
     with pytest.raises(EngineError, match="engine is generating"):
         qwen3.begin_weight_update(1)
     first.close()
-    assert len(collect(qwen3, request(2, [1]))) == 1
+    qwen3.begin_weight_update(1)
 
 
 def test_health_counts_what_was_generated(qwen3: TransformersEngine) -> None:

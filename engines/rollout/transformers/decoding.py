@@ -1,0 +1,147 @@
+"""The samples that are decoded together: they join between two steps and leave when they end.
+
+What a sample goes on from is, but for its last token, prefilled once and copied to the slots of all that go on from the
+same; then each step feeds one token a sample. Samples that end make room at once, for those that wait or for a smaller
+batch.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+import numpy as np
+import torch
+
+from cairn.engines.errors import GenerationFailed
+from cairn.engines.rollout.transformers.batch import Batch, Sample
+from cairn.engines.rollout.transformers.decoder import Decoder
+from cairn.engines.rollout.transformers.kv_cache import round_up
+from cairn.engines.types import Completion, FinishReason
+
+PREFILL_TOKENS = 8192
+"""Input tokens, padding included, of one forward pass; bounds its memory."""
+
+Ended = list[tuple[Sample, Completion | GenerationFailed]]
+"""Samples with what became of them."""
+
+
+class Decoding:
+    """Samples at work and waiting. One thread at a time, and one of these on a decoder.
+
+    Args:
+        end_ids: token ids that end every response, besides each request's own.
+    """
+
+    def __init__(self, decoder: Decoder, end_ids: frozenset[int]) -> None:
+        self._decoder = decoder
+        self._batch = Batch(end_ids, decoder.context_length, decoder.vocab_size)
+        self._waiting: deque[Sample] = deque()
+        self.running_max = self.queued_max = 0
+        """The most samples that were decoded, and that waited, in a step."""
+
+    @property
+    def running(self) -> int:
+        """Samples being decoded."""
+        return len(self._batch)
+
+    @property
+    def queued(self) -> int:
+        """Samples that wait for room."""
+        return len(self._waiting)
+
+    def join(self, samples: Iterable[Sample]) -> None:
+        """Have valid samples begin with the next step, or later ones where there is no room, in their order."""
+        self._waiting.extend(samples)
+
+    def leave(self, samples: Collection[Sample], weight_version: int) -> Ended:
+        """End samples, as far as they came."""
+        rows = [row for row, sample in enumerate(self._batch.samples) if sample in samples]
+        ended = self._end(np.array(rows, np.int64), weight_version, aborted=True)
+        unbegun = [sample for sample in self._waiting if sample in samples]
+        self._waiting = deque(sample for sample in self._waiting if sample not in samples)
+        return ended + [(one, Completion.empty(one.request.request_id, FinishReason.ABORT)) for one in unbegun]
+
+    def step(self, weight_version: int) -> Ended:
+        """Begin what waits, as far as there is room, and generate one token for each that runs. Returns what ended."""
+        self._admit()
+        self.running_max = max(self.running_max, self.running)
+        self.queued_max = max(self.queued_max, self.queued)
+        return self._end(self._advance(), weight_version)
+
+    @torch.inference_mode()
+    def _admit(self) -> None:
+        """Start the first waiting samples that fit. Those that go on from equal tokens share their keys and values."""
+        decoder, batch = self._decoder, self._batch
+        admitted = [self._waiting.popleft() for _ in range(min(len(self._waiting), decoder.max_rows - len(batch)))]
+        if not admitted:
+            return
+        running = batch.starts()
+        rows = decoder.num_rows(len(batch) + len(admitted))
+        batch.reserve(rows, admitted)
+        decoder.cache.reserve(rows, 1)
+        by_start: dict[bytes, list[Sample]] = defaultdict(list)
+        for sample in admitted:
+            by_start[sample.start].append(sample)
+        by_length: dict[int, list[list[Sample]]] = defaultdict(list)
+        for start, group in by_start.items():
+            if (sibling := running.get(start)) is not None:
+                slots = batch.admit(group)
+                decoder.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(group[0].tokens) - 1)
+            else:
+                by_length[decoder.prefill_length(group[0].tokens)].append(group)
+        for length, groups in by_length.items():
+            remaining = iter(groups)
+            while chunk := list(islice(remaining, max(1, PREFILL_TOKENS // max(1, length)))):
+                self._prefill(chunk, length)
+
+    def _prefill(self, groups: list[list[Sample]], length: int) -> None:
+        """Compute the keys and values of each group's tokens, of one padded length, and hand them to the slots of its
+        samples.
+
+        Padding stands on the right, where causal attention cannot see it.
+        """
+        input_ids = torch.zeros(len(groups), length, dtype=torch.int64)
+        sources, slots = [], []
+        for i, group in enumerate(groups):
+            known = group[0].tokens[:-1]
+            input_ids[i, : len(known)] = torch.from_numpy(known)
+            slots += self._batch.admit(group)
+            sources += [i] * len(group)
+        if not length:
+            return
+        cache = self._decoder.cache
+        cache.reserve(0, length)
+        cache.insert(self._decoder.forward_prompts(input_ids), self._put(sources), self._put(slots))
+
+    @torch.inference_mode()
+    def _advance(self) -> np.ndarray:
+        """Generate one token a sample. Returns the rows that ended."""
+        decoder, batch, size = self._decoder, self._batch, len(self._batch)
+        rows = decoder.num_rows(size)
+        length = round_up(int(batch.positions[:size].max()) + 1)
+        decoder.cache.reserve(0, length)
+        tokens, positions = (
+            torch.from_numpy(values[:rows]).to(decoder.device) for values in (batch.tokens, batch.positions)
+        )
+        key_positions = torch.arange(length, device=decoder.device)
+        logits = decoder.step(tokens, positions, key_positions, decoder.cache.stores)
+        return batch.advance(logits[:size])
+
+    @torch.inference_mode()
+    def _end(self, rows: np.ndarray, weight_version: int, *, aborted: bool = False) -> Ended:
+        """Take rows out of the batch, with what they hold."""
+        if not len(rows):
+            return []
+        batch, cache = self._batch, self._decoder.cache
+        length = round_up(int(batch.positions[: len(batch)].max()) + 1)
+        ended = batch.results(rows, weight_version, aborted=aborted)
+        failed = [row for row, (_, result) in zip(rows.tolist(), ended, strict=True) if isinstance(result, Exception)]
+        if failed:
+            cache.clear(self._put(failed))  # what a slot holds behind its length must stay finite
+        sources, targets = batch.remove(rows)
+        if sources:
+            cache.move(self._put(sources), self._put(targets), min(length, cache.capacity))
+        return ended
+
+    def _put(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices, device=self._decoder.device)

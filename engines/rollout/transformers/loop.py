@@ -1,0 +1,206 @@
+"""Decoding for several streams at a time, by whoever waits.
+
+There is no thread for it: of those who wait for a sample one decodes, for all, until one of its own has ended; then the
+next does. Where nobody waits nothing is decoded, so that an engine is never ahead of a single reader.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from cairn.engines.errors import EngineError
+from cairn.engines.rollout.occupancy import Occupancy
+from cairn.engines.rollout.requests import validate_requests
+from cairn.engines.rollout.transformers.batch import Sample, samples_of
+from cairn.engines.rollout.transformers.decoder import Decoder
+from cairn.engines.rollout.transformers.decoding import Decoding
+from cairn.engines.types import Completion, GenerateRequest
+
+Result = Completion | Exception
+
+
+class DecodeLoop:
+    """Takes requests at any time, from any thread; they join between two steps.
+
+    Args:
+        end_ids: token ids that end every response, besides each request's own.
+        version: that of the weights; raises EngineError where none can be generated with.
+        occupancy: of the engine.
+    """
+
+    def __init__(
+        self, decoder: Decoder, end_ids: frozenset[int], version: Callable[[], int], occupancy: Occupancy
+    ) -> None:
+        self._decoder = decoder
+        self._end_ids = end_ids
+        self._version = version
+        self._occupancy = occupancy
+        self.decoding = Decoding(decoder, end_ids)
+        """What is decoded, or was the last time that there was something to do."""
+        self._changed = threading.Condition()
+        self._askers: weakref.WeakSet[_Asker] = weakref.WeakSet()
+        self._asked: dict[Sample, _Asker] = {}
+        """What has not ended."""
+        self._joining: list[Sample] = []
+        """Of it, what no step has seen yet."""
+        self._aborting = False
+        """Whether a stream was aborted since the last step."""
+        self._decodes: threading.Thread | None = None
+        """Who decodes."""
+        self._weights = 0
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def open(self) -> "LoopStream":
+        """A stream for one asker."""
+        asker = _Asker()
+        with self._changed:
+            self._askers.add(asker)
+        return LoopStream(self, asker)
+
+    def submit(self, asker: "_Asker", requests: Sequence[GenerateRequest]) -> None:
+        """See `Stream.submit`."""
+        validate_requests(requests, self._decoder.context_length, self._decoder.vocab_size)
+        samples = samples_of(requests)
+        self._occupancy.enter(len(samples))
+        try:
+            version = self._version()
+        except EngineError:
+            self._occupancy.leave(len(samples))
+            raise
+        with self._changed:
+            if not self._asked and samples:
+                self._weights, self.decoding = version, Decoding(self._decoder, self._end_ids)
+            self._asked |= dict.fromkeys(samples, asker)
+            self._joining += samples
+            self._aborting |= asker.aborted
+            asker.left += len(samples)
+            self._changed.notify_all()
+
+    def wait(self, asker: "_Asker") -> list[Result]:
+        """What of the asker's has ended since, at least one thing; none where nothing is asked any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._decodes is None or asker.ended or not asker.left)
+            if asker.ended or not asker.left:
+                return asker.take()
+            self._decodes = threading.current_thread()
+        try:
+            while not asker.ended:
+                self._step()
+        finally:
+            with self._changed:
+                self._decodes = None
+                self._changed.notify_all()
+        return asker.take()
+
+    def abort(self, asker: "_Asker | None" = None) -> None:
+        """Abort what one has asked for and will, or all."""
+        with self._changed:
+            for one in [asker] if asker is not None else self._askers:
+                one.aborted = True
+            self._aborting = True
+
+    @property
+    def decodes_here(self) -> bool:
+        """Whether the current thread is the one that decodes."""
+        return self._decodes is threading.current_thread()
+
+    def _step(self) -> None:
+        """Let join what has come, end what was aborted, and take one step."""
+        with self._changed:
+            joining, self._joining = self._joining, []
+            leaving = {one for one, asker in self._asked.items() if asker.aborted} if self._aborting else set()
+            self._aborting = False
+        began = time.perf_counter()
+        ended: list[tuple[Sample, Result]] = []
+        try:
+            self.decoding.join(joining)
+            if leaving:
+                ended += self.decoding.leave(leaving, self._weights)
+            if self.decoding.running or self.decoding.queued:
+                ended += self.decoding.step(self._weights)
+        except Exception as error:
+            self._break_off(error)
+        except BaseException:
+            self._break_off(EngineError("The step in which it was generated was interrupted."))
+            raise
+        else:
+            self.tokens += sum(len(result.response_ids) for _, result in ended if isinstance(result, Completion))
+            self.seconds += time.perf_counter() - began
+            self._give(ended)
+
+    def _break_off(self, error: Exception) -> None:
+        """What a step has left is of no use to anybody."""
+        self._decoder.forget()
+        self.decoding = Decoding(self._decoder, self._end_ids)
+        with self._changed:
+            new = set(self._joining)
+            self._give([(sample, error) for sample in self._asked if sample not in new])
+
+    def _give(self, ended: Sequence[tuple[Sample, Result]]) -> None:
+        """Let each stream have what is its own."""
+        if not ended:
+            return
+        with self._changed:
+            for sample, result in ended:
+                asker = self._asked.pop(sample)
+                asker.left -= 1
+                asker.ended.append(result)
+            self._occupancy.leave(len(ended))
+            self._changed.notify_all()
+
+
+class _Asker:
+    """What a loop knows of a stream."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+        self.left = 0
+        """Requests that have not ended."""
+        self.ended: list[Result] = []
+        """What has ended and was not taken yet."""
+
+    def take(self) -> list[Result]:
+        """What has ended."""
+        ended, self.ended = self.ended, []
+        return ended
+
+
+class LoopStream:
+    """A `Stream` of a `DecodeLoop`. One that nobody has any more is closed."""
+
+    def __init__(self, loop: DecodeLoop, asker: _Asker) -> None:
+        self._loop = loop
+        self._asker = asker
+        self._error: Exception | None = None
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._loop.submit(self._asker, requests)
+
+    def __iter__(self) -> "LoopStream":
+        return self
+
+    def __next__(self) -> list[Completion]:
+        results = [] if self._error is not None else self._loop.wait(self._asker)
+        completions = [result for result in results if isinstance(result, Completion)]
+        self._error = self._error or next((result for result in results if isinstance(result, Exception)), None)
+        if completions:
+            return completions
+        self.close()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        raise StopIteration
+
+    def abort(self) -> None:
+        self._loop.abort(self._asker)
+
+    def close(self) -> None:
+        if self._asker.left:
+            self.abort()
+        while self._asker.left and not self._loop.decodes_here:  # there it is garbage, which the next step ends
+            self._loop.wait(self._asker)
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,18 @@
+"""Truncated importance sampling between the trainer and the rollout engine."""
+
+import torch
+
+from cairn.engines.training.losses.limits import bounded
+
+
+def importance_weights(
+    old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, *, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] weights clip(exp(old - rollout), low, high), which multiply the policy loss, and the ratios before, their
+    logarithms held within `limits`.
+
+    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025). Both log-probs are of
+    the policy that generated the tokens, as the trainer and as the rollout engine computed them; no gradient flows.
+    """
+    ratio = torch.exp(bounded(old_log_probs - rollout_log_probs)).detach()
+    return ratio.clamp(low, high), ratio
