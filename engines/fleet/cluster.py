@@ -30,6 +30,7 @@ from ray.exceptions import AuthenticationError
 
 from cairn.engines.errors import ClusterLost, EngineError
 from cairn.engines.fleet import reaper
+from cairn.engines.fleet.lean import only_what_runs_actors
 from cairn.engines.fleet.object_store import reserve
 from cairn.storage.errors import NoSpace
 
@@ -263,18 +264,19 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
 
     def start() -> None:
         psutil.wait_procs(_head(), timeout)  # an earlier one's end would be taken for the end of this cluster's
-        ray.init(
-            address="local",  # whatever RAY_ADDRESS says
-            num_cpus=num_cpus,
-            object_store_memory=object_store_memory,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            namespace=NAMESPACE,
-            _temp_dir=str(folder),
-            # An engine must not be killed because another program on the machine uses memory.
-            _system_config={"memory_monitor_refresh_ms": 0, "raylet_start_wait_time_s": 120},
-        )
+        with only_what_runs_actors():
+            ray.init(
+                address="local",  # whatever RAY_ADDRESS says
+                num_cpus=num_cpus,
+                object_store_memory=object_store_memory,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                namespace=NAMESPACE,
+                _temp_dir=str(folder),
+                # An engine must not be killed because another program on the machine uses memory.
+                _system_config={"memory_monitor_refresh_ms": 0, "raylet_start_wait_time_s": 120},
+            )
 
     try:
         try:

@@ -1,0 +1,44 @@
+"""A new Prefect database: as Prefect's migrations make one, and without them."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from cairn.flows.prefect_database import FILE, create, migrated
+
+
+def dumped(database: Path) -> str:
+    return "".join(f"{line}\n" for line in sqlite3.connect(database).iterdump())
+
+
+def statements(sql: str) -> list[str]:
+    """Its lines in an order of their own: migrations copy indexes and constraints in any."""
+    return sorted(line.rstrip(", ") for line in sql.splitlines())
+
+
+def test_a_database_is_made_whole_and_one_that_is_there_stays(tmp_path: Path) -> None:
+    database = tmp_path / "prefect.db"
+    create(database)
+    assert dumped(database) == FILE.read_text()
+    assert list(tmp_path.iterdir()) == [database]
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE history (run)")
+    create(database)
+    assert "CREATE TABLE history" in dumped(database)
+
+
+def test_the_file_is_of_the_prefect_that_is_installed() -> None:
+    import prefect.server.database
+    from alembic.script import ScriptDirectory
+
+    migrations = Path(prefect.server.database.__file__).with_name("_migrations")
+    newest = ScriptDirectory(migrations, version_locations=[migrations / "versions" / "sqlite"]).get_current_head()
+    assert f"INSERT INTO \"alembic_version\" VALUES('{newest}')" in FILE.read_text(), (
+        "run python -m cairn.flows.prefect_database"
+    )
+
+
+@pytest.mark.slow
+def test_the_file_is_what_all_migrations_make() -> None:
+    assert statements(migrated()) == statements(FILE.read_text())
