@@ -10,6 +10,7 @@ Prefect profile, always wins; only without one is a server started, once a proce
 Why a server of our own and not the one Prefect starts by itself: that one gives up after 20 s, serves no UI, keeps its
 history in the user's home and prints tracebacks when it goes. This one
 
+- makes its imports beside the driver's, and neither serves nor opens the database until it is told to;
 - takes a socket that is already bound, so no port can be lost in between and a request waits in the backlog until the
   server is up;
 - polls its parent's process id, so it leaves within seconds however the driver died, SIGKILL included;
@@ -54,6 +55,9 @@ from prefect.settings import (
     temporary_settings,
 )
 
+PREFECT_HOME = Path(".cairn/prefect")
+"""Database and log of the embedded server, below the folder one stands in."""
+
 DATABASE = "prefect.db"
 
 START_TIMEOUT = 120.0
@@ -90,7 +94,8 @@ class Server:
     """
 
     def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Start the process and return at once. Port 0 takes a free one; raises ServerFailed if `port` is taken."""
+        """Start the process, which waits to be told to serve, and return at once. Port 0 takes a free one; raises
+        ServerFailed if `port` is taken."""
         home = home.resolve()
         home.mkdir(parents=True, exist_ok=True)
         self.home = home
@@ -100,13 +105,22 @@ class Server:
         self.ui_url = f"http://{host}:{self._listener.getsockname()[1]}"
         self.api_url = f"{self.ui_url}/api"
         self._changing = threading.Lock()
-        self._ready = self._stopped = False
+        self._serves = self._ready = self._stopped = False
         self._process = self._spawn()
         self._watcher = threading.Thread(target=self._watch, name="prefect-server", daemon=True)
         self._watcher.start()
 
+    def serve(self) -> None:
+        """Let it serve, as soon as it can."""
+        with self._changing:
+            if not self._serves:
+                self._serves = True
+                _tell_to_serve(self._process)
+
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Return when the server answers. Raises ServerFailed, the server stopped, if it does not within `timeout`."""
+        """Let it serve, and return when it answers. Raises ServerFailed, the server stopped, if it does not within
+        `timeout`."""
+        self.serve()
         try:
             # The connection waits in the backlog; it is reset if the server dies.
             httpx.get(f"{self.api_url}/health", timeout=timeout, trust_env=False).raise_for_status()
@@ -151,7 +165,7 @@ class Server:
                 [sys.executable, "-P", "-m", "cairn.flows.server", str(self._listener.fileno()), str(os.getpid())],
                 env=_environment(self.home, self.api_url),
                 pass_fds=[self._listener.fileno()],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -169,11 +183,18 @@ class Server:
                     if self._stopped or not self._ready or in_a_row > MOST_RESTARTS:
                         return
                     self._process = self._spawn()
+                    _tell_to_serve(self._process)
 
     def _log_tail(self, lines: int = 20) -> str:
         with self.log.open("rb") as log:
             log.seek(self._log_start)
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _tell_to_serve(process: "subprocess.Popen[bytes]") -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as waiting:  # it may have died
+        waiting.write(b"serve")
 
 
 _servers: dict[Path, Server] = {}
@@ -183,7 +204,7 @@ _servers_lock = threading.Lock()
 def ensure_server(home: Path) -> Server:
     """Return this process's server over `home`, started if there is none; it ends with the process.
 
-    Returns before the server is ready, so that it can start beside other things: call `wait_ready`.
+    Returns before the server serves, so that it can start beside other things: call `wait_ready`.
     """
     with _servers_lock:
         server = _servers.get(home.resolve())
@@ -192,6 +213,12 @@ def ensure_server(home: Path) -> Server:
             # Prefect sends its last events and logs before atexit functions run.
             atexit.register(server.stop)
         return server
+
+
+def prepare_server(home: Path) -> None:
+    """Begin to start the server that `prefect_api(home)` will need, if it will need one."""
+    if configured_api() is None:
+        ensure_server(home)
 
 
 def configured_api() -> str | None:
@@ -296,7 +323,8 @@ def _serve(listener: socket.socket, parent: int) -> None:
     from prefect.server.api.server import create_app
     from prefect.server.database.configurations import AioSqliteConfiguration
     from prefect.server.database.dependencies import set_database_config
-    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_HOME
+    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
+    from prefect.settings import PREFECT_HOME as SERVER_HOME
 
     from cairn.flows.prefect_database import create
 
@@ -310,12 +338,14 @@ def _serve(listener: socket.socket, parent: int) -> None:
         """Makes or migrates the database alone, whoever else starts over the same home."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            with (PREFECT_HOME.value() / "start.lock").open("w") as lock:
+            with (SERVER_HOME.value() / "start.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if database_url == _database_url(PREFECT_HOME.value()):
-                    create(PREFECT_HOME.value() / DATABASE)
+                if database_url == _database_url(SERVER_HOME.value()):
+                    create(SERVER_HOME.value() / DATABASE)
                 await super().startup(sockets)
 
+    if not sys.stdin.buffer.read(1):
+        os._exit(1)  # nobody will tell it to serve any more
     database_url = PREFECT_API_DATABASE_CONNECTION_URL.value()
     if database_url.startswith("sqlite"):
         set_database_config(ImmediateTransactions(database_url))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
-from pathlib import Path
 from uuid import UUID
 
 from prefect import flow
@@ -28,7 +27,7 @@ from cairn.flows.orchestration import (
 from cairn.flows.pipeline import Pipeline
 from cairn.flows.preemption import Ending, Preempted, ending_in_order
 from cairn.flows.prefect_steps import PrefectSteps
-from cairn.flows.server import prefect_api
+from cairn.flows.server import PREFECT_HOME, prefect_api
 from cairn.flows.session import open_run
 from cairn.flows.tracking import tracked
 from cairn.storage.commits import Commit, Step
@@ -40,9 +39,6 @@ from cairn.tasks.events import Message
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.recovery import ReplayDiverged, checkpoint_due
 from cairn.tasks.self_test import self_test_once
-
-PREFECT_HOME = Path(".cairn/prefect")
-"""Database and log of the embedded Prefect server, below the folder one stands in."""
 
 
 def start(

@@ -274,8 +274,13 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
                 logging_level=logging.ERROR,
                 namespace=NAMESPACE,
                 _temp_dir=str(folder),
-                # An engine must not be killed because another program on the machine uses memory.
-                _system_config={"memory_monitor_refresh_ms": 0, "raylet_start_wait_time_s": 120},
+                # An engine must not be killed because another program on the machine uses memory, nor wait for all that
+                # others compute: Ray would have it run at niceness 15.
+                _system_config={
+                    "memory_monitor_refresh_ms": 0,
+                    "worker_niceness": 0,
+                    "raylet_start_wait_time_s": 120,
+                },
             )
 
     try:

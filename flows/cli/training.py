@@ -140,8 +140,7 @@ def up(
     - `cairn up`
     - `cairn up --port 4300`
     """
-    from cairn.flows.server import Server, ServerFailed
-    from cairn.flows.train import PREFECT_HOME
+    from cairn.flows.server import PREFECT_HOME, Server, ServerFailed
 
     mind_interrupts()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
@@ -164,8 +163,6 @@ def _mind_signals() -> None:
 
 def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_new: bool) -> None:
     """Train with progress on the terminal. `is_new`: the configuration was given, and does not come from the ledger."""
-    from cairn.flows.session import as_recorded, telling_what_is_stale
-    from cairn.flows.views import RunState, run_status
     from cairn.storage.commits import Step
     from cairn.storage.layout import check_name
     from cairn.storage.ledger import Ledger
@@ -177,6 +174,14 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         raise BadInput(str(error)) from None
     ledger_store = open_store(store_url)
     probe(ledger_store)
+    # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+    from cairn.flows.server import PREFECT_HOME, prepare_server
+
+    prepare_server(PREFECT_HOME)  # it makes its imports while this process makes its own
+    from cairn.flows.session import as_recorded, telling_what_is_stale
+    from cairn.flows.views import RunState, run_status
+
     if is_new:
         config = as_recorded(ledger_store, run, config)
     try:
@@ -190,8 +195,6 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         if trained and run_status(ledger_store, run).state is RunState.COMPLETED:
             tell(f"run {run} has all its iterations; nothing is left to do")
             return
-    # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     from cairn.flows.events import RunStarted
     from cairn.flows.preemption import Preempted
     from cairn.flows.progress import Progress

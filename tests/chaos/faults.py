@@ -45,7 +45,7 @@ from typing import Any, Literal
 import psutil
 
 from cairn.flows.events import Event
-from cairn.flows.train import PREFECT_HOME
+from cairn.flows.server import PREFECT_HOME
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.write_ahead import WriteAhead

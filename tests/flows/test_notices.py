@@ -18,9 +18,8 @@ import yaml
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.iteration import iteration
 from cairn.flows.orchestration import run_tags
-from cairn.flows.server import Server
+from cairn.flows.server import PREFECT_HOME, Server
 from cairn.flows.signals import EXIT_CODE
-from cairn.flows.train import PREFECT_HOME
 from cairn.flows.views import RunState, run_status
 from cairn.storage.commits import Step
 from cairn.storage.leases import newest_lease

@@ -57,6 +57,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Se
     home = tmp_path_factory.mktemp("home")
     servers = Server(home), Server(home)
     for server in servers:
+        server.serve()
+    for server in servers:
         server.wait_ready()
     with contextlib.closing(sqlite3.connect(home / "prefect.db", timeout=60)) as database:
         database.execute("VACUUM INTO ?", [str(home / "empty.db")])
@@ -189,6 +191,17 @@ def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(t
     with sqlite3.connect(home / "prefect.db") as database:
         states = database.execute("SELECT state_type FROM flow_run ORDER BY created").fetchall()
     assert states == [("RUNNING",), ("COMPLETED",)]
+
+
+def test_a_server_that_nobody_tells_to_serve_makes_no_database(tmp_path: Path) -> None:
+    environment = os.environ | {"PREFECT_HOME": str(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        descriptor = listener.fileno()
+        command = [sys.executable, "-m", "cairn.flows.server", str(descriptor), str(os.getpid())]
+        nobody = subprocess.DEVNULL
+        ended = subprocess.run(command, env=environment, pass_fds=[descriptor], stdin=nobody, timeout=120)
+    assert ended.returncode == 1
+    assert not list(tmp_path.glob("*.db"))
 
 
 def test_a_server_whose_driver_is_gone_before_it_serves_ends_without_a_database(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from cairn.engines.fleet import cluster
 from cairn.engines.fleet.cluster import HEAD, Cluster, ClusterError
-from cairn.engines.fleet.fleet import cluster
 from cairn.engines.fleet.reaper import end_processes_with_files_in, processes_with_files_in
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import ray_head
