@@ -35,6 +35,7 @@ BENCHMARKS = {
     "write_ahead": "bench.write_ahead",
     "invariance": "bench.invariance",
     "ledger": "bench.ledger",
+    "start": "bench.start",
     "recovery": "bench.recovery",
     "trl": "bench.trl",
 }

@@ -44,6 +44,9 @@ DEADLINE = 600.0
 def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     """In the driver's process: go on with the run, and print every mark as a line of JSON."""
     mark("start", at=psutil.Process().create_time())
+    from cairn.flows.server import prepare_server
+
+    prepare_server(Path(store) / "prefect")  # as `cairn resume` does
     import cairn.flows.train
     from cairn.configs.loader import load
     from cairn.engines.fleet.cluster import Cluster
