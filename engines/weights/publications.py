@@ -4,17 +4,19 @@ The trainer goes on to other versions while engines fetch; what they fetch from,
 transport's: see `cairn.engines.weights.transports`.
 """
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from ray.exceptions import ObjectLostError
 
-from cairn.engines.errors import PublicationGone, WrongVersion
+from cairn.engines.errors import EngineError, PublicationGone, WrongVersion
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.types import Publication
 from cairn.engines.weights.transports import Transport
+from cairn.storage.errors import NoSpace
 
 
 class Publications:
@@ -42,7 +44,14 @@ class Publications:
         with self._lock:
             earlier, laid = self._laid.pop(version, (None, None))
         if earlier != publication:
-            laid = self._transport.lay(version)
+            try:
+                laid = self._transport.lay(version)
+            except (EngineError, NoSpace):
+                with self._lock:
+                    kept = set(self._laid)
+                with contextlib.suppress(EngineError):
+                    self._transport.keep(kept)  # a part of it is of no use, and takes room
+                raise
         with self._lock:
             self._laid[version] = (publication, laid)
             for old in list(self._laid)[:-keep]:
