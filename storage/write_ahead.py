@@ -39,7 +39,7 @@ from cairn.storage.store import Store
 _INPUTS_KEY = b"inputs_digest"
 _READERS = 8
 """Parts read at a time: an object store answers one after tens of milliseconds."""
-PACE = 0.05
+PACE = 0.08
 """Seconds between two parts, so that samples which finish one by one share them."""
 
 

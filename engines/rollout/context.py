@@ -43,6 +43,7 @@ class Context:
     ) -> None:
         """`ask` gets an answer from the engine, `tokenizer` loads the model's."""
         self._sample = sample
+        self._prompt = np.asarray(sample.prompt_ids, np.int32)
         self._params = params
         self._ask = ask
         self._tokenizer = tokenizer
@@ -68,11 +69,12 @@ class Context:
         than the run's. Raises RequestRefused where the engine cannot go on from these tokens, for one because they fill
         its context.
         """
-        call, before = next_call(), np.asarray(ids, np.int32)
+        call = next_call()
+        before = self._prompt if ids is self._sample.prompt_ids else np.asarray(ids, np.int32)
         params = self._params
         if max_new_tokens is not None:
             params = replace(params, max_new_tokens=min(max_new_tokens, params.max_new_tokens))
-        at_prompt = call == FIRST_CALL and np.array_equal(before, self._sample.prompt_ids)
+        at_prompt = call == FIRST_CALL and (before is self._prompt or np.array_equal(before, self._prompt))
         begun = self._first if at_prompt else None
         if begun is None or begun.finish_reason == FinishReason.ABORT:
             begun = await self._sampled(call, self._sample.prompt_ids if at_prompt else before, params, begun)
@@ -119,11 +121,12 @@ class Context:
         if not isinstance(trajectory, Trajectory):
             kind = f"{len(returned)} trajectories" if isinstance(returned, list) else type(returned).__name__
             raise BadTrajectory(f"generate returned {kind} for a sample; return one cairn.Trajectory")
-        before = np.asarray(self._sample.prompt_ids, np.int32)
+        before = self._prompt
         for number, segment in enumerate(trajectory.segments, 1):
+            if number > 1:
+                before = np.concatenate([before, trajectory.segments[number - 2].ids])
             if problem := self._problem(segment, before):
                 raise BadTrajectory(f"segment {number} of what generate returned {problem}")
-            before = np.concatenate([before, segment.ids])
         if not any(segment.call is not None and len(segment) for segment in trajectory.segments):
             raise BadTrajectory(
                 "generate returned a trajectory without a token that was sampled; where there is none, raise an error"
@@ -137,9 +140,9 @@ class Context:
             trains = any(segment.loss_mask)
             return "lets tokens be trained on that the world gave; their loss_mask has to be 0" if trains else None
         call = self._calls.get(segment.call)
-        if call is None or not np.array_equal(call.segment.ids, segment.ids):
+        if call is None or not (call.segment is segment or np.array_equal(call.segment.ids, segment.ids)):
             return f"has other ids than call {segment.call} of ctx.sample gave; return the segment that it returned"
-        if not np.array_equal(call.before, before):
+        if call.before is not before and not np.array_equal(call.before, before):
             return (
                 f"was sampled after {len(call.before)} tokens that are not the {len(before)} before it in the "
                 "trajectory; put there what ctx.sample was given"
