@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from math import inf
 from uuid import UUID
@@ -153,7 +153,8 @@ def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
         """The DAG of flows/iteration.py."""
-        with ending.in_order():  # before Prefect waits for the steps that run beside
+        # Before Prefect waits for the steps that run beside. With several threads, when all of them have ended: below.
+        with nullcontext() if run.side_by_side else ending.in_order():
             return pipeline.iterate(index)
 
     with ending.in_order(), driving(run.ledger.run, run.ledger.store.url, lease.check) as tags:
