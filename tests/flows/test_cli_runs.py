@@ -66,10 +66,12 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
 ) -> None:
     grader = folder / "grader.py"
     grader.write_text((tiny_assets / "grader.py").read_text())
+    (folder / "own_loss.py").write_text("from cairn.engines.training.losses.policy_loss import loss\n")
     benchmark = {"name": "heldout", "path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 4}
     write_recipe(
         folder, "short", tiny_assets, rollout={"num_rollout": 6, "max_refill_rounds": 1},
-        reward={"custom_rm_path": "grader.py:grade"}, tracking={"tensorboard_dir": "board"},
+        reward={"custom_rm_path": "grader.py:grade"}, algorithm={"loss_type": "own_loss.py:loss"},
+        tracking={"tensorboard_dir": "board"},
         checkpoint={"save_interval": 1, "save_retain_interval": 3, "retain_snapshots": 2},
         eval={"eval_interval": 6, "benchmarks": [benchmark], "skip_eval_before_train": True},
     )  # fmt: skip
