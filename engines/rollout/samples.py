@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
 from cairn.configs.kinds import GENERATE
-from cairn.engines.errors import RequestRefused
+from cairn.engines.errors import EngineError, RequestRefused
 from cairn.engines.rollout.runner import Generate, Runner
 from cairn.engines.rollout.user_code import GenerateFunction, UserCode
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
@@ -80,7 +80,9 @@ def _answered(engine: Generates, asked: Sequence[GenerateRequest]) -> Iterator[A
                 for completion in completions:
                     del left[completion.request_id]
                 yield [(completion.request_id, completion) for completion in completions]
-            return
+            if left:
+                lost = ", ".join("/".join(map(str, id)) for id in left)
+                raise EngineError(f"the engine gave fewer samples than asked: without those of requests {lost}")
         except RequestRefused as refused:
             for id in refused.refused:
                 del left[id]
