@@ -13,7 +13,9 @@ from uuid import uuid4
 
 from cairn.flows.events import Event
 from cairn.flows.iteration import iteration
-from cairn.flows.session import Sources, fleet_name, open_graders, starting_fleet, telling_what_is_stale, total_steps
+from cairn.flows.session import telling_what_is_stale
+from cairn.flows.sources import Sources, open_graders
+from cairn.flows.starting import fleet_name, starting_fleet, total_steps
 from cairn.flows.trust import recorded_config
 from cairn.storage.commits import Commit, Record, Step
 from cairn.storage.comparison import compare

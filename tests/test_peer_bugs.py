@@ -17,7 +17,7 @@ from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import Completion, GenerateRequest, TrainBatch
 from cairn.flows.iteration import iteration
-from cairn.flows.session import Sources
+from cairn.flows.sources import Sources
 from cairn.flows.validation import data_problems
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import RunDiffers, StoreError

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.session import environment, input_digests, load_tokenizer, open_graders
+from cairn.flows.sources import environment, input_digests, open_graders
+from cairn.flows.validation import load_tokenizer
 from cairn.storage.commits import Commit
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger

@@ -30,7 +30,7 @@ from cairn.flows.cli.housekeeping import gc
 from cairn.flows.diff import diff
 from cairn.flows.iteration import iteration
 from cairn.flows.replay import Replaying
-from cairn.flows.session import Sources, open_graders
+from cairn.flows.sources import Sources, open_graders
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger

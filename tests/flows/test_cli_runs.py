@@ -15,7 +15,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
-from cairn.flows.session import input_digests
+from cairn.flows.sources import input_digests
 from cairn.flows.validation import load_tokenizer
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store

@@ -182,7 +182,7 @@ def test_an_ancestor_is_trusted_no_more_than_its_fork(
     recipe, store = forked
     forge(store, "tiny", change)
     started: list[RunConfig] = []
-    monkeypatch.setattr(session, "starting_fleet", lambda config, *_: started.append(config))
+    monkeypatch.setattr("cairn.flows.restore_point.starting_fleet", lambda config, *_: started.append(config))
     with (
         pytest.raises(ConfigError, match=rf"{option} is .* in the ledger of tiny, and a store may"),
         session.open_run(store.url, "forked", recipe if with_recipe else None),
@@ -202,7 +202,7 @@ def test_weights_of_an_ancestor_are_brought_back_in_the_clusters_of_the_fork(
         started.append(config)
         raise InterruptedError
 
-    monkeypatch.setattr(session, "starting_fleet", start)
+    monkeypatch.setattr("cairn.flows.restore_point.starting_fleet", start)
     with pytest.raises(InterruptedError), session.open_run(store.url, "forked", recipe):
         pass
     assert [config.fleet.ray_address for config in started] == [None]

@@ -21,7 +21,7 @@ from cairn.flows.cli import app
 from cairn.flows.diff import diff
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
-from cairn.flows.session import Sources
+from cairn.flows.sources import Sources
 from cairn.flows.trust import recorded_config
 from cairn.flows.validation import setup_problems
 from cairn.storage import canonical, layout
