@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +68,8 @@ class FencedActor:
     def obey_streaming(self, claim: Claim, method: str, *args: Any) -> Iterator[Any]:
         """The same for a method that gives one thing after the other."""
         self._admit(claim, method)
-        yield from self._find(method)(*args)
+        with closing(self._find(method)(*args)) as stream:
+            yield from (part for part in stream)  # a generator: Ray sends into it, which not every stream takes
 
     def end(self) -> None:
         """End this process at once, whatever it is doing."""
