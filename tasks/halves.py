@@ -10,6 +10,7 @@ from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard
 from cairn.tasks.recovery import restore_trainer, version_of
+from cairn.tasks.selection import is_collected
 from cairn.tasks.sync import publish
 
 
@@ -17,15 +18,6 @@ def oldest_open(run: RunContext) -> int:
     """The oldest iteration that may have a half to be done."""
     newest = run.ledger.last_iteration() or 0
     return max(newest - run.config.rollout.weights_lag, run.ledger.first_iteration)
-
-
-def is_collected(run: RunContext, iteration: int) -> bool:
-    """Whether the batch of an iteration is full."""
-    for round in itertools.count():
-        selection = run.find(iteration, Step.FILTER, f"{round:02d}")
-        if selection is None or selection.values["full"]:
-            return selection is not None
-    raise AssertionError("unreachable")
 
 
 def weights_after(run: RunContext, iteration: int) -> Commit | None:

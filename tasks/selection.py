@@ -1,20 +1,34 @@
 """What a filter step has decided, as later steps read it: its commit is the selection of an iteration."""
 
 import itertools
+from collections.abc import Callable
+from typing import TypeVar
 
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Disposition
 from cairn.tasks.context import RunContext
+
+FoundCommit = TypeVar("FoundCommit", Commit, Commit | None)
 
 GroupPlace = tuple[int, str, int]
 """(iteration, shard, group_id): where the samples of a group lie."""
 
 
 def last_selection(run: RunContext, index: int) -> Commit:
-    """The filter step that filled the batch of iteration `index`."""
+    """The filter step that filled the batch of iteration `index`. Raises Damaged where there must be one and is not."""
+    return _filling(run.committed, index)
+
+
+def is_collected(run: RunContext, index: int) -> bool:
+    """Whether the batch of iteration `index` is full."""
+    return _filling(run.find, index) is not None
+
+
+def _filling(look_up: Callable[[int, Step, str], FoundCommit], index: int) -> FoundCommit:
+    """The first round's filter step that is full, or not there."""
     for round in itertools.count():
-        selection = run.committed(index, Step.FILTER, f"{round:02d}")
-        if selection.values["full"]:
+        selection = look_up(index, Step.FILTER, f"{round:02d}")
+        if selection is None or selection.values["full"]:
             return selection
     raise AssertionError("unreachable")
 

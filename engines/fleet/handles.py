@@ -258,11 +258,13 @@ class ModelHandle(EngineHandle):
 
     @property
     def environment(self) -> Environment:
-        """What all of its actors compute on. Raises EngineDied and EngineTimeout."""
+        """What all of its actors compute on; of one that is being replaced, when it is up. Raises EngineDied and
+        EngineTimeout."""
         environment = self._environment
         if environment is None:
-            deadline = Deadline(self._fleet.call_timeout)
-            environment = self._environment = combined(list(self._environments(deadline).values()))
+            with self._replacing:
+                deadline = Deadline(self._fleet.call_timeout)
+                environment = self._environment = combined(list(self._environments(deadline).values()))
         return environment
 
     def _environments(self, deadline: Deadline) -> dict[Actor, Environment]:

@@ -45,6 +45,11 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away, or is one "
             "of prefill and decode, cannot say when all of them have read the folder: set it to tensor or distributed"
         )
+    if config.fleet.check_weight_update_equal and rollout.weights_lag and not kind.tells_checksum:
+        yield (
+            "fleet.check_weight_update_equal compares log-probs with the trainer's, which has gone on to other weights "
+            "with rollout.pipeline=lagged: leave it out"
+        )
     if config.fleet.check_weight_update_equal and kinds - {"regular"}:
         yield (
             "fleet.check_weight_update_equal asks each server alone to generate, which prefill and decode servers "

@@ -1,5 +1,6 @@
 """Partial rollout through a real SGLang server: long responses are aborted, committed, and continued by later steps."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,27 +12,29 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Environment, Step
+from cairn.storage.commits import Step
 from cairn.storage.verification import verify
 from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.selection import last_selection, unfinished_groups
-from tests.local_fleet import LocalFleet
+from tests.local_fleet import LocalFleet, LocalRollout
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 BATCH, SAMPLES, LENGTH = 2, 3, 400
 
 
-class Served:
+class Served(LocalRollout):
     """The session's server as an engine of a fleet."""
 
-    name = "rollout:0"
-    batch_invariant = False
-
     def __init__(self, engine: SGLangEngine, dies_after: int | None = None) -> None:
-        self.engine = engine
+        self.name = "rollout:0"
+        self.engine = engine  # type: ignore[assignment]
+        self.batch_invariant = False
+        self.serving = threading.Lock()
+        self._samples = SampleEngine(lambda requests: self.generate(requests), engine.abort)
         self._dies_after = dies_after
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
@@ -44,16 +47,6 @@ class Served:
                 done += left[completion.request_id[0]] == 0
             if self._dies_after is not None and done >= self._dies_after:
                 raise Dies
-
-    @property
-    def environment(self) -> Environment:
-        return self.engine.environment()
-
-    def abort(self) -> None:
-        self.engine.abort()
-
-    def usage(self) -> dict[str, int]:
-        return self.engine.usage()
 
 
 class Dies(KeyboardInterrupt):
