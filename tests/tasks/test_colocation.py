@@ -55,7 +55,7 @@ class Record(list[str]):
     def __init__(self, fleet: Fleet, patch: pytest.MonkeyPatch) -> None:
         self._fleet, self._had = fleet, self._asleep(fleet)
         for engine, method, work in (
-            (fleet.rollout[0], "generate", "generate"),
+            (fleet.rollout[0], "generate_samples", "generate"),
             (fleet.rollout[0], "release_memory", None),
             (fleet.rollout[0], "resume_memory", None),
             (fleet.training, "offload", None),
@@ -95,7 +95,7 @@ def test_memory_changes_hands_in_slimes_order_and_the_weights_are_those_of_engin
     assert fleet.training.health()["offloaded"]  # before servers took what memory was free
     record = Record(fleet, monkeypatch)
     assert run_iterations(tmp_path, config, 3, fleet) == undisturbed  # type: ignore[arg-type]
-    assert record == ROUND * 3
+    assert record == (ROUND * 3)[:-3]  # nobody asks for the last weights
 
 
 @pytest.mark.timeout(600)
