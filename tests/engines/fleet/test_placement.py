@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from cairn.engines.errors import EngineDied
-from cairn.engines.fleet.actors import _Placed
+from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster, ClusterError, seconds_until_drained
 from cairn.engines.fleet.placement import Placement
@@ -136,7 +136,7 @@ def gpu_numbers(slots: Sequence[Slot]) -> list[int]:
     return [int(gpu) for slot in slots for gpu in slot.gpu_ids]
 
 
-class Tiny(_Placed):
+class Tiny(EngineActor):
     """An actor that is no engine, and says where it is."""
 
     def health(self) -> tuple[str, str]:
