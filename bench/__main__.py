@@ -32,7 +32,6 @@ BENCHMARKS = {
     "megatron": "bench.megatron --hidden 256",
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "durability": "bench.durability",
-    "pipeline": "bench.pipeline --rounds 1",
     "write_ahead": "bench.write_ahead",
     "invariance": "bench.invariance",
     "ledger": "bench.ledger",
