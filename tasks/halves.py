@@ -9,7 +9,7 @@ import itertools
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.recovery import restore_trainer, version_of
+from cairn.tasks.recovery import version_of
 from cairn.tasks.selection import is_collected
 from cairn.tasks.sync import publish
 
@@ -35,9 +35,7 @@ def publish_for_open_halves(run: RunContext) -> None:
     for iteration in range(min(needed), max(needed) + 1) if needed else ():
         weights = weights_after(run, iteration)
         if version_of(weights) not in run.fleet.published():
-            with run.weights_lock:
-                restore_trainer(run, weights)
-                publish(run, weights)
+            publish(run, weights)
 
 
 def needed_weights(run: RunContext) -> set[int]:
