@@ -178,7 +178,7 @@ def _is_marker(ledger: Ledger, path: str) -> bool:
 def survivors(victims: Sequence[psutil.Process], patience: float = 20.0) -> list[psutil.Process]:
     """Which of the processes still run after a while; those that nobody has waited for do not."""
     _, alive = psutil.wait_procs(list(victims), patience)
-    return [process for process in alive if not _is_zombie(process)]
+    return [process for process in victims if process in alive and not _is_zombie(process)]
 
 
 def _is_zombie(process: psutil.Process) -> bool:
