@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cairn.engines.trajectories import Segment as Segment
     from cairn.engines.trajectories import Trajectory as Trajectory
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
+    from cairn.tasks.benchmarks.sample import EvaluatedSample as EvaluatedSample
+    from cairn.tasks.buffers.group import JudgedGroup as JudgedGroup
     from cairn.tasks.filters.decision import FilterDecision as FilterDecision
     from cairn.tasks.rewards import TryAgain as TryAgain
     from cairn.tasks.rewards.sample import ResponseSegment as ResponseSegment
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 _PLACES = {
     "AlgorithmConfig": "cairn.configs.schema.algorithm",
     "Context": "cairn.engines.rollout.context",
+    "EvaluatedSample": "cairn.tasks.benchmarks.sample",
     "FilterDecision": "cairn.tasks.filters.decision",
+    "JudgedGroup": "cairn.tasks.buffers.group",
     "ResponseSegment": "cairn.tasks.rewards.sample",
     "Sample": "cairn.tasks.rewards.sample",
     "SampleRequest": "cairn.engines.trajectories",

@@ -15,7 +15,7 @@ may name code at all (`cairn.flows.trust`): both follow from `KINDS`.
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,7 +60,7 @@ class Kind:
     name: str
     """In messages."""
     options: tuple[str, ...]
-    """Of a run's configuration that name one."""
+    """Of a run's configuration that name one; those of the members of a list without their positions."""
     package: str
     """With a file for each of ours."""
     function: str
@@ -133,7 +133,7 @@ def _defining(package: str, beginning: str) -> list[str]:
     assert spec is not None
     assert spec.origin is not None
     files = Path(spec.origin).parent.glob("*.py")
-    return sorted(file.stem for file in files if beginning in file.read_text("utf-8"))
+    return sorted(file.stem for file in files if file.stem != "__init__" and beginning in file.read_text("utf-8"))
 
 
 ESTIMATOR = Kind(
@@ -160,7 +160,8 @@ REWARD = Kind(
     (("sample",), ("response", "label", "metadata")),
 )
 FILTER = Kind("filter", ("rollout.dynamic_sampling_filter",), "cairn.tasks.filters", "keep", (("rewards",),))
-
+BUFFER = Kind("buffer policy", ("rollout.buffer_filter_path",), "cairn.tasks.buffers", "order", (("groups",),))
+BENCHMARK = Kind("benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.benchmarks", "measure", (("samples",),))
 GENERATE = Kind(
     "generate function",
     ("rollout.custom_generate_function_path",),
@@ -170,21 +171,29 @@ GENERATE = Kind(
     waits=True,
 )
 
-KINDS = (ESTIMATOR, LOSS, REWARD, FILTER, GENERATE)
+KINDS = (ESTIMATOR, LOSS, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""
 
 
-def named(config: Any, option: str) -> str | None:
-    """What an option of a `RunConfig` that names code says."""
-    name: str | None = reduce(getattr, option.split("."), config)
-    return name
+def named(config: Any, option: str) -> dict[str, str]:
+    """What an option of a `RunConfig` that names code says, by its place: `eval.benchmarks.0.metric` is one of
+    `eval.benchmarks.metric`. Empty where it says nothing."""
+    found = {"": config}
+    for name in option.split("."):
+        found = {
+            f"{place}.{key}".removeprefix("."): value
+            for place, section in found.items()
+            for key, value in _members(name, getattr(section, name))
+        }
+    return {place: name for place, name in found.items() if name is not None}
 
 
-def user_code(config: Any) -> dict[str, str]:
+def user_code(config: Any) -> dict[str, list[str]]:
     """Where the user's own functions are that a `RunConfig` names, by the option that names each."""
-    return {option: path for option in OPTIONS if (path := named(config, option)) is not None and "." in path}
+    found = {option: [path for path in named(config, option).values() if "." in path] for option in OPTIONS}
+    return {option: paths for option, paths in found.items() if paths}
 
 
 def naming_code(reads: Collection[str]) -> tuple[str, ...]:
@@ -200,6 +209,15 @@ def readers(kind: Kind) -> dict[str, list[str]]:
         for option in sorted(declared(kind.load(name)).reads):
             found.setdefault(option, []).append(name)
     return found
+
+
+def _members(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The members of a list by their positions, anything else as it is."""
+    return (
+        [(f"{name}.{index}", member) for index, member in enumerate(value)]
+        if isinstance(value, tuple)
+        else [(name, value)]
+    )
 
 
 def _binds(signature: inspect.Signature, count: int) -> bool:

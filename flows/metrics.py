@@ -165,8 +165,8 @@ METRICS: tuple[Metric, ...] = (
         "eval/<benchmark>",
         "reward",
         "eval",
-        "Mean reward over all of the benchmark's samples; one that failed counts as wrong: 0, or the lowest reward of "
-        "the others where that is less.",
+        "Score of the benchmark, by its `metric`; that of `mean` is the mean reward over all samples; one that failed "
+        "counts as wrong: 0, or the lowest reward of the others where that is less.",
     ),
     Metric(
         "eval/<benchmark>-graded",
@@ -177,6 +177,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response allowed."),
     Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Generation or grading failed or timed out."),
     Metric("eval/<benchmark>-graded_again", "samples", "eval", "Graded more than once, as in training."),
+    Metric("eval/<benchmark>/metric/<name>", "", "eval", "What else a `metric` of your own gives of the benchmark."),
     Metric("eval/<benchmark>/response_len/mean", "tokens", "eval", "Mean response."),
     Metric("eval/<benchmark>/response_len/max", "tokens", "eval", "Longest response."),
     Metric(

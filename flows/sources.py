@@ -1,7 +1,7 @@
 """What a run reads from outside its ledger: data, tokenizer, graders, and the digests of all of it."""
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +89,15 @@ def input_digests(config: RunConfig, data: PromptData, benchmarks: Mapping[str, 
     digests = {"data": data.fingerprint}
     digests |= {name: folder_digest(Path(path)) for name, path in config.model.folders.items()}
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})
-    for option, path in user_code(config).items():
-        digests[option] = defining_file_digest(load_callable(path))
-        digests[f"{option}:modules"] = source_digest(path)
+    for option, paths in user_code(config).items():
+        digests[option] = _one([defining_file_digest(load_callable(path)) for path in paths])
+        digests[f"{option}:modules"] = _one([source_digest(path) for path in paths])
     return digests
+
+
+def _one(digests: Sequence[str]) -> str:
+    """Of an option of a list's members there may be several."""
+    return digests[0] if len(digests) == 1 else canonical.digest(list(digests))
 
 
 def open_graders(config: RunConfig, stack: ExitStack) -> dict[str | None, GraderPool]:

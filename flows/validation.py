@@ -136,12 +136,11 @@ def _server_problems(config: RunConfig, began: int) -> Iterator[str]:
 
 def _plugin_problems(config: RunConfig) -> Iterator[str]:
     for option, kind in OPTIONS.items():
-        name = named(config, option)
-        if name is not None:
+        for place, name in named(config, option).items():
             try:
                 kind.load(name)
             except BadPlugin as error:
-                yield f"{option}: {error}"
+                yield f"{place}: {error}"
     if config.reward.custom_rm_path is None:
         try:
             get_grader(config.reward)

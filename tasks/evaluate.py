@@ -1,7 +1,7 @@
 """`eval`: one benchmark on one weight version.
 
-A sample that could not be generated or graded counts as wrong: what a policy makes of a benchmark includes the answers
-that nobody can grade, and a mean over the others would rise with every one of them. That mean is told too.
+The benchmark's score is what its `metric` makes of all samples, failed ones among them; the mean reward of those that
+were graded is told too.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import EVAL, GENERATED_EVAL, Status
 from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.benchmarks import SCORE, EvaluatedSample, measure
 from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import finished_samples, segments_value, status_of
 from cairn.tasks.recovery import version_of
@@ -116,7 +117,25 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         errors,
     )
     failed = [g.reward is None for g in graded]
-    score, graded_score = scores([g.reward for g in graded])
+    measured = measure(
+        benchmark.metric,
+        [
+            EvaluatedSample(
+                sample["group_id"],
+                sample["sample_index"],
+                g.reward,
+                g.components,
+                g.error,
+                text,
+                len(sample["response_ids"]),
+                sample["finish_reason"] == FinishReason.LENGTH,
+                row.label,
+                row.metadata or {},
+            )
+            for sample, text, row, g in zip(samples, texts, asked, graded, strict=True)
+        ],
+    )
+    rewards = [g.reward for g in graded if g.reward is not None]
     generated = [sample for sample in samples if sample["error"] is None]  # no response, no length
     lengths = np.asarray([len(sample["response_ids"]) for sample in generated])
     truncated = [sample["finish_reason"] == FinishReason.LENGTH for sample in generated]
@@ -152,8 +171,9 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         tables={"samples.parquet": table},
         values={"benchmark": name},
         metrics={
-            name: score,
-            **({} if graded_score is None else {f"{name}-graded": graded_score}),
+            name: measured.pop(SCORE),
+            **({f"{name}-graded": float(np.mean(rewards))} if rewards else {}),
+            **{f"eval/{name}/metric/{metric}": value for metric, value in measured.items()},
             f"{name}-failed_samples": sum(failed),
             f"{name}-graded_again": graded_again(graded),
             **responses,
@@ -163,21 +183,6 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         weight_version_out=version,
         environment=combined([run.fleet.generating_environment(engine) for engine in run.fleet.rollout]),
     )
-
-
-def scores(rewards: Sequence[float | None]) -> tuple[float, float | None]:
-    """A benchmark's score, in which failed samples (None) count as wrong, and the mean over the others; None if all
-    failed.
-
-    Wrong is a reward of 0, or the lowest of all where that is less: with a grader that pays -1 for a wrong answer it
-    does not pay to fail.
-    """
-    graded = np.asarray([reward for reward in rewards if reward is not None], np.float64)
-    if not len(graded):
-        return 0.0, None
-    wrong = min(0.0, float(graded.min()))
-    failed = len(rewards) - len(graded)
-    return (float(graded.sum()) + failed * wrong) / len(rewards), float(graded.mean())
 
 
 def _generate(

@@ -1,9 +1,9 @@
 """`filter`: decide which groups are trained on, and whether the batch needs another round of rollout.
 
 A round sees all groups of the iteration so far, and those left over from the iteration before. A group with a failed
-sample is dropped; the dynamic-sampling filter judges the rest; `rollout_batch_size` kept ones make the batch, the
-youngest first. A group that was aborted unfinished is judged by nobody: it waits for a later round of rollout, of this
-iteration or the next, that continues it.
+sample is dropped; the dynamic-sampling filter judges the rest; `rollout_batch_size` kept ones make the batch, those
+that the buffer policy puts first (`cairn.tasks.buffers`). A group that was aborted unfinished is judged by nobody: it
+waits for a later round of rollout, of this iteration or the next, that continues it.
 
 The age of a group is that of its newest tokens, in publications (`cairn.tasks.versions`). `rollout.max_age` bounds it:
 
@@ -19,7 +19,7 @@ the batch masks older tokens of a group that was continued; what was committed w
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from pydantic import JsonValue
 
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import FILTER, Disposition, Status
+from cairn.tasks.buffers import BufferPolicy, JudgedGroup, get_policy
 from cairn.tasks.context import RunContext
 from cairn.tasks.filters import FilterDecision, get_filter
 from cairn.tasks.sample_metrics import generated_metrics
@@ -41,39 +42,13 @@ class BatchNotFilled(Exception):
     """Every allowed round is done and the filter has kept too few groups; more of the same will not help."""
 
 
-@dataclass(frozen=True)
-class JudgedGroup:
-    """A group and what was decided about it. `iteration` and `shard` say where its samples lie."""
-
-    group_id: int
-    iteration: int
-    shard: str
-    mean_reward: float | None
-    std_reward: float | None
-    reason: str | None
-    kept: bool
-    spare: bool = False
-    """Not kept, but better than an unfilled batch."""
-    unfinished: bool = False
-    """Aborted, to be continued."""
-    age: int = 0
-    """Of its newest tokens, in publications."""
-    max_age: int | None = None
-    """Of the tokens of it that may be trained on; None: of any age."""
-    disposition: Disposition = Disposition.DROP
-
-    @property
-    def is_too_old(self) -> bool:
-        """Whether none of its tokens may be trained on."""
-        return self.max_age is not None and self.age > self.max_age
-
-
 @durable(
     Step.FILTER,
     reads=(
         "rollout.rollout_batch_size",
         "rollout.max_refill_rounds",
         "rollout.dynamic_sampling_filter",
+        "rollout.buffer_filter_path",
         "rollout.max_age",
         "rollout.pipeline",
         "rollout.lag",
@@ -97,7 +72,11 @@ def filter_groups(
             newest[group.group_id] = _aged(step.run, step.iteration, group)
     last_round = round + 1 >= config.max_refill_rounds
     groups = fill_batch(
-        list(newest.values()), config.rollout_batch_size, use_spare=last_round, max_age=config.oldest_trained
+        list(newest.values()),
+        config.rollout_batch_size,
+        order=get_policy(config.buffer_filter_path),
+        use_spare=last_round,
+        max_age=config.oldest_trained,
     )
     dispositions = Counter(group.disposition for group in groups)
     missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
@@ -131,22 +110,26 @@ def filter_groups(
     )
 
 
-def fill_batch(groups: Sequence[JudgedGroup], batch_size: int, *, use_spare: bool, max_age: int) -> list[JudgedGroup]:
-    """Give every group its disposition. Those that train come first, the youngest of them at the head; the others stay
-    in their order: surplus that is at most `max_age` in the next iteration is buffered, unfinished groups are to be
-    continued, the rest is dropped.
+def fill_batch(
+    groups: Sequence[JudgedGroup], batch_size: int, *, order: BufferPolicy, use_spare: bool, max_age: int
+) -> list[JudgedGroup]:
+    """Give every group its disposition. Those that train come first, the first of `order` at the head; the others stay
+    in their order, but that unfinished groups, which are to be continued, stand among each other in that of `order`.
+    Surplus that is at most `max_age` in the next iteration is buffered, the rest is dropped.
 
     With `use_spare`, groups that the filter would rather not keep fill what is still missing.
     """
     usable = [group for group in groups if not group.is_too_old]
-    train = sorted((group for group in usable if group.kept), key=lambda group: group.age)[:batch_size]
+    ordered = order([group for group in groups if group.unfinished or (group.kept and not group.is_too_old)])
+    train = [group for group in ordered if not group.unfinished][:batch_size]
     if use_spare:
         train += [group for group in usable if group.spare][: batch_size - len(train)]
     chosen = {group.group_id for group in train}
+    waiting = iter([group for group in ordered if group.unfinished])
 
     def left(group: JudgedGroup) -> JudgedGroup:
         if group.unfinished:
-            return replace(group, disposition=Disposition.CONTINUE)
+            return replace(next(waiting), disposition=Disposition.CONTINUE)
         if group.kept and group.age + 1 <= max_age:
             return replace(group, disposition=Disposition.BUFFER)
         return replace(group, reason=(TOO_OLD if group.is_too_old else SURPLUS) if group.kept else group.reason)

@@ -97,6 +97,11 @@ class RolloutConfig(Section):
     surplus groups over until they are too old, and needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which
     correct for the difference."""
 
+    buffer_filter_path: str = "youngest_first"
+    """Which groups are used first where there are more than a batch has room for, and which of those that wait
+    unfinished go on first: `youngest_first`, or a function of your own, `package.module.function` or
+    `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
+
     custom_generate_function_path: str = "single_turn"
     """What a sample goes through: `single_turn` is one response to the prompt; a coroutine function of your own, by
     import path (`package.module.function`) or file (`turns.py:generate`), may ask the policy several times, see

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cairn.storage.commits import Step
 from cairn.storage.schemas import MEASURED
 from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
+from cairn.tasks.evaluate import evaluate
 from cairn.tasks.stale_commits import stale_steps
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
@@ -109,6 +111,70 @@ def test_a_filter(folder: Path, tiny_assets: Path) -> None:
         rows = run.read(decided).to_pylist()
         assert {row["reason"] for row in rows if not row["kept"]} <= {"alike", "surplus"}
         assert all(row["std_reward"] > 0.05 or row["reason"] is None or row["reason"] == "alike" for row in rows)
+
+
+FATES = ("train", "buffer", "drop")
+
+
+def test_a_buffer_policy(folder: Path, tiny_assets: Path) -> None:
+    sections = {
+        "num_rollout": 3,
+        "rollout_batch_size": 2,
+        "over_sampling_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 12,
+        "max_age": 1,
+        "buffer_filter_path": f"{folder / 'hardest_first.py'}:order",
+    }
+    for run in run_once(folder, tiny_assets, rollout=sections):
+        iteration(run, DirectSteps(run), 1)
+        ages = []
+        for index in range(2):
+            rows = run.read(last_selection(run, index)).to_pylist()
+            rewards = {fate: [row["mean_reward"] for row in rows if row["disposition"] == fate] for fate in FATES}
+            assert [len(rewards[fate]) for fate in FATES] == [2, 2 - index, index]
+            assert rewards["train"] == sorted(row["mean_reward"] for row in rows)[:2]
+            ages += [row["age"] for row in rows]
+        assert max(ages) == 1, "groups of the first iteration compete in the second"
+        assert stale(run, "rollout.buffer_filter_path") >= {"filter", "advantage", "train", "sync"}
+
+
+def test_a_benchmark_metric(folder: Path, tiny_assets: Path) -> None:
+    (folder / "third.py").write_text(
+        "def grade(response, label, metadata):\n"
+        "    if label == '3':\n        raise ValueError('no idea')\n"
+        "    return len(response) % 2\n"
+    )
+    benchmark = {
+        "name": "heldout",
+        "path": str(tiny_assets / "heldout.jsonl"),
+        "max_response_len": 6,
+        "n_samples_per_eval_prompt": 4,
+        "metric": f"{folder / 'pass_at_k.py'}:measure",
+    }
+    sections: dict[str, dict[str, Any]] = {
+        "reward": {"custom_rm_path": f"{folder / 'third.py'}:grade"},
+        "eval": {"eval_interval": 1, "benchmarks": [benchmark]},
+    }
+    config = tiny_config(tiny_assets, **sections)
+    assert setup_problems(config) == []
+    with tiny_context(str(folder / "store"), config) as (run, _):
+        commit = evaluate(run, 0, "heldout-v000000", None, name="heldout")
+        rows = run.read(commit).to_pylist()
+        right = [[row["reward"] or 0 for row in rows if row["prompt_index"] == question] for question in range(4)]
+        assert right[3] == [0, 0, 0, 0]
+        assert commit.metrics["heldout-failed_samples"] == 4
+        assert commit.metrics["heldout"] == np.mean(right)
+        assert commit.metrics["eval/heldout/metric/pass@1"] == np.mean(right)
+        pairs = [[max(pair) for pair in combinations(question, 2)] for question in right]
+        assert commit.metrics["eval/heldout/metric/pass@2"] == pytest.approx(np.mean(pairs))
+        assert commit.metrics["eval/heldout/metric/pass@4"] == np.mean([max(question) for question in right])
+        assert 0 < np.mean(right) < np.mean(pairs) < 1
+        assert stale(run, "eval.benchmarks.metric") == {"eval"}
+    wrong = [benchmark | {"name": "first"}, benchmark | {"metric": f"{folder / 'pass_at_k.py'}:comb"}]
+    (problem,) = setup_problems(tiny_config(tiny_assets, eval={"eval_interval": 1, "benchmarks": wrong}))
+    assert problem.startswith("eval.benchmarks.1.metric: the benchmark metric ")
+    assert problem.endswith("let it take (samples)")
 
 
 def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_weights(

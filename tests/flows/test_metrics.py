@@ -158,7 +158,11 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     names = [*shown, *points[0]]
     assert [name for name in names if find_metric(name) is None] == []
     written = {metric.name for name in names if (metric := find_metric(name)) is not None}
-    families = {"rollout/zero_std/count_<reward>", "rollout/dynamic_filter/drop_<reason>"}
+    families = {
+        "rollout/zero_std/count_<reward>",
+        "rollout/dynamic_filter/drop_<reason>",
+        "eval/<benchmark>/metric/<name>",
+    }
     servers = {"perf/cache_hit_rate"}
     failures = {"retries/<error>", "perf/retry_wait_time"}
     assert {metric.name for metric in METRICS} - written - families - servers - failures == set()

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
 from cairn.storage.schemas import Disposition
+from cairn.tasks.buffers import JudgedGroup, get_policy
 from cairn.tasks.context import RunContext
-from cairn.tasks.filter import JudgedGroup, fill_batch
+from cairn.tasks.filter import fill_batch
 from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.selection import last_selection, number, trained_groups
 from cairn.tasks.versions import sampled_from, token_ages, weight_version_after
@@ -143,7 +145,7 @@ def test_the_youngest_kept_groups_make_the_batch_and_the_rest_waits_until_it_is_
     ]
 
     def fates(size: int, use_spare: bool = False) -> list[tuple[int, Disposition, str | None]]:
-        filled = fill_batch(given, size, use_spare=use_spare, max_age=2)
+        filled = fill_batch(given, size, order=get_policy("youngest_first"), use_spare=use_spare, max_age=2)
         return [(one.group_id, one.disposition, one.reason) for one in filled]
 
     train, waits, drop = Disposition.TRAIN, Disposition.BUFFER, Disposition.DROP
@@ -154,6 +156,25 @@ def test_the_youngest_kept_groups_make_the_batch_and_the_rest_waits_until_it_is_
     ]  # fmt: skip
     assert [fate for fate in fates(9) if fate[1] is train] == [(id, train, None) for id in (4, 6, 2, 1, 7)]
     assert [fate[0] for fate in fates(9, use_spare=True) if fate[1] is train] == [4, 6, 2, 1, 7, 5]
+
+
+def test_a_policy_of_ones_own_says_who_is_trained_on_and_who_goes_on_first(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def order(groups):\n    return groups[::-1]\n")
+    order = get_policy(f"{tmp_path / 'mine.py'}:order")
+    waiting = [group(id, 1, 2, kept=False, unfinished=True) for id in (5, 6)]
+    given = [group(0, 2, 2), waiting[0], group(1, 1, 2), group(2, 3, 2), group(3, 0, 2), waiting[1]]
+    filled = fill_batch(given, 2, order=order, use_spare=False, max_age=2)
+    fates = {fate: [one.group_id for one in filled if one.disposition is fate] for fate in Disposition}
+    assert fates == {
+        Disposition.TRAIN: [3, 1], Disposition.CONTINUE: [6, 5], Disposition.BUFFER: [], Disposition.DROP: [0, 2]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("returned", ["groups[:1]", "None", "[*groups, groups[0]]", "[g.group_id for g in groups]"])
+def test_a_policy_that_returns_other_groups_is_named(tmp_path: Path, returned: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def order(groups):\n    return {returned}\n")
+    with pytest.raises(BadPlugin, match=r"mine.py:order' returned something else than the 2 groups"):
+        get_policy(f"{tmp_path / 'mine.py'}:order")([group(0, 1, 2), group(1, 1, 2)])
 
 
 def test_ages_are_counted_in_publications_through_a_fork_with_other_steps(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.events import IterationDone
@@ -17,7 +18,8 @@ from cairn.flows.progress import Progress
 from cairn.flows.views import benchmark_scores, run_status
 from cairn.storage import layout
 from cairn.storage.collector import collect, garbage
-from cairn.tasks.evaluate import eval_seed, evaluate, scores
+from cairn.tasks.benchmarks import EvaluatedSample, measure
+from cairn.tasks.evaluate import eval_seed, evaluate
 from cairn.tasks.groups import sample_seed
 from tests.local_fleet import LocalFleet
 from tests.requests import grouped
@@ -36,19 +38,25 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "score", "graded"),
+    ("rewards", "score"),
     [
-        ([1.0, 1.0, *[None] * 6], 0.25, 1.0),  # two right of eight
-        ([1.0, 0.0, 1.0, 1.0], 0.75, 0.75),
-        ([1.0, -1.0, None, None], -0.5, 0.0),  # wrong is -1 here
-        ([2.0, 1.0, None], 1.0, 1.5),  # and 0 here
-        ([None, None], 0.0, None),
+        ([1.0, 1.0, *[None] * 6], 0.25),  # two right of eight
+        ([1.0, 0.0, 1.0, 1.0], 0.75),
+        ([1.0, -1.0, None, None], -0.5),  # wrong is -1 here
+        ([2.0, 1.0, None], 1.0),  # and 0 here
+        ([None, None], 0.0),
     ],
 )
-def test_failed_samples_are_wrong_answers_in_the_score_and_are_left_out_beside_it(
-    rewards: list[float | None], score: float, graded: float | None
-) -> None:
-    assert scores(rewards) == (score, graded)
+def test_failed_samples_are_wrong_answers_in_the_mean(rewards: list[float | None], score: float) -> None:
+    samples = [EvaluatedSample(index, 0, reward) for index, reward in enumerate(rewards)]
+    assert measure("mean", samples) == {"score": score}
+
+
+@pytest.mark.parametrize("returned", ["None", "{'mean': 1.0}", "{'score': 'high'}", "float('nan')", "samples"])
+def test_a_metric_that_returns_something_else_is_named(tmp_path: Path, returned: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def mine(samples):\n    return {returned}\n")
+    with pytest.raises(BadPlugin, match=r"mine' returned .*: let it return a number, or a mapping .*'score' among"):
+        measure(f"{tmp_path / 'mine.py'}:mine", [EvaluatedSample(0, 0, 1.0)])
 
 
 def config_of(assets: Path, tmp_path: Path, *names: str) -> RunConfig:

@@ -5,9 +5,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cairn.configs.kinds import ESTIMATOR, FILTER, KINDS, OPTIONS, REWARD, declared, naming_code, readers, user_code
+from cairn.configs.kinds import (
+    ESTIMATOR,
+    FILTER,
+    KINDS,
+    OPTIONS,
+    REWARD,
+    declared,
+    named,
+    naming_code,
+    readers,
+    user_code,
+)
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic, scores_needed
 from cairn.tasks.advantages import ScoredBatch, estimate
 from tests.tiny_run import tiny_config
@@ -22,6 +34,7 @@ def written(folder: Path, code: str, function: str) -> str:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_ours_are_the_files_of_the_folder_and_each_is_what_its_kind_is(kind) -> None:  # type: ignore[no-untyped-def]
     assert kind.ours()
+    assert "__init__" not in kind.ours()
     for name in kind.ours():
         function = kind.load(name)
         assert function.__module__ == f"{kind.package}.{name}"
@@ -45,6 +58,25 @@ def test_what_names_code_counts_where_it_is_read(tiny_assets: Path) -> None:
     assert naming_code(["rollout.dynamic"]) == ()
     assert set(user_code(tiny_config(tiny_assets))) == {"reward.custom_rm_path"}
     assert "algorithm.advantage_estimator" in OPTIONS
+
+
+def test_code_that_members_of_a_list_name_is_found_in_each_and_counts_together(tiny_assets: Path) -> None:
+    def config(*metrics: str) -> RunConfig:
+        listed = [
+            {"name": f"b{i}", "path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 4, "metric": metric}
+            for i, metric in enumerate(metrics)
+        ]
+        return tiny_config(tiny_assets, eval={"benchmarks": listed})
+
+    option = "eval.benchmarks.metric"
+    assert named(config("mean", "a.b"), option) == {
+        "eval.benchmarks.0.metric": "mean",
+        "eval.benchmarks.1.metric": "a.b",
+    }
+    assert user_code(config("mean", "mean")).keys() == {"reward.custom_rm_path"}
+    assert user_code(config("a.b", "mean", "c.py:d"))[option] == ["a.b", "c.py:d"]
+    assert option in naming_code(["eval.benchmarks"])
+    assert named(config("mean"), "rollout.dynamic_sampling_filter") == {}
 
 
 @pytest.mark.parametrize(
