@@ -42,11 +42,12 @@ from cairn.storage.collector import garbage
 from cairn.storage.commits import Commit, Environment, Step
 from cairn.storage.leases import Lease, Outcome
 from cairn.storage.ledger import Ledger
+from cairn.storage.retention import newest_checkpoint
 from cairn.storage.s3 import S3Store
 from cairn.storage.verification import verify
+from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.recovery import checkpoint_due, newest_checkpoint
 from cairn.tasks.selection import last_selection
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"python": "3.11", "torch": "2.13"})
@@ -192,7 +193,7 @@ def find_the_place(store: S3Store, run: str) -> Lease:
         (Step.TRAIN, None),
     ]:
         context.committed(newest, step, shard)
-    saved = newest_checkpoint(context, newest)
+    saved = newest_checkpoint(context.ledger, newest)
     assert newest < 10 or saved is not None
     assert context.find(newest, Step.SYNC) is None
     return lease

@@ -6,10 +6,10 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import OnEvent
 from cairn.flows.fork import CannotFork, fork
 from cairn.storage import layout
-from cairn.storage.commits import Commit, Step
+from cairn.storage.commits import Step
 from cairn.storage.errors import Retired
 from cairn.storage.ledger import Ledger
-from cairn.storage.retention import is_retired
+from cairn.storage.retention import newest_checkpoint
 from cairn.storage.store import open_store
 from cairn.tasks.events import Message
 from cairn.tasks.recovery import ReplayDiverged
@@ -28,7 +28,7 @@ def fork_after_divergence(
     ledger = Ledger.open(open_store(store_url), run)
     if from_manifest(ledger.manifest.config).recovery.on_divergence == "stop":
         raise error
-    saved = newest_restore_point(ledger)
+    saved = newest_checkpoint(ledger, ledger.last_iteration() or 0)
     if saved is None:
         raise ReplayDiverged(f"{error}. No checkpoint is there to fork the run at: set checkpoint.save_interval")
     if ledger.find(saved.iteration + 1, Step.TRAIN) is None:
@@ -49,15 +49,6 @@ def fork_after_divergence(
     on_event(Message(str(error), "warning"))
     on_event(Message(f"Run {run} stays as it is; its fork {name} goes on from iteration {saved.iteration}", "warning"))
     return name
-
-
-def newest_restore_point(ledger: Ledger) -> Commit | None:
-    """The newest checkpoint of a run, or of what it shares with its parent, that has its files."""
-    for iteration in range(ledger.last_iteration() or 0, -1, -1):
-        saved = ledger.find(iteration, Step.CHECKPOINT)
-        if saved is not None and not is_retired(ledger, saved):
-            return saved
-    return None
 
 
 def _is_there(ledger: Ledger, name: str, iteration: int) -> bool:

@@ -9,7 +9,7 @@ from cairn.engines.training.needs import has_critic
 from cairn.flows.sources import Sources
 from cairn.flows.trust import require_trusted
 from cairn.storage import layout
-from cairn.storage.commits import Commit, Step
+from cairn.storage.commits import Step, newest_selection
 from cairn.storage.deletion import delete_run
 from cairn.storage.errors import BeingDeleted, Retired
 from cairn.storage.ledger import Ledger
@@ -91,7 +91,8 @@ def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunC
 
 def _check_buffer(parent: Ledger, iteration: int, config: RunConfig) -> None:
     size = from_manifest(parent.owner(iteration).manifest.config).rollout.n_samples_per_prompt
-    selection = _last_filter(parent, iteration)
+    selection = newest_selection(parent.commits(iteration))
+    assert selection is not None
     waiting = number(selection, "buffered") + number(selection, "unfinished")
     if waiting and config.rollout.n_samples_per_prompt != size:
         raise ConfigError(
@@ -140,7 +141,3 @@ def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
             f"training.lora is not that of {parent.run}, whose adapters (r = {before.r}) a fork goes on from: leave it "
             "out, or start a new run with `cairn train`"
         )
-
-
-def _last_filter(ledger: Ledger, iteration: int) -> Commit:
-    return [commit for commit in ledger.commits(iteration) if commit.step is Step.FILTER][-1]

@@ -16,17 +16,17 @@ from cairn.tasks.advantage import advantage
 from cairn.tasks.batch import trained_shards
 from cairn.tasks.checkpoint import checkpoint
 from cairn.tasks.context import RunContext
-from cairn.tasks.evaluate import eval_due, eval_shard, evaluate
+from cairn.tasks.evaluate import eval_due, eval_shard, evaluate, initial_eval_due
 from cairn.tasks.filter import buffered_groups, filter_groups
-from cairn.tasks.halves import weights_after
-from cairn.tasks.recovery import checkpoint_due
+from cairn.tasks.halves import learning_steps, weights_after
 from cairn.tasks.reward import reward
 from cairn.tasks.rollout import resumed_groups, rollout
-from cairn.tasks.score import needs_scores, score
+from cairn.tasks.score import score
 from cairn.tasks.selection import last_selection, number
 from cairn.tasks.step import DurableStep
 from cairn.tasks.sync import sync
 from cairn.tasks.train import train
+from cairn.tasks.versions import version_of
 
 
 class Pending(Protocol):
@@ -63,8 +63,7 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     behaviour = weights_after(run, index - 1 - lag)
     previous = last_selection(run, index - 1) if index else None
 
-    first = index == 0 and config.eval.eval_interval is not None and not config.eval.skip_eval_before_train
-    evals = evaluate_all(run, steps, index, None) if first else []
+    evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(config) else []
 
     generated: list[Commit] = []
     graded: list[Commit] = []
@@ -93,10 +92,11 @@ def learn(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     updated = weights_after(run, index - 1)
     selection = last_selection(run, index)
     rollouts, rewards = trained_shards(run, selection)
-    scores = steps.call(score, index, None, updated, selection, rollouts) if needs_scores(run.config) else None
+    due = learning_steps(run.config, index)
+    scores = steps.call(score, index, None, updated, selection, rollouts) if Step.SCORE in due else None
     advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
     trained = steps.call(train, index, None, updated, selection, rollouts, advantages, scores)
-    saved = [steps.call(checkpoint, index, None, trained, selection)] if checkpoint_due(run.config, index) else []
+    saved = [steps.call(checkpoint, index, None, trained, selection)] if Step.CHECKPOINT in due else []
     synced = steps.call(sync, index, None, trained)
     return [*([scores] if scores else []), advantages, trained, *saved, synced]
 
@@ -108,7 +108,7 @@ def evaluate_after(run: RunContext, steps: StepRunner, index: int) -> list[Commi
 
 def evaluate_all(run: RunContext, steps: StepRunner, index: int, weights: Commit | None) -> list[Commit]:
     """Every benchmark on the weights that `weights` left."""
-    version = weights.weight_version_out if weights and weights.weight_version_out else 0
+    version = version_of(weights)
     return [
         steps.call(evaluate, index, eval_shard(benchmark, version), weights, name=benchmark.name)
         for benchmark in run.config.eval.benchmarks

@@ -3,7 +3,7 @@
 import numpy as np
 import pyarrow as pa
 
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Record, Step, newest_selection
 from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import Disposition
 from cairn.storage.snapshots import read_table
@@ -46,7 +46,7 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
     """
     commits = ledger.commits(iteration)
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
-    selection = next((commit for commit in reversed(commits) if commit.step is Step.FILTER), None)
+    selection = newest_selection(commits)
     groups = {} if selection is None else {row["group_id"]: row for row in _read(ledger, selection).to_pylist()}
     if not rollouts and not groups:
         last = ledger.last_iteration()

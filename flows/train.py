@@ -33,11 +33,12 @@ from cairn.flows.tracking import tracked
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.retention import retire
+from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.context import RunContext
 from cairn.tasks.environment import tell_changed_environment
 from cairn.tasks.events import Message
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
-from cairn.tasks.recovery import ReplayDiverged, checkpoint_due
+from cairn.tasks.recovery import ReplayDiverged
 from cairn.tasks.self_test import self_test_once
 
 
@@ -135,7 +136,7 @@ def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
 
     The newest iterations are entered again even if all their steps are there: which of them are, the steps find out.
     """
-    first = oldest_open(run)
+    first = oldest_open(run.ledger)
     total = run.config.rollout.num_rollout
     lease = run.ledger.lease
     assert lease is not None

@@ -22,11 +22,11 @@ from cairn.storage.manifest import Parent, list_runs
 from cairn.storage.self_tests import find_self_test
 from cairn.storage.store import Store
 from cairn.storage.write_ahead import waiting_groups
-from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.recovery import checkpoint_due
+from cairn.tasks.evaluate import eval_due, eval_shard, initial_eval_due
+from cairn.tasks.halves import learning_steps, oldest_open
 from cairn.tasks.score import needs_scores
 from cairn.tasks.self_test import fingerprint
-from cairn.tasks.versions import weight_version_after
+from cairn.tasks.versions import version_of, weight_version_after
 
 _RUNS_AT_A_TIME = 8
 
@@ -163,7 +163,7 @@ def run_status(store: Store, run: str) -> RunStatus:
         step=step,
         groups=_groups(ledger, iteration, commits),
         retries=_retries(commits),
-        weight_version=trained.weight_version_out or 0 if trained else 0,
+        weight_version=version_of(trained),
         state_digest=trained.state_digest if trained else None,
         same_bits=_same_bits(ledger, config, trained),
         reward=generated_reward(ledger, graded) if graded else None,
@@ -209,15 +209,8 @@ def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequen
         return Step.EVAL
     if not any(commit.step is Step.FILTER and commit.values["full"] for commit in commits):
         return Step.ROLLOUT
-    due = {
-        Step.SCORE: _scored(ledger, config, iteration),
-        Step.ADVANTAGE: True,
-        Step.TRAIN: True,
-        Step.CHECKPOINT: checkpoint_due(config, iteration),
-        Step.SYNC: True,
-    }
-    left = [step for step, is_due in due.items() if is_due and step not in present]
-    return left[0] if left else Step.EVAL if missing else None
+    steps = learning_steps(config, iteration, scored=_scored(ledger, config, iteration))
+    return next((step for step in steps if step not in present), Step.EVAL if missing else None)
 
 
 def _scored(ledger: Ledger, config: RunConfig, iteration: int) -> bool:
@@ -234,7 +227,7 @@ def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:
     config = from_manifest(ledger.manifest.config)
     if ledger.parent is not None:
         yield from (place for place in evaluations(ledger.parent) if place[0] < ledger.first_iteration)
-    elif config.eval.eval_interval is not None and not config.eval.skip_eval_before_train:
+    elif initial_eval_due(config):
         yield 0, 0
     first, steps = ledger.first_iteration, config.training.num_steps_per_rollout
     before = weight_version_after(ledger, first - 1)
@@ -310,7 +303,7 @@ def _place(
     newest = last or 0
     if newest < ledger.first_iteration:
         return ledger.first_iteration, Step.ROLLOUT
-    for iteration in range(max(newest - ledger.lag, ledger.first_iteration), newest + 1):
+    for iteration in range(oldest_open(ledger), newest + 1):
         step = next_step(ledger, config, iteration, commits if iteration == newest else ledger.commits(iteration))
         if step is not None:
             return iteration, step

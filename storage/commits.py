@@ -28,7 +28,7 @@ goes on from there. A commit is never rewritten. Its digest covers everything in
 included: the commits of a run form a Merkle chain from any weights back to the prompts.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from graphlib import TopologicalSorter
 from typing import Any
@@ -185,6 +185,11 @@ def require_readable(fields: Mapping[str, Any]) -> None:
             f"it has format {found}, this Cairn reads formats {OLDEST_FORMAT} to {FORMAT}; use the version that wrote "
             "it, or a newer one"
         )
+
+
+def newest_selection(commits: Sequence[Commit]) -> Commit | None:
+    """Of an iteration's commits, in the ledger's order, the filter step of the last round; None before there is one."""
+    return next((commit for commit in reversed(commits) if commit.step is Step.FILTER), None)
 
 
 def causal_order(commits: Iterable[Commit]) -> list[Commit]:

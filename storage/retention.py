@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cairn.configs.schema.operations import CheckpointConfig
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Record, Step, newest_selection
 from cairn.storage.errors import BeingDeleted, Retired
 from cairn.storage.layout import Kind
 from cairn.storage.ledger import Ledger
@@ -105,9 +105,10 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
     if config.save_retain_interval is None and config.retain_snapshots is None:
         return
     newest = ledger.last_iteration()
-    checkpoint = None if newest is None else restore_point(ledger, config, newest)
-    if newest is None or checkpoint is None:
+    saved = None if newest is None else newest_checkpoint(ledger, newest - 1 - ledger.lag if ledger.lag else newest)
+    if newest is None or saved is None:
         return
+    checkpoint = saved.iteration
     first = max(ledger.first_iteration, shared_with_forks(ledger) + 1)
     needed = needed_iterations(ledger, checkpoint, newest)
     gone = retired(ledger) if everything else set()
@@ -135,8 +136,9 @@ def candidates(
 ) -> Iterator[tuple[int, Kind]]:
     """What a run need not keep, from the newest to the oldest, whether it has it or not.
 
-    `newest`: its last iteration with commits. `checkpoint`: that of its newest checkpoint. `needed`: iterations whose
-    snapshots are read although they lie before the checkpoint. `first`: the first iteration that may lose anything.
+    `newest`: its last iteration with commits. `checkpoint`: that of the checkpoint from which recovery begins.
+    `needed`: iterations whose snapshots are read although they lie before it. `first`: the first iteration that may
+    lose anything.
     """
     kept = config.save_retain_interval
     if kept is not None:
@@ -149,13 +151,12 @@ def candidates(
                 yield iteration, Kind.SNAPSHOTS
 
 
-def restore_point(ledger: Ledger, config: CheckpointConfig, newest: int) -> int | None:
-    """The iteration of the checkpoint from which recovery begins: the newest, or with a lag the newest of weights as
-    old as those that iteration `newest` samples from."""
-    last = newest - 1 - ledger.lag if ledger.lag else newest
-    interval = config.save_interval or newest + 1
-    places = (i for i in range(last, -1, -1) if i == newest or (i + 1) % interval == 0)
-    return next((i for i in places if ledger.find(i, Step.CHECKPOINT) is not None), None)
+def newest_checkpoint(ledger: Ledger, iteration: int) -> Commit | None:
+    """The newest checkpoint at or below an iteration, of a run or of what it shares with its parent, that has its
+    files: from it weights of that age are had again. Looks at every iteration: a preempted driver leaves one where none
+    is due."""
+    found = (ledger.find(i, Step.CHECKPOINT) for i in range(iteration, -1, -1))
+    return next((saved for saved in found if saved is not None and not is_retired(ledger, saved)), None)
 
 
 def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
@@ -167,7 +168,7 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
         commits = ledger.commits(iteration) if iteration >= 0 else []
         if iteration > checkpoint:
             needed |= _made_from(commits)
-        selection = next((commit for commit in reversed(commits) if commit.step is Step.FILTER), selection)
+        selection = newest_selection(commits) or selection
     if selection is not None:
         needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, *_WAITING})
     return needed
@@ -179,18 +180,17 @@ def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
     the buffer or unfinished."""
     if not retired(ledger.owner(iteration)):
         return
-    places = range(iteration - lag, -1, -1)
-    saved = (commit for i in places if (commit := ledger.find(i, Step.CHECKPOINT)) is not None)
-    checkpoint = next((commit.iteration for commit in saved if not is_retired(ledger, commit)), -1)
+    saved = newest_checkpoint(ledger, iteration - lag)
+    checkpoint = -1 if saved is None else saved.iteration
     at_end = ledger.find(iteration, Step.CHECKPOINT)
     if at_end is not None and is_retired(ledger, at_end):
         raise Retired(f"run {ledger.run!r} cannot be forked at iteration {iteration}: its checkpoint is retired")
     needed = set(range(checkpoint + 1, iteration + 1))
     for since in range(checkpoint + 1, iteration + 1):
         needed |= _made_from(ledger.commits(since))
-    selections = [commit for commit in ledger.commits(iteration) if commit.step is Step.FILTER]
-    if selections and (selections[-1].values["buffered"] or selections[-1].values["unfinished"]):
-        needed |= {iteration, *_places_of_groups(ledger, selections[-1], _WAITING)}
+    selection = newest_selection(ledger.commits(iteration))
+    if selection is not None and (selection.values["buffered"] or selection.values["unfinished"]):
+        needed |= {iteration, *_places_of_groups(ledger, selection, _WAITING)}
     for i in sorted(needed):
         if ledger.store.exists(layout.retired(ledger.owner(i).run, i, Kind.SNAPSHOTS)):
             raise Retired(

@@ -1,8 +1,16 @@
 """`checkpoint`: a restore point. Data cursor and buffer are its inputs by digest, so one commit holds them all."""
 
+from cairn.configs.schema.run import RunConfig
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.recovery import prepare_trainer
 from cairn.tasks.step import Outcome, StepCall, durable
+
+
+def checkpoint_due(config: RunConfig, iteration: int) -> bool:
+    """Whether the iteration ends with a restore point."""
+    interval = config.checkpoint.save_interval
+    last = iteration + 1 == config.rollout.num_rollout
+    return last or (interval is not None and (iteration + 1) % interval == 0)
 
 
 @durable(Step.CHECKPOINT, engines=("training",))

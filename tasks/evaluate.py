@@ -22,10 +22,15 @@ from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.benchmarks import SCORE, EvaluatedSample, measure
 from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import finished_samples, segments_value, status_of
-from cairn.tasks.recovery import version_of
 from cairn.tasks.reward import given_samples, grade_generated, graded_again
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
+from cairn.tasks.versions import version_of
+
+
+def initial_eval_due(config: RunConfig) -> bool:
+    """Whether the first iteration begins with an evaluation of the initial weights."""
+    return config.eval.eval_interval is not None and not config.eval.skip_eval_before_train
 
 
 def eval_due(config: RunConfig, iteration: int) -> bool:

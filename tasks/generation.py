@@ -35,9 +35,9 @@ from cairn.storage.commits import Commit
 from cairn.storage.layout import commit_name
 from cairn.tasks.context import RunContext
 from cairn.tasks.plugin_sources import source_digest
-from cairn.tasks.recovery import version_of
 from cairn.tasks.step import StepCall
 from cairn.tasks.sync import serve
+from cairn.tasks.versions import version_of
 
 
 class Engine(Protocol):

@@ -6,18 +6,34 @@ before n-k are complete: collecting n began when iteration n-1-k was.
 
 import itertools
 
+from cairn.configs.schema.run import RunConfig
 from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
+from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.recovery import version_of
+from cairn.tasks.score import needs_scores
 from cairn.tasks.selection import is_collected
 from cairn.tasks.sync import publish
+from cairn.tasks.versions import version_of
 
 
-def oldest_open(run: RunContext) -> int:
+def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = None) -> list[Step]:
+    """The steps of an iteration's half `learn`, in their order. `scored`: whether there is a score step, from one who
+    does not want the algorithm asked, which may be user code."""
+    due = {
+        Step.SCORE: needs_scores(config) if scored is None else scored,
+        Step.ADVANTAGE: True,
+        Step.TRAIN: True,
+        Step.CHECKPOINT: checkpoint_due(config, iteration),
+        Step.SYNC: True,
+    }
+    return [step for step, is_due in due.items() if is_due]
+
+
+def oldest_open(ledger: Ledger) -> int:
     """The oldest iteration that may have a half to be done."""
-    newest = run.ledger.last_iteration() or 0
-    return max(newest - run.config.rollout.weights_lag, run.ledger.first_iteration)
+    return max((ledger.last_iteration() or 0) - ledger.lag, ledger.first_iteration)
 
 
 def weights_after(run: RunContext, iteration: int) -> Commit | None:
@@ -40,7 +56,7 @@ def publish_for_open_halves(run: RunContext) -> None:
 
 def needed_weights(run: RunContext) -> set[int]:
     """The iterations that are trained and whose weights are yet to be sampled from; -1: the initial ones."""
-    lag, total, first = run.config.rollout.weights_lag, run.config.rollout.num_rollout, oldest_open(run)
+    lag, total, first = run.config.rollout.weights_lag, run.config.rollout.num_rollout, oldest_open(run.ledger)
     collecting = next(i for i in itertools.count(first) if i == total or not is_collected(run, i))
     trained = next(i for i in itertools.count(first) if i == total or run.find(i, Step.TRAIN) is None) - 1
     behaviours = {max(-1, i - 1 - lag) for i in range(collecting, min(total, trained + lag + 2))}

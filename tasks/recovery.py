@@ -7,35 +7,19 @@ a committed state before it      the newest checkpoint between the two is loaded
 anything else                    it is discarded: restarted, which brings it to the initial weights, and then the same
 """
 
-from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 from cairn.engines.types import Position, TrainBatch
 from cairn.storage.commits import Commit, Step
-from cairn.storage.retention import is_retired
+from cairn.storage.retention import newest_checkpoint
 from cairn.tasks.batch import train_batch
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message
 from cairn.tasks.step import input_digest
-from cairn.tasks.versions import sampled_from
+from cairn.tasks.versions import sampled_from, version_of
 
 
 class ReplayDiverged(Exception):
     """A committed train step, done again from its snapshot, gave another state. Nothing was changed in the ledger."""
-
-
-def checkpoint_due(config: RunConfig, iteration: int) -> bool:
-    """Whether the iteration ends with a restore point."""
-    interval = config.checkpoint.save_interval
-    last = iteration + 1 == config.rollout.num_rollout
-    return last or (interval is not None and (iteration + 1) % interval == 0)
-
-
-def version_of(weights: Commit | None) -> int:
-    """The weight version that a train step left; 0 for the initial weights."""
-    if weights is None:
-        return 0
-    assert weights.weight_version_out is not None
-    return weights.weight_version_out
 
 
 def current_position(run: RunContext) -> Position | None:
@@ -70,7 +54,7 @@ def restore_trainer(run: RunContext, weights: Commit | None) -> None:
             return
         run.emit(Message("The training engine holds another state than the ledger; it is discarded", "warning"))
     target = -1 if weights is None else weights.iteration
-    saved = newest_checkpoint(run, target)
+    saved = newest_checkpoint(run.ledger, target)
     begin = -1 if saved is None else saved.iteration
     stands_at = _stands_at(run, position)
     if stands_at is None or stands_at > target:
@@ -106,16 +90,6 @@ def _stands_at(run: RunContext, position: Position | None) -> int | None:
 def _load(run: RunContext, saved: Commit) -> None:
     run.fleet.training.load(run.ledger.store.url, run.ledger.folder_of(saved))
     _require_state(saved, run.fleet.training.position().state_digest, saved.state_digest)
-
-
-def newest_checkpoint(run: RunContext, iteration: int) -> Commit | None:
-    """The newest committed checkpoint at or below the iteration that has its files: an older one may be retired."""
-    for candidate in range(iteration, -1, -1):
-        # One may be there that is not due: a preempted driver left it. To look costs less than to replay the step.
-        saved = run.find(candidate, Step.CHECKPOINT)
-        if saved is not None and not is_retired(run.ledger, saved):
-            return saved
-    return None
 
 
 def replay(run: RunContext, committed: Commit) -> None:

@@ -25,6 +25,7 @@ from cairn.tasks.groups import Group, finished_samples, fresh_group, sample_tabl
 from cairn.tasks.selection import GroupPlace, unfinished_groups
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
+from cairn.tasks.versions import version_of
 
 
 @durable(
@@ -67,8 +68,7 @@ def rollout(
     after a failure only the missing ones are generated.
     """
     run = step.run
-    version = weights.weight_version_out if weights is not None else 0
-    assert version is not None
+    version = version_of(weights)
     draw = run.draw(cursor, count)
     places = resumed_groups(run, earlier, resumed=resumed, part=part, parts=parts)
     groups = _continued(run, places, continued)

@@ -24,7 +24,8 @@ from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.self_tests import SelfTest, find_self_test, record_self_test
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message
-from cairn.tasks.recovery import committed_batch, prepare_trainer, version_of
+from cairn.tasks.recovery import committed_batch, prepare_trainer
+from cairn.tasks.versions import version_of
 
 OPTIONS = (
     "training.engine",

@@ -10,11 +10,12 @@ from cairn.engines.errors import PublicationGone
 from cairn.engines.types import Publication
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
-from cairn.tasks.recovery import restore_trainer, version_of
+from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.step import Outcome, StepCall, durable
+from cairn.tasks.versions import version_of
 
 
-@durable(Step.SYNC, reads=("rollout.num_engines",), engines=("rollout", "training"))
+@durable(Step.SYNC, reads=("rollout.dtype",), engines=("training",))  # the digest is of the weights in that dtype
 def sync(step: StepCall, trained: Commit) -> Outcome:
     """Publish the weights that `trained` committed; commit the digest that engines must find."""
     publication = publish(step.run, trained)

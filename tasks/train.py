@@ -9,8 +9,9 @@ from cairn.engines.types import TrainResult
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.batch import train_batch
 from cairn.tasks.events import Message
-from cairn.tasks.recovery import current_position, prepare_trainer, version_of
+from cairn.tasks.recovery import current_position, prepare_trainer
 from cairn.tasks.step import Outcome, StepCall, durable
+from cairn.tasks.versions import version_of
 
 
 @durable(

@@ -8,7 +8,16 @@ and those that are trained on it. In the iteration that samples it, it is 0.
 import numpy as np
 
 from cairn.configs.loader import from_manifest
+from cairn.storage.commits import Commit
 from cairn.storage.ledger import Ledger
+
+
+def version_of(weights: Commit | None) -> int:
+    """The weight version that a train step left; 0 for the initial weights."""
+    if weights is None:
+        return 0
+    assert weights.weight_version_out is not None
+    return weights.weight_version_out
 
 
 def weight_version_after(ledger: Ledger, iteration: int) -> int:

@@ -22,13 +22,13 @@ from cairn.flows.validation import data_problems
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import RunDiffers, StoreError
 from cairn.storage.ledger import Ledger
+from cairn.storage.retention import newest_checkpoint
 from cairn.storage.schemas import Status
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import StoredFile, open_store
 from cairn.storage.verification import verify
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import BadData
-from cairn.tasks.recovery import newest_checkpoint
 from cairn.tasks.selection import last_selection, number, trained_groups
 from cairn.tasks.step import DurableStep
 from tests.local_fleet import LocalFleet, LocalRollout
@@ -385,7 +385,7 @@ def test_a_torn_upload_is_no_checkpoint(tiny_assets: Path, tmp_path: Path) -> No
         with pytest.raises(Dies):
             iteration(run, DirectSteps(run), 1)
     with tiny_context(str(tmp_path / "torn"), config) as (run, _):
-        saved = newest_checkpoint(run, 1)
+        saved = newest_checkpoint(run.ledger, 1)
         assert saved is not None
         assert saved.iteration == 0
         assert not [finding for verified in verify(run.ledger) for finding in verified.findings]

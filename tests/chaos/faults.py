@@ -132,8 +132,8 @@ class Striker:
     def _watch_recovery(self) -> None:
         newest_checkpoint, replay = recovery.newest_checkpoint, recovery.replay
 
-        def loading(run: RunContext, iteration: int) -> Commit | None:
-            saved = newest_checkpoint(run, iteration)
+        def loading(ledger: Ledger, iteration: int) -> Commit | None:
+            saved = newest_checkpoint(ledger, iteration)
             if saved is not None:
                 self._strike(saved.iteration, Step.CHECKPOINT, "loading")
             return saved

@@ -22,8 +22,8 @@ from cairn.storage.retention import retire
 from cairn.storage.snapshots import Attempt
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks import recovery
+from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
-from cairn.tasks.recovery import checkpoint_due
 from cairn.tasks.step import DurableStep
 from tests.chaos.configurations import write_config
 from tests.chaos.driver import note_what_is_committed, note_what_is_generated
@@ -75,8 +75,8 @@ class Blows:
             retired_from(log, *samples)
             self.strike("appended", log._attempt.step, log._attempt.iteration)
 
-        def loading(run: Any, index: int) -> Commit | None:
-            saved = newest_checkpoint(run, index)
+        def loading(ledger: Ledger, index: int) -> Commit | None:
+            saved = newest_checkpoint(ledger, index)
             if saved is not None:
                 self.strike("loading", Step.CHECKPOINT, saved.iteration)
             return saved
@@ -111,7 +111,7 @@ def drive(store_url: str, config: RunConfig, fleet: LocalFleet | None) -> None:
                 retire(run.ledger, config.checkpoint)
 
         publish_for_open_halves(run)
-        pipeline = Pipeline(run, Ending(run), oldest_open(run), learned=learned, stop=run.stopping.set)
+        pipeline = Pipeline(run, Ending(run), oldest_open(run.ledger), learned=learned, stop=run.stopping.set)
         with closing(pipeline.run(pipeline.iterate, config.rollout.num_rollout)) as iterations:
             for _ in iterations:
                 pass

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.divergence import fork_after_divergence, newest_restore_point
+from cairn.flows.divergence import fork_after_divergence
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.preemption import Ending
@@ -19,6 +19,7 @@ from cairn.storage.commits import Step
 from cairn.storage.errors import LeaseLost
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import list_runs
+from cairn.storage.retention import newest_checkpoint
 from cairn.storage.store import open_store
 from cairn.tasks.events import Message
 from cairn.tasks.recovery import ReplayDiverged, restore_trainer
@@ -68,7 +69,7 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Pat
     # Asked again, by a driver that was killed before the fork began, it is the same one.
     assert fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None) == name
     fork = Ledger.open(store, name)
-    assert newest_restore_point(fork) == Ledger.open(store, "tiny").find(1, Step.CHECKPOINT)
+    assert newest_checkpoint(fork, 1) == Ledger.open(store, "tiny").find(1, Step.CHECKPOINT)
     config = from_manifest(fork.manifest.config)
     with tiny_context(str(tmp_path), config, name, OtherBitsAfterARestart(config)) as (run, _):
         for index in range(2, 4):

@@ -61,7 +61,7 @@ class EndingAt(DirectSteps):
 def drive(run: RunContext, steps: DirectSteps) -> list[int]:
     """What `cairn.flows.train.drive` does, without Prefect."""
     publish_for_open_halves(run)
-    pipeline = Pipeline(run, steps, oldest_open(run), learned=lambda index: None, stop=run.stopping.set)
+    pipeline = Pipeline(run, steps, oldest_open(run.ledger), learned=lambda index: None, stop=run.stopping.set)
     with closing(pipeline.run(pipeline.iterate, ITERATIONS)) as iterations:
         return [index for index, _ in iterations]
 

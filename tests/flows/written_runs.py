@@ -18,8 +18,8 @@ from cairn.storage.commits import Commit, Environment, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
 from cairn.storage.store import Store, open_store
+from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.recovery import checkpoint_due
 from cairn.tasks.steps import RULES
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"torch": "2.13.0"})

@@ -14,6 +14,7 @@ from cairn.storage.schemas import Disposition
 from cairn.tasks.batch import arrays
 from cairn.tasks.context import RunContext
 from cairn.tasks.filter import BatchNotFilled
+from cairn.tasks.halves import learning_steps
 from cairn.tasks.recovery import ReplayDiverged, restore_trainer
 from cairn.tasks.selection import last_selection, trained_groups
 from tests.local_fleet import LocalFleet
@@ -228,6 +229,9 @@ def test_scored_algorithms_train_and_resume(
     assert run_iterations(tmp_path / "resumed", config, 3) == undisturbed
     with tiny_context(str(tmp_path / "resumed"), config) as (run, _):
         assert run.committed(2, Step.TRAIN).weight_version_out == 3 * config.training.num_steps_per_rollout
+        made = sorted(run.ledger.commits(2), key=lambda commit: commit.started_at)
+        learned = [commit.step for commit in made if commit.step not in (Step.ROLLOUT, Step.REWARD, Step.FILTER)]
+        assert learned == learning_steps(config, 2), "what tells the next step has the order of what makes it"
 
 
 def test_rewards_are_lowered_where_the_policy_has_left_the_reference(tiny_assets: Path, tmp_path: Path) -> None:

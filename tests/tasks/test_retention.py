@@ -7,9 +7,9 @@ import pytest
 
 from cairn.flows.iteration import iteration
 from cairn.flows.train import remove_old_files
+from cairn.storage.retention import newest_checkpoint
 from cairn.storage.verification import verify
 from cairn.tasks.context import RunContext
-from cairn.tasks.recovery import newest_checkpoint
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 7
@@ -38,7 +38,7 @@ def test_a_run_with_retention_ends_with_the_digest_of_one_without_though_killed_
         with tiny_context(str(tmp_path / "kept"), kept) as (run, _):
             _go_on(run, last)
     assert train_digests(run, range(ITERATIONS)) == expected
-    before_newest = newest_checkpoint(run, ITERATIONS - 2)
+    before_newest = newest_checkpoint(run.ledger, ITERATIONS - 2)
     assert before_newest is not None
     assert before_newest.iteration + 1 == (ITERATIONS - 1) // (2 * save_interval) * 2 * save_interval
     checks = list(verify(run.ledger))

@@ -57,7 +57,7 @@ FROM_TRAIN = {"train", "checkpoint", "sync"}
         ("rollout", {"max_age": 2}, FIRST - {"rollout", "reward"}),
         ("rollout", {"sglang": {"attention_backend": "triton"}}, FIRST),
         ("rollout", {"server_groups": (ServerGroup(num_engines=2, overrides={"attention_backend": "triton"}),)}, FIRST),
-        ("rollout", {"num_engines": 1}, {"sync"}),
+        ("rollout", {"num_engines": 1}, set()),
         ("rollout", {"num_threads": 2}, FIRST),
         ("rollout", {"max_running_requests": 8}, FIRST),
         ("training", {"gradient_checkpointing": True}, FROM_TRAIN),
