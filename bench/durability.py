@@ -31,6 +31,7 @@ from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted
 from cairn.flows.metrics import step_seconds
 from cairn.flows.train import start
 from cairn.storage.commits import Commit, Step
+from cairn.storage.store import open_for_runs
 
 WARM_UP = 3
 """Iterations that are not counted."""
@@ -103,7 +104,7 @@ def main() -> None:
     config = load(arguments.recipe, overrides)
     side_by_side = SideBySide(config)
     with tempfile.TemporaryDirectory() as folder:
-        start(folder, "durable", config, on_event=side_by_side)
+        start(open_for_runs(folder), "durable", config, on_event=side_by_side)
     found = {name: statistics.median(values) for name, values in side_by_side.milliseconds.items()}
     table = Table("", "median ms an iteration", "range")
     for name, values in side_by_side.milliseconds.items():

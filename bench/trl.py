@@ -44,6 +44,7 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
 from cairn.flows.events import Event, IterationDone
 from cairn.flows.train import start
+from cairn.storage.store import open_for_runs
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.data import Draw, PromptData, draw
 from cairn.tasks.groups import sample_seed
@@ -211,7 +212,7 @@ def compare_durable(config: RunConfig, rounds: int) -> dict[str, list[float]]:
             for threads in (1, 2)
         }
         turns = DurableTurns(processes)
-        start(f"{folder}/runs", "durable", config, on_event=turns)
+        start(open_for_runs(f"{folder}/runs"), "durable", config, on_event=turns)
     return turns.seconds
 
 

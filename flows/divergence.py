@@ -10,13 +10,13 @@ from cairn.storage.commits import Step
 from cairn.storage.errors import Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.retention import newest_checkpoint
-from cairn.storage.store import open_store
+from cairn.storage.store import Store
 from cairn.tasks.events import Message
 from cairn.tasks.recovery import ReplayDiverged
 
 
 def fork_after_divergence(
-    store_url: str, run: str, error: ReplayDiverged, on_event: OnEvent, given: RunConfig | None = None
+    store: Store, run: str, error: ReplayDiverged, on_event: OnEvent, given: RunConfig | None = None
 ) -> str:
     """Fork the run at its newest checkpoint, as it asks for, unless that was done; returns the fork's name. The fork's
     manifest says why there is one.
@@ -25,7 +25,7 @@ def fork_after_divergence(
     the recipe, where the user gave one. Raises `error` where the run asks to stop, and says so where there is no
     checkpoint to go on from, or none that a fork would help.
     """
-    ledger = Ledger.open(open_store(store_url), run)
+    ledger = Ledger.open(store, run)
     if from_manifest(ledger.manifest.config).recovery.on_divergence == "stop":
         raise error
     saved = newest_checkpoint(ledger, ledger.last_iteration() or 0)

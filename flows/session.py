@@ -1,6 +1,6 @@
 """Open a run: from its name to a live RunContext, every check before anything expensive starts.
 
-    store probed → model, data and graders checked → run created or opened, its configuration and inputs compared
+    model, data and graders checked → run created or opened, its configuration and inputs compared
     → lease taken → a fork's restore point made where it needs one → engines start in the background
 
 Whatever ends the driver, the lease says how; a driver that was killed says nothing, and its successor finds its process
@@ -25,7 +25,7 @@ from cairn.storage.commits import FORMAT
 from cairn.storage.errors import RunDiffers, StoreError
 from cairn.storage.leases import Lease, Outcome
 from cairn.storage.ledger import Ledger
-from cairn.storage.store import Store, open_store, probe
+from cairn.storage.store import Store
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message
 from cairn.tasks.recovery import ReplayDiverged
@@ -41,7 +41,7 @@ UNTOLD = (
 
 @contextmanager
 def open_run(
-    store_url: str,
+    store: Store,
     name: str,
     config: RunConfig | None,
     *,
@@ -51,11 +51,10 @@ def open_run(
 ) -> Iterator[RunContext]:
     """Own the run `name` for the length of the block, with engines starting in the background.
 
-    `config` creates the run, or must equal the configuration it has; None goes on with the ledger's. Raises
-    StoreRefused, ConfigError, BadData, BadPlugin, RunDiffers and LeaseHeld before anything starts.
+    `store` can carry runs (`cairn.storage.store.open_for_runs`). `config` creates the run, or must equal the
+    configuration it has; None goes on with the ledger's. Raises ConfigError, BadData, BadPlugin, RunDiffers and
+    LeaseHeld before anything starts.
     """
-    store = open_store(store_url)
-    probe(store)
     given = config
     began = FORMAT
     if config is None or store.exists(layout.run_manifest(name)):

@@ -9,13 +9,12 @@ from functools import partial
 from math import inf
 from uuid import UUID
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.exceptions import TerminationSignal
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.divergence import fork_after_divergence
 from cairn.flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
-from cairn.flows.handover import OpenedRun, handed_over, handing_over
 from cairn.flows.orchestration import (
     confirm_cancel,
     current_flow_run,
@@ -33,6 +32,7 @@ from cairn.flows.tracking import tracked
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.retention import retire
+from cairn.storage.store import Store, open_for_runs
 from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.context import RunContext
 from cairn.tasks.environment import tell_changed_environment
@@ -43,7 +43,7 @@ from cairn.tasks.self_test import self_test_once
 
 
 def start(
-    store_url: str,
+    store: Store,
     run: str,
     config: RunConfig | None = None,
     takeover: bool = False,
@@ -59,18 +59,23 @@ def start(
     try:
         with (
             ending_in_order() as ending,
-            opened(store_url, run, config, takeover, on_event, ending) as run_to_drive,
+            opened(store, run, config, takeover, on_event, ending) as (context, tell),
             prefect_api(PREFECT_HOME),
-            handing_over(run_to_drive),
         ):
+
+            def train_opened(run: str, store: str) -> None:
+                """A run that `cairn train` or `cairn resume` opened, to its last iteration."""
+                ending.watch("cancel", partial(cancelled, context, ending, current_flow_run().id))
+                drive(context, tell, ending)
+
             try:
-                train(run=run, store=store_url)
+                Flow(train_opened, name=train.name, flow_run_name="{run}", persist_result=False)(run, store.url)
             except Preempted:
                 ending.confirm()
                 raise
     except ReplayDiverged as error:
-        fork = fork_after_divergence(store_url, run, error, on_event, config)
-        return start(store_url, fork, config, on_event=on_event)
+        fork = fork_after_divergence(store, run, error, on_event, config)
+        return start(store, fork, config, on_event=on_event)
     return run
 
 
@@ -84,20 +89,15 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         config: The configuration of a new run; leave it out to go on with the one in the ledger.
         takeover: Take the run from a driver that still lives.
     """
-    started_elsewhere = handed_over()
-    if started_elsewhere is not None:
-        opened_run, _, ending = started_elsewhere
-        ending.watch("cancel", partial(cancelled, opened_run, ending, current_flow_run().id))
-        drive(*started_elsewhere)
-        return
+    ledgers = open_for_runs(store)
     try:
         with (
             ending_in_order() as ending,
-            opened(store, run, config, takeover, lambda event: None, ending) as run_to_drive,
+            opened(ledgers, run, config, takeover, lambda event: None, ending) as (context, tell),
         ):
-            drive(*run_to_drive)
+            drive(context, tell, ending)
     except ReplayDiverged as error:
-        fork = fork_after_divergence(store, run, error, lambda event: None, config)
+        fork = fork_after_divergence(ledgers, run, error, lambda event: None, config)
         train(run=fork, store=store, config=config)
     except Preempted as end:  # such as Cancel in the interface: Prefect knows what it meant by the signal
         raise TerminationSignal(signal.SIGTERM) from end
@@ -105,8 +105,8 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
 
 @contextmanager
 def opened(
-    store: str, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent, ending: Ending
-) -> Iterator[OpenedRun]:
+    store: Store, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent, ending: Ending
+) -> Iterator[tuple[RunContext, OnEvent]]:
     """A run and whom to tell what happens: its TensorBoard files and the watcher."""
     with (
         ending.in_order(),
@@ -119,7 +119,7 @@ def opened(
             board(event)
             watcher(event)
 
-        yield context, tell, ending
+        yield context, tell
 
 
 def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.Event) -> float | None:

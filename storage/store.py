@@ -132,6 +132,13 @@ def open_store(url: str) -> Store:
     return LocalStore(url)
 
 
+def open_for_runs(url: str) -> Store:
+    """The store at a folder or URL, found fit to carry a run. Raises StoreRefused."""
+    store = open_store(url)
+    probe(store)
+    return store
+
+
 def probe(store: Store) -> None:
     """Make sure that the store can carry a run: it answers, holds what is written, and refuses a second exclusive
     create. Leaves nothing behind. Raises StoreRefused."""

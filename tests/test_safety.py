@@ -277,7 +277,7 @@ def test_a_store_names_no_code_but_the_users(
     forged_plugin(path.format(outside=tmp_path))
     with (
         pytest.raises(ConfigError, match="a store may name no code outside the folder one stands in: go there"),
-        open_run(store.url, "tiny", None),
+        open_run(store, "tiny", None),
     ):
         pass
     assert not mark.exists()

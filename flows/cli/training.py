@@ -166,14 +166,13 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     from cairn.storage.commits import Step
     from cairn.storage.layout import check_name
     from cairn.storage.ledger import Ledger
-    from cairn.storage.store import open_store, probe
+    from cairn.storage.store import open_for_runs
 
     try:
         check_name(run, "run")
     except ValueError as error:
         raise BadInput(str(error)) from None
-    ledger_store = open_store(store_url)
-    probe(ledger_store)
+    store = open_for_runs(store_url)
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     from cairn.flows.server import PREFECT_HOME, prepare_server
@@ -183,16 +182,16 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     from cairn.flows.views import RunState, run_status
 
     if is_new:
-        config = as_recorded(ledger_store, run, config)
+        config = as_recorded(store, run, config)
     try:
-        with telling_what_is_stale(ledger_store, run, config, {}):
-            ledger = Ledger.open(ledger_store, run, config if is_new else None)
+        with telling_what_is_stale(store, run, config, {}):
+            ledger = Ledger.open(store, run, config if is_new else None)
     except FileNotFoundError:
         pass
     else:
         # Whether its last update is there is one request, the rest many.
         trained = ledger.find(config.rollout.num_rollout - 1, Step.TRAIN) is not None
-        if trained and run_status(ledger_store, run).state is RunState.COMPLETED:
+        if trained and run_status(store, run).state is RunState.COMPLETED:
             tell(f"run {run} has all its iterations; nothing is left to do")
             return
     from cairn.flows.events import RunStarted
@@ -211,7 +210,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
 
     try:
         with progress:
-            run = start(store_url, run, config if is_new else None, takeover, on_event)
+            run = start(store, run, config if is_new else None, takeover, on_event)
     except Preempted:
         for signum in NOTICES:  # the run is given back: another one may cut the rest short
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
@@ -229,4 +228,4 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
             tell(describe(error))
         tell(f"run {run} failed; nothing committed is lost. Go on with: {again}")
         raise typer.Exit(FAILED) from error
-    print_summary(run_status(ledger_store, run))
+    print_summary(run_status(store, run))

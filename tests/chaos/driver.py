@@ -22,6 +22,7 @@ from cairn.flows.signals import EXIT_CODE
 from cairn.flows.train import start
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_for_runs
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.step import StepCall
 from tests.chaos.faults import Fault, Striker
@@ -40,7 +41,7 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
         striker(event)
 
     try:
-        start(store, run, config, "takeover" in flags, on_event)
+        start(open_for_runs(store), run, config, "takeover" in flags, on_event)
     except Exception as error:  # as the command line ends
         code = exit_code(error)
         if code is None:

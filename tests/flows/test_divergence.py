@@ -48,14 +48,14 @@ def diverged(tiny_assets: Path, store: Path, **sections: dict[str, object]) -> R
 def test_by_default_the_run_stops_with_both_digests(tiny_assets: Path, tmp_path: Path) -> None:
     error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2})
     with pytest.raises(ReplayDiverged) as raised:
-        fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+        fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None)
     assert raised.value is error
 
 
 def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Path, tmp_path: Path) -> None:
     error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2}, recovery=DIVERGES)
     told: list[Message] = []
-    name = fork_after_divergence(str(tmp_path), "tiny", error, told.append)  # type: ignore[arg-type]
+    name = fork_after_divergence(open_store(str(tmp_path)), "tiny", error, told.append)  # type: ignore[arg-type]
     assert name == "tiny-from-000001"
     assert [message.text for message in told] == [
         str(error),
@@ -67,7 +67,7 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Pat
     assert (parent.run, parent.iteration, parent.reason) == ("tiny", 1, str(error))
     assert Ledger.open(store, "tiny").find(2, Step.TRAIN) is not None
     # Asked again, by a driver that was killed before the fork began, it is the same one.
-    assert fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None) == name
+    assert fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None) == name
     fork = Ledger.open(store, name)
     assert newest_checkpoint(fork, 1) == Ledger.open(store, "tiny").find(1, Step.CHECKPOINT)
     config = from_manifest(fork.manifest.config)
@@ -80,14 +80,14 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Pat
 def test_without_a_checkpoint_there_is_nothing_to_fork_at(tiny_assets: Path, tmp_path: Path) -> None:
     error = diverged(tiny_assets, tmp_path, recovery=DIVERGES)
     with pytest.raises(ReplayDiverged, match=r"expected state digest .* set checkpoint\.save_interval"):
-        fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+        fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None)
 
 
 def test_a_checkpoint_that_diverges_itself_is_forked_no_further(tiny_assets: Path, tmp_path: Path) -> None:
     error = diverged(tiny_assets, tmp_path, checkpoint={"save_interval": 2}, recovery=DIVERGES)
-    name = fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+    name = fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None)
     with pytest.raises(ReplayDiverged, match="the checkpoint itself diverges"):
-        fork_after_divergence(str(tmp_path), name, error, lambda event: None)
+        fork_after_divergence(open_store(str(tmp_path)), name, error, lambda event: None)
     assert set(list_runs(open_store(str(tmp_path)))) == {"tiny", name}
 
 
@@ -98,7 +98,7 @@ def test_iterations_of_a_parent_are_not_done_again_with_the_options_of_its_fork(
     store = open_store(str(tmp_path))
     fork(Ledger.open(store, "tiny"), 2, "hotter", ["training.lr=0.1"])
     with pytest.raises(ReplayDiverged, match="of iteration 1, lies before hotter was forked"):
-        fork_after_divergence(str(tmp_path), "hotter", error, lambda event: None)
+        fork_after_divergence(open_store(str(tmp_path)), "hotter", error, lambda event: None)
     assert set(list_runs(store)) == {"tiny", "hotter"}
 
 
@@ -116,7 +116,7 @@ def test_a_driver_that_has_lost_the_run_forks_nothing(
 
     def drive_too_long() -> None:
         config = tiny_config(tiny_assets, recovery=DIVERGES)
-        with opened(str(tmp_path), "tiny", config, False, lambda event: None, Ending()):
+        with opened(open_store(str(tmp_path)), "tiny", config, False, lambda event: None, Ending()):
             diverge_too_late()
 
     monkeypatch.setattr("cairn.flows.session.starting_fleet", without_engines)
@@ -135,7 +135,7 @@ def test_what_the_user_alone_may_set_hides_no_divergence_and_goes_to_the_fork(
     given = from_manifest(Ledger.open(open_store(str(tmp_path)), "tiny").manifest.config)
     monkeypatch.delenv("PYTHONPATH")  # so the grader is where no store may name code
     with pytest.raises(ReplayDiverged, match=re.escape(str(error))):
-        fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None)
+        fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None)
     if on_divergence == "fork":
-        name = fork_after_divergence(str(tmp_path), "tiny", error, lambda event: None, given)
+        name = fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None, given)
         assert from_manifest(Ledger.open(open_store(str(tmp_path)), name).manifest.config) == given

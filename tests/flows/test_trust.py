@@ -185,7 +185,7 @@ def test_an_ancestor_is_trusted_no_more_than_its_fork(
     monkeypatch.setattr("cairn.flows.restore_point.starting_fleet", lambda config, *_: started.append(config))
     with (
         pytest.raises(ConfigError, match=rf"{option} is .* in the ledger of tiny, and a store may"),
-        session.open_run(store.url, "forked", recipe if with_recipe else None),
+        session.open_run(store, "forked", recipe if with_recipe else None),
     ):
         pass
     assert started == []
@@ -203,6 +203,6 @@ def test_weights_of_an_ancestor_are_brought_back_in_the_clusters_of_the_fork(
         raise InterruptedError
 
     monkeypatch.setattr("cairn.flows.restore_point.starting_fleet", start)
-    with pytest.raises(InterruptedError), session.open_run(store.url, "forked", recipe):
+    with pytest.raises(InterruptedError), session.open_run(store, "forked", recipe):
         pass
     assert [config.fleet.ray_address for config in started] == [None]

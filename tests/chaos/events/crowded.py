@@ -21,6 +21,7 @@ from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.events import Event
 from cairn.flows.train import start
 from cairn.storage.commits import Step
+from cairn.storage.store import open_for_runs
 from cairn.tasks.events import StepStarted
 from cairn.tasks.retries import Place, RetryTally, error_class
 from tests.small_disk import fill
@@ -87,7 +88,7 @@ def main(store: str, run: str, config: str, place: str, folder: str, iteration: 
     if stays != "stays":
         leaving_at_a_new_try(crowd)
     try:
-        start(store, run, RunConfig.model_validate_json(Path(config).read_text()), on_event=on_event)
+        start(open_for_runs(store), run, RunConfig.model_validate_json(Path(config).read_text()), on_event=on_event)
     except Exception as error:  # as the command line ends
         code = exit_code(error)
         if code is None:
