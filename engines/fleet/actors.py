@@ -11,9 +11,11 @@ from typing import Any
 
 import ray
 
+from cairn.engines.deferred import defer_compiler
 from cairn.engines.errors import EngineError
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.slots import Slot
+from cairn.engines.fleet.warm import THREADS
 from cairn.engines.ports import free_port
 from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.user_code import GenerateFunction
@@ -34,6 +36,11 @@ class EngineActor(FencedActor):
             raise EngineError(f"this actor was to run on node {slot.node} and runs on {found}: it must be made again")
         if slot.gpu_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpu_ids)
+        forked_with = os.environ.get(THREADS, str(num_threads))
+        if forked_with != str(num_threads):  # PyTorch is imported, and has read its number
+            raise EngineError(
+                f"this actor was to have {num_threads} threads and has {forked_with}: it must be made again"
+            )
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._slot = slot
@@ -41,6 +48,7 @@ class EngineActor(FencedActor):
 
     def make(self, maker: str, *args: Any) -> None:
         """Make the engine. `maker`: `module:name` of what makes it of these arguments. Raises what that raises."""
+        defer_compiler()
         module, _, name = maker.partition(":")
         self._engine = getattr(import_module(module), name)(*args)
 

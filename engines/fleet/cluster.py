@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,8 +31,9 @@ from ray.exceptions import AuthenticationError
 
 from cairn.engines.errors import ClusterLost, EngineError
 from cairn.engines.fleet import reaper
-from cairn.engines.fleet.lean import only_what_runs_actors
+from cairn.engines.fleet.lean import only_what_runs_actors, workers_from
 from cairn.engines.fleet.object_store import reserve
+from cairn.engines.fleet.warm import WarmProcess
 from cairn.storage.errors import NoSpace
 
 NAMESPACE = "cairn"
@@ -75,6 +77,7 @@ class Cluster:
     folder: Path | None = None
     """Sockets and logs of a cluster that was started."""
     _reaper: "subprocess.Popen[bytes] | None" = None
+    _warm: WarmProcess | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
     _users: int = 0
@@ -87,7 +90,14 @@ class Cluster:
         return self.address is not None
 
     @staticmethod
-    def open(address: str | None, *, num_cpus: int, object_store_memory: int, timeout: float) -> "Cluster":
+    def open(
+        address: str | None,
+        *,
+        num_cpus: int,
+        object_store_memory: int,
+        timeout: float,
+        make_warm: Callable[[], WarmProcess | None] = lambda: None,
+    ) -> "Cluster":
         """Start a cluster, or join one, or share the one that this process has.
 
         Args:
@@ -95,6 +105,7 @@ class Cluster:
             num_cpus: CPUs that a started cluster offers. They count reservations only; more than there are do no harm.
             object_store_memory: bytes of a started cluster's object store, in shared memory, all taken at once.
             timeout: seconds for each of the two tries to start one.
+            make_warm: gives a started cluster the process of which its workers are forks.
 
         Raises:
             ClusterError: it cannot be started, reached, or shared.
@@ -108,7 +119,10 @@ class Cluster:
                         "Ray is already in use in this process, outside of a fleet: call ray.shutdown() first, or join "
                         "that cluster from a process of its own with fleet.ray_address"
                     )
-                _current = _start(num_cpus, object_store_memory, timeout) if address is None else _join(address)
+                if address is None:
+                    _current = _start(num_cpus, object_store_memory, timeout, make_warm())
+                else:
+                    _current = _join(address)
             elif _current.address != address:
                 raise ClusterError(
                     f"this process uses the cluster {_current.address or 'that it started'}; close that fleet before "
@@ -116,6 +130,13 @@ class Cluster:
                 )
             _current._users += 1
             return _current
+
+    def start_workers_with(self, num_threads: int | None) -> None:
+        """Let workers that are started from now on have this number of OpenMP's threads, or be told it when they import
+        PyTorch; None: each will be told its own."""
+        if self._warm is not None and self._warm.num_threads != num_threads:
+            self._warm.close()
+            self._warm = None
 
     def watch(self) -> None:
         """End what is left of a started cluster once a process of its head has died, so that no call waits for it.
@@ -180,6 +201,8 @@ class Cluster:
             self._closing.set()
             ray.shutdown()
             self._ended.set()
+            if self._warm is not None:
+                self._warm.close()
             if self._reaper is not None and self.folder is not None:
                 self._reaper.communicate(b"closed", timeout=30)
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -253,18 +276,18 @@ def _require_listener(address: str, timeout: float = 10) -> None:
         ) from error
 
 
-def _start(num_cpus: int, object_store_memory: int, timeout: float) -> Cluster:
+def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmProcess | None) -> Cluster:
     folder = _new_folder()
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(os.getpid())]
     nowhere = subprocess.DEVNULL
     watching = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True
     )
-    cluster = Cluster(None, folder, watching)
+    cluster = Cluster(None, folder, watching, warm)
 
     def start() -> None:
         psutil.wait_procs(_head(), timeout)  # an earlier one's end would be taken for the end of this cluster's
-        with only_what_runs_actors():
+        with only_what_runs_actors(), nullcontext() if warm is None else workers_from(warm.address):
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says
                 num_cpus=num_cpus,

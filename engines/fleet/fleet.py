@@ -22,6 +22,7 @@ from cairn.configs.digest import digest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, Superseded
 from cairn.engines.fingerprint import combined
+from cairn.engines.fleet import warm
 from cairn.engines.fleet.actors import RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster, seconds_until_drained
@@ -116,8 +117,10 @@ class Fleet:
                 num_cpus=math.ceil(sum(role.num_cpus for role in roles)),
                 object_store_memory=_object_store_memory(config),
                 timeout=deadline.remaining,
+                make_warm=lambda: warm.take(config),
             )
             stack.callback(cluster.close)
+            cluster.start_workers_with(warm.threads_of(config))
             placement = Placement(name, roles, cluster, deadline, tenure)
             started: list[EngineHandle] = []
             stack.callback(_give_back, started, placement, config.fleet.call_timeout)

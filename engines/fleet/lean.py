@@ -1,28 +1,48 @@
-"""What a cluster of one driver does without: Ray's dashboard, its autoscaler, and what prints the logs of workers.
+"""What a cluster of one driver does without: Ray's dashboard, its autoscaler, and what prints the logs of workers; and
+how its workers start.
 
-They serve people and machines that such a cluster never meets, and take half of the CPU time of its start (4.6 s of
-9.2), of which a machine with few cores has none to spare then.
+The former serve people and machines that such a cluster never meets, and take half of the CPU time of its start (4.6 s
+of 9.2), of which a machine with few cores has none to spare then. Ray has no options for either: what is changed here
+are private names of its, which `tests/engines/fleet/test_lean.py` looks for.
 """
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import ray._private.ray_constants
 import ray._private.utils
 from ray._private.node import Node
+
+from cairn.engines.fleet import launch
+
+
+@contextmanager
+def workers_from(address: str) -> Iterator[None]:
+    """Workers of clusters that Ray starts within are forks of the warm process at this address; see
+    cairn.engines.fleet.warm."""
+    launcher = {"SETUP_WORKER_FILENAME": launch.__file__}  # joined to Ray's folder, and absolute
+    with _changed(ray._private.ray_constants, launcher), patch.dict(os.environ, {launch.ADDRESS: address}):
+        yield
 
 
 @contextmanager
 def only_what_runs_actors() -> Iterator[None]:
-    """Clusters that Ray starts within have a head, a raylet with its agents, and workers. Ray has no options for it;
-    the agents are those of an installation without the dashboard's packages."""
+    """Clusters that Ray starts within have a head, a raylet with its agents, and workers. The agents are those of an
+    installation without the dashboard's packages."""
     missing = ImportError("a cluster of one driver has no dashboard")
-    with (
-        patch.multiple(Node, start_monitor=_nothing, start_api_server=_nothing, start_log_monitor=_nothing),
-        patch.object(ray._private.utils, "get_dashboard_dependency_error", lambda: missing),
-    ):
+    unwanted = dict.fromkeys(("start_monitor", "start_api_server", "start_log_monitor"), _nothing)
+    agents = {"get_dashboard_dependency_error": lambda: missing}
+    with _changed(Node, unwanted), _changed(ray._private.utils, agents):
         yield
+
+
+def _changed(owner: Any, values: dict[str, Any]) -> AbstractContextManager[Any]:
+    """With these values where Ray has the names: where it has not, it starts as it does by itself."""
+    found = {name: value for name, value in values.items() if hasattr(owner, name)}
+    return patch.multiple(owner, **found) if found else nullcontext()
 
 
 def _nothing(node: Node, **options: Any) -> None:

@@ -173,11 +173,17 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     except ValueError as error:
         raise BadInput(str(error)) from None
     store = open_for_runs(store_url)
+    # What follows makes its imports while this process makes its own.
+    from cairn.engines.deferred import defer_compiler
+    from cairn.engines.fleet import warm
+
+    defer_compiler()
+    warm.prepare(config)
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     from cairn.flows.server import PREFECT_HOME, prepare_server
 
-    prepare_server(PREFECT_HOME)  # it makes its imports while this process makes its own
+    prepare_server(PREFECT_HOME)
     from cairn.flows.session import as_recorded, telling_what_is_stale
     from cairn.flows.views import RunState, run_status
 

@@ -1,0 +1,60 @@
+"""What Ray runs to start a worker of a driver's own cluster: hands it to the driver's warm process, if that takes it.
+
+    python launch.py WORKER ARGUMENT…        in the place of Ray's own `setup_worker.py`, beside the worker's file
+
+Run as a file, with the standard library alone: see cairn.engines.fleet.warm.
+"""
+
+import json
+import os
+import socket
+import sys
+
+ADDRESS = "CAIRN_WARM_PROCESS"
+"""Environment variable with the abstract address at which the process listens."""
+
+PATIENCE = 120.0
+"""Seconds that the warm process may take to import what it imports, and to fork."""
+
+NO_RUNTIME_ENVIRONMENT = ("", "{}")
+"""What Ray says of a worker that needs nothing installed or set."""
+
+
+def main(arguments: list[str]) -> None:
+    worker = [word for word in arguments if not word.startswith(("--serialized-runtime-env-context", "--language"))]
+    if _needs_nothing(arguments) and _taken(os.environ.get(ADDRESS), worker):
+        return
+    setup = os.path.join(os.path.dirname(arguments[0]), "setup_worker.py")
+    os.execv(sys.executable, [sys.executable, setup, *arguments])
+
+
+def _needs_nothing(arguments: list[str]) -> bool:
+    """Whether Ray asks for a plain worker in Python."""
+    told = dict(word.split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
+    return (
+        arguments[0].endswith(".py")
+        and told.get("--language") == "PYTHON"
+        and told.get("--serialized-runtime-env-context", "") in NO_RUNTIME_ENVIRONMENT
+    )
+
+
+def _taken(address: str | None, worker: list[str]) -> bool:
+    """Whether the warm process has made a worker of these arguments."""
+    if address is None:
+        return False
+    asked = {"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}
+    try:
+        with socket.socket(socket.AF_UNIX) as warm:
+            warm.settimeout(PATIENCE)
+            warm.connect(f"\0{address}")
+            message = json.dumps(asked).encode()
+            socket.send_fds(warm, [message[:1]], [0, 1, 2])
+            warm.sendall(message[1:])
+            warm.shutdown(socket.SHUT_WR)
+            return warm.recv(16) == b"forked"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

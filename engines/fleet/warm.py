@@ -1,0 +1,194 @@
+"""A process that has imported what engines need, of which the workers of a cluster are forks.
+
+    python -P -m cairn.engines.fleet.warm LISTENER DRIVER_PID MODULE…        stdin: a pipe that the driver holds open
+
+An engine's process needs seconds of CPU time to import PyTorch, and half a second as a fork of one that has. Ray starts
+a worker by a command; `cairn.engines.fleet.launch`, which is that command on a cluster of a driver's own, hands the
+worker's arguments, environment and open files over to this process, whose fork becomes the worker. Where nobody takes
+them it starts the worker as Ray does.
+
+What is read while modules are imported is the same for all forks: OpenMP's number of threads above all. So there is one
+such process for engines of one number of threads, on CPUs only: a fork cannot use a GPU that its parent looked at.
+"""
+
+import argparse
+import gc
+import json
+import os
+import runpy
+import secrets
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cairn.engines.deferred import defer_compiler
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.run import RunConfig
+
+THREADS = "CAIRN_WARM_THREADS"
+"""Environment variable of a fork: OpenMP's number of threads."""
+
+INHERITED = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", THREADS)
+"""Environment variables that a fork has from this process: they were read when PyTorch was imported."""
+
+
+class WarmProcess:
+    """Held by the driver, with which it ends."""
+
+    def __init__(self, modules: Sequence[str], num_threads: int) -> None:
+        """Start it, and return at once.
+
+        Args:
+            modules: what it imports.
+            num_threads: OpenMP's, in all its forks.
+        """
+        self.num_threads = num_threads
+        self.address = f"cairn-{os.getpid()}-{secrets.token_hex(8)}"
+        threads = str(num_threads)
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": threads, THREADS: threads}
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{self.address}")
+            listener.listen(128)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(listener.fileno()), str(os.getpid()), *modules],
+                env=environment,
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it; its forks stay, and workers that are started from now on are none."""
+        self._process.kill()
+        self._process.communicate()
+
+
+_prepared: WarmProcess | None = None
+
+
+def prepare(config: "RunConfig") -> None:
+    """Begin to start the process that a fleet of this configuration will take, if it will take one."""
+    global _prepared
+    if _prepared is None:
+        _prepared = _made_for(config)
+
+
+def take(config: "RunConfig") -> WarmProcess | None:
+    """The process for a fleet of this configuration, which is the caller's from now on; None where engines start by
+    themselves."""
+    global _prepared
+    prepared, _prepared = _prepared, None
+    return prepared or _made_for(config)
+
+
+def threads_of(config: "RunConfig") -> int | None:
+    """Threads of each engine; None where engines differ in it, or cannot be forks."""
+    rollout, training = config.rollout, config.training
+    on_gpus = rollout.num_gpus_per_engine or training.num_gpus_per_rank
+    return None if on_gpus or rollout.num_threads != training.num_threads else training.num_threads
+
+
+def _made_for(config: "RunConfig") -> WarmProcess | None:
+    from cairn.engines.rollout.factory import kind_of
+
+    rollout, training, num_threads = config.rollout, config.training, threads_of(config)
+    if config.fleet.ray_address is not None or num_threads is None:
+        return None
+    modules = [kind_of(rollout.engine).engine.partition(":")[0], "cairn.engines.training.factory"]
+    if training.engine == "torch":
+        modules.append("cairn.engines.training.torch.engine")
+    return WarmProcess(modules, num_threads)
+
+
+def _serve(listener: socket.socket, parent: int) -> dict[str, Any] | None:
+    """Fork for everyone who asks, until the driver is gone. Returns in a fork, with what it is to become."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks
+    while os.getppid() == parent:
+        # The parent is looked at too: a child that the driver forked keeps the pipe open after the driver's end.
+        ready, _, _ = select.select([listener, sys.stdin], [], [], 1.0)
+        if sys.stdin in ready:
+            break
+        if listener not in ready:
+            continue
+        with listener.accept()[0] as asker:
+            asked = _read(asker)
+            if asked is None:
+                continue
+            if os.fork() == 0:
+                return asked
+            for descriptor in asked["files"]:
+                os.close(descriptor)
+            asker.sendall(b"forked")
+    return None
+
+
+def _read(asker: socket.socket) -> dict[str, Any] | None:
+    """What a launcher of this user hands over: see `cairn.engines.fleet.launch`."""
+    _, user, _ = struct.unpack("3i", asker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if user != os.getuid():
+        return None
+    first, files, _, _ = socket.recv_fds(asker, 1 << 16, 3)
+    parts = [first]
+    while parts[-1]:
+        parts.append(asker.recv(1 << 16))
+    try:
+        return {**json.loads(b"".join(parts)), "files": files}
+    except ValueError:  # it was ended meanwhile
+        for descriptor in files:
+            os.close(descriptor)
+        return None
+
+
+def _become(asked: dict[str, Any]) -> None:
+    """Be the worker that Ray wanted to start."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for number, descriptor in enumerate(asked["files"]):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(asked["folder"])
+    own = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    os.environ.clear()
+    os.environ.update(asked["environment"] | own)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # else all forks draw the same
+    sys.argv = asked["arguments"]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="cairn.engines.fleet.warm")
+    parser.add_argument("listener", type=int, help="file descriptor of a listening socket")
+    parser.add_argument("parent", type=int, help="process id of the driver")
+    parser.add_argument("modules", nargs="*", help="what to import")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    defer_compiler()
+    for module in arguments.modules:
+        import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection would copy all pages that forks share
+    with socket.socket(fileno=arguments.listener) as listener:
+        asked = _serve(listener, arguments.parent)
+    if asked is not None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _become(asked)
+
+
+if __name__ == "__main__":
+    main()
