@@ -5,6 +5,7 @@ A step writes its metrics into its commit. They are shown under the step's prefi
 here, from when steps began and were committed and from the sizes of their files.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -232,6 +233,7 @@ _TIMES = {
 _ROLLOUT = (Step.ROLLOUT, Step.REWARD, Step.FILTER)
 
 
+@functools.cache
 def find_metric(name: str) -> Metric | None:
     """The entry of `METRICS` that documents `name`; a literal name goes before a family."""
     fitting = [metric for metric in METRICS if metric.matches(name)]
