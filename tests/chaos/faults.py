@@ -11,6 +11,7 @@ replaying     a few milliseconds into the replay of a train step            the 
 
 victim        what happens to it                                            what the driver does
 driver        SIGKILL                                                       dies; the next one goes on
+notice        SIGTERM of the driver                                         saves the weights and ends; the next one goes on
 training      SIGKILL of the first rank of the training engine              starts another engine and goes on
 rank          the same of the last rank                                     the same
 rollout       SIGKILL of a rollout engine                                   starts another and goes on
@@ -62,7 +63,7 @@ Moment = Literal["before", "during", "uncommitted", "after"]
 RareMoment = Literal["halfway", "loading", "replaying"]
 """Of a rollout; of a checkpoint and of a train step when weights are brought back."""
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
-FurtherVictim = Literal["rank", "grader", "server", "scheduler", "stopped", "router"] | Command
+FurtherVictim = Literal["notice", "rank", "grader", "server", "scheduler", "stopped", "router"] | Command
 """What has its moments in some steps only, or in some configurations."""
 AnyVictim = Victim | FurtherVictim | Literal["event"]
 
@@ -80,6 +81,9 @@ FAILED = "failed:"
 
 PATIENCE = 30.0
 """Seconds in which a victim must be found: one that is being replaced, or given another title by Ray, is not seen."""
+
+_SIGNALS: dict[AnyVictim, signal.Signals] = {"notice": signal.SIGTERM, "stopped": signal.SIGSTOP}
+"""Those that are not killed."""
 
 OUTAGE = 2.0
 """Seconds for which a store is away."""
@@ -231,7 +235,7 @@ def outages_met(endpoint: str) -> int:
 def processes(driver: psutil.Process, victim: AnyVictim, cluster: psutil.Process | None = None) -> list[psutil.Process]:
     """Which processes the fault ends: of a driver's, and of those below the raylet of the cluster that it has joined.
     None for the store and for commands, and none where there is none of that kind."""
-    if victim == "driver":
+    if victim in ("driver", "notice"):
         return [driver]
     chosen: Callable[[list[str], str], bool] = {
         "training": lambda command, name: command[0].startswith(TRAINING),
@@ -306,4 +310,4 @@ def strike(victim: AnyVictim, victims: list[psutil.Process], prefect_home: Path)
             file.unlink(missing_ok=True)  # the server, which still lives, removes some itself
     for process in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGSTOP if victim == "stopped" else signal.SIGKILL)
+            process.send_signal(_SIGNALS.get(victim, signal.SIGKILL))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from cairn.flows.signals import EXIT_CODE
 from cairn.storage.commits import Step
 from tests.chaos.beside import COMMANDS
 from tests.chaos.faults import FAILED, AnyVictim, Fault, Moment, RareMoment, Victim, outages_met
@@ -20,6 +21,7 @@ VICTIMS: tuple[Victim, ...] = get_args(Victim)
 
 EXITS: dict[AnyVictim, tuple[int, ...]] = {
     "driver": (-9,),
+    "notice": (EXIT_CODE,),
     "ray": (1,),
     "database": (1,),
     "training": (0,),

@@ -52,7 +52,7 @@ LAGGED = Plan(
     (
         Driver((case(0, Step.ROLLOUT, "halfway", "rollout"), case(0, Step.TRAIN, "during", "driver"))),
         Driver((case(1, Step.TRAIN, "uncommitted", "driver"),)),
-        Driver((case(3, Step.ROLLOUT, "halfway", "driver"),)),
+        Driver((case(3, Step.ROLLOUT, "halfway", "notice"),)),
         Driver((case(3, Step.FILTER, "after", "driver"),)),
         Driver((case(3, Step.TRAIN, "during", "training"),)),
     ),

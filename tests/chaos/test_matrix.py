@@ -76,6 +76,8 @@ def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(standing: S
         run = standing.run(LAGGED.name, LAGGED.configuration)
         try:
             assert execute(LAGGED, run) == []
-            assert differences(run, undisturbed, left_segments) == []
+            saved = "committed in one of the two alone: ['000002/checkpoint']"
+            # By the driver that got notice, unless that came before it learned from iteration 2.
+            assert set(differences(run, undisturbed, left_segments)) <= {saved}
         finally:
             run.kill_what_is_left()
