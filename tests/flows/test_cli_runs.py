@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from cairn.flows.cli import app
 from cairn.flows.sources import input_digests
 from cairn.flows.validation import load_tokenizer
+from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.tasks.data import PromptData
@@ -118,12 +119,12 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
 def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     tiny_assets: Path, folder: Path, api_url: str
 ) -> None:
-    write_recipe(folder, "origin", tiny_assets, rollout={"num_rollout": 3})
+    write_recipe(folder, "origin", tiny_assets, rollout={"num_rollout": 4, "pipeline": "lagged"})
     trained = run("train", "origin.yaml", PREFECT_API_URL=api_url)
     assert trained.returncode == 0, trained.stderr
     made = read("fork", "origin@1", "faster", "--set", "training.lr=0.002")
     assert made.stdout == (
-        "run faster shares iterations 0 to 1 with origin and makes 2 to 2 itself\n"
+        "run faster shares iterations 0 to 1 with origin and makes 2 to 3 itself\n"
         "  training.lr: 0.001 → 0.002\n"
         "go on with: cairn resume faster\n"
     )
@@ -132,6 +133,9 @@ def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     assert resumed.returncode == 0, resumed.stderr
     assert "Restoring the weights of iteration 1 as run origin trained them" in resumed.stdout + resumed.stderr
     assert status("faster")["state"] == "completed"
+    saved = Ledger.open(open_store(str(folder)), "faster").find(0, Step.CHECKPOINT)
+    assert saved is not None, "of what iteration 2 samples from"
+    assert saved.run == "faster"
     assert read("verify", "faster").exit_code == 0
 
     compared = read("diff", "origin", "faster", "--json")
