@@ -66,11 +66,16 @@ class EngineProcess:
     """A rollout engine in a process of its own."""
 
     def __init__(self, model_path: str, config: RolloutConfig) -> None:
+        """Start it; `wait_until_up` waits until it can be asked."""
         context = get_context("spawn")
         self._connection, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, model_path, config), daemon=True)
         self._process.start()
         there.close()
+
+    def wait_until_up(self) -> None:
+        """Return when the model is loaded."""
+        self._connection.recv()
 
     def start_generating(self, requests: Sequence[GenerateRequest]) -> None:
         """Hand in requests; `completions` waits for them."""
@@ -97,6 +102,7 @@ class EngineProcess:
 
 def _serve(connection: Connection, model_path: str, config: RolloutConfig) -> None:
     engine = TransformersEngine(model_path, config)
+    connection.send(None)
     while True:
         try:
             task, argument = connection.recv()
@@ -137,6 +143,8 @@ class BareLoop:
             total_steps=config.rollout.num_rollout * steps,
         )
         self.cursor = 0
+        for engine in self.engines:
+            engine.wait_until_up()
 
     def iterate(self, index: int) -> Iteration:
         """Roll out, grade, estimate advantages, train and bring the rollout engines up to date."""

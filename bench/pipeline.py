@@ -4,7 +4,8 @@
 
     sync        one rollout engine and the trainer, a core each, in turn
     lagged      the same side by side, with weights one iteration older
-    two cores   in turn, each on both cores: two rollout engines, two threads of the trainer
+    two engines in turn, rollout on both cores
+    two threads in turn, training on both cores too
     bare        the loop of bench/bare_loop.py, in turn, a core each: nothing is durable
 
 From the first rollout's start to the last update's end: starts and evaluations are left out. Every run has processes of
@@ -17,53 +18,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.command import SMALL_RUN, parse, say
-from cairn.storage.commits import Step
-from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_store
+from bench.durable_run import DEADLINE, Outcome, durable_run
 
-DEADLINE = 1200
-"""Seconds of one run."""
-
+SEEDS = (42, 1, 2, 3, 4)
 ONE_CORE_EACH = ("rollout.num_engines=1", "training.num_threads=1")
+LAGGED = (*ONE_CORE_EACH, "rollout.pipeline=lagged")
 VARIANTS = {
     "sync": ONE_CORE_EACH,
-    "lagged": (*ONE_CORE_EACH, "rollout.pipeline=lagged"),
-    "two cores": ("rollout.num_engines=2", "training.num_threads=2"),
+    "lagged": LAGGED,
+    "two engines": ("rollout.num_engines=2", "training.num_threads=1"),
+    "two threads": ("rollout.num_engines=2", "training.num_threads=2"),
 }
-
-CAIRN = str(Path(sys.executable).with_name("cairn"))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A whole run."""
-
-    seconds: float
-    scores: dict[str, float]
-    """By benchmark, after the last update."""
-
-
-def durable(recipe: str, overrides: list[str]) -> Outcome:
-    """A durable run, by its own ledger."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
-        options = [word for option in overrides for word in ("--set", option)]
-        command = [CAIRN, "train", recipe, "--run", "measured", "--store", store, *options]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE)
-        ledger = Ledger.open(open_store(store), "measured")
-        last = ledger.last_iteration()
-        assert last is not None
-        began = min(commit.started_at for commit in ledger.commits(0) if commit.step is Step.ROLLOUT)
-        ended = ledger.find(last, Step.SYNC)
-        assert ended is not None
-        scores = {str(c.shard): c.metrics["score"] for c in ledger.commits(last) if c.step is Step.EVAL}
-        return Outcome(ended.committed_at - began, scores)
 
 
 def bare(recipe: str, overrides: list[str], seed: int) -> Outcome:
@@ -71,7 +43,8 @@ def bare(recipe: str, overrides: list[str], seed: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         options = [word for option in overrides for word in ("--set", option)]
-        command = [sys.executable, "-m", "bench.bare_loop", recipe, "--seeds", str(seed), "--json", str(found), *options]
+        given = [recipe, "--seeds", str(seed), "--json", str(found), *options]
+        command = [sys.executable, "-m", "bench.bare_loop", *given]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=DEADLINE)
         (outcome,) = json.loads(found.read_text())
         return Outcome(sum(sum(i["seconds"].values()) for i in outcome["iterations"]), outcome["score_after"])
@@ -83,7 +56,7 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
     parser.add_argument("--iterations", type=int, default=40, help="iterations of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2, 3, 4], help="one run of each kind by each")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one run of each kind by each")
     arguments = parse(parser, iterations=2, seeds=[42])
     small = SMALL_RUN if arguments.smoke else ()
     common = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null"]
@@ -94,7 +67,7 @@ def main() -> None:
         for name, outcomes in found.items():
             options = [*common, *small, *VARIANTS.get(name, ONE_CORE_EACH), *arguments.set, f"seed={seed}"]
             outcomes.append(
-                bare(arguments.recipe, options, seed) if name == "bare" else durable(arguments.recipe, options)
+                bare(arguments.recipe, options, seed) if name == "bare" else durable_run(arguments.recipe, options)
             )
             scores = ", ".join(f"{benchmark} {score:.3f}" for benchmark, score in outcomes[-1].scores.items())
             say(f"seed {seed}: {name} {outcomes[-1].seconds:.1f} s  {scores}")

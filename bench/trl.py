@@ -1,17 +1,17 @@
 """One training step and one iteration of GRPO against TRL's GRPOTrainer: same model, same prompts, turn by turn.
 
-    python -m bench.trl [RECIPE] [--set a.b=c] [--rounds 12] [--smoke] [--json FILE]
+    python -m bench.trl [RECIPE] [--set a.b=c] [--rounds 24] [--smoke] [--json FILE]
 
 Two comparisons; in each, both sides take turns in one run:
 
   one thread   Cairn's engines in this process, nothing around them, against TRL. TRL generates samples of its own and
                then trains on Cairn's: both train on the same batches and keep the same weights, or this ends in an
                error.
-  durable run  `cairn train` as the recipe has it (Prefect, Ray, Parquet, commits, all its processes), against TRL with
-               one thread and with two, each with samples of its own. Turns are of three iterations, so that what
-               Prefect's server does after an iteration falls on the next.
+  durable run  `cairn train` (Prefect, Ray, Parquet, commits, all its processes) as the recipe has it, and `lagged` with
+               a core for each half, against TRL with one thread and with two, each with samples of its own. Turns are
+               whole runs without their starts, and as many steps of TRL.
 
-The first three rounds of each do not count. TRL has an environment of its own in .venv-trl, made on first use from
+The first three iterations of each do not count. TRL has an environment of its own in .venv-trl, made on first use from
 bench/trl-requirements.txt, and runs as a process that does one step on command; `bench.trl_process` has its settings.
 The learning rate is constant on both sides.
 """
@@ -20,7 +20,8 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from bench.command import SMALL_RUN, parse, say
+from bench.durable_run import durable_run
 from bench.meter import Meter
+from bench.pipeline import LAGGED
 from bench.trl_process import Step, TrlProcess, install
 from cairn.configs.loader import load
 from cairn.configs.plugins import load_callable
@@ -42,9 +45,6 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types import GenerateRequest, SamplingParams, TrainBatch
-from cairn.flows.events import Event, IterationDone
-from cairn.flows.train import start
-from cairn.storage.store import open_for_runs
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.data import Draw, PromptData, draw
 from cairn.tasks.groups import sample_seed
@@ -52,13 +52,16 @@ from cairn.tasks.rewards import get_grader
 from cairn.tasks.rewards.sample import Sample
 
 WARM_UP = 3
-"""Rounds that are not counted, and iterations of the durable run that follow each other."""
+"""Iterations that are not counted."""
 
 TOLERANCE = 0.02
 """How far the weights that both sides trained may lie apart, as a share of the way that training moved them."""
 
-PAUSE = 1.0
-"""Seconds for Prefect's server to work off what it has before TRL's turn."""
+DURABLE_ROUNDS = 3
+"""Turns of whole runs."""
+
+PIPELINES = {"cairn, sync": (), "cairn, lagged": LAGGED}
+"""Options beyond the recipe's."""
 
 
 class OneProcess:
@@ -179,30 +182,11 @@ def _distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return sum(float((left[name] - right[name]).double().square().sum()) for name in left) ** 0.5
 
 
-class DurableTurns:
-    """Takes a durable run's events; after every few of its iterations the TRL processes do as many steps."""
-
-    def __init__(self, processes: dict[str, TrlProcess]) -> None:
-        self._processes = processes
-        self._began = time.perf_counter()
-        self.seconds: dict[str, list[float]] = {"cairn": [], **{name: [] for name in processes}}
-
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, IterationDone):
-            return
-        self.seconds["cairn"].append(time.perf_counter() - self._began)
-        say(f"durable run, iteration {event.iteration}")
-        if (event.iteration + 1) % WARM_UP == 0:
-            time.sleep(PAUSE)
-            for _ in range(WARM_UP):
-                for name, process in self._processes.items():
-                    self.seconds[name].append(sum(process.step().wall.values()))
-        self._began = time.perf_counter()
-
-
-def compare_durable(config: RunConfig, rounds: int) -> dict[str, list[float]]:
-    """Wall seconds of every iteration on each side."""
-    drawn = prompts_of_rounds(config, rounds)
+def compare_durable(config: RunConfig, recipe: str, overrides: Sequence[str], rounds: int) -> dict[str, list[float]]:
+    """Wall seconds of an iteration on each side, a mean over as many as `config` makes, in every round."""
+    count = config.rollout.num_rollout - WARM_UP
+    drawn = prompts_of_rounds(config, WARM_UP + rounds * count)
+    seconds: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         processes = {
@@ -211,9 +195,16 @@ def compare_durable(config: RunConfig, rounds: int) -> dict[str, list[float]]:
             )
             for threads in (1, 2)
         }
-        turns = DurableTurns(processes)
-        start(open_for_runs(f"{folder}/runs"), "durable", config, on_event=turns)
-    return turns.seconds
+        for process in processes.values():
+            for _ in range(WARM_UP):
+                process.step()
+        for number in range(rounds):
+            for name, options in PIPELINES.items():
+                seconds[name].append(durable_run(recipe, [*overrides, *options], after=WARM_UP).seconds / count)
+            for name, process in processes.items():
+                seconds[name].append(statistics.mean(sum(process.step().wall.values()) for _ in range(count)))
+            say(f"durable runs, round {number + 1} of {rounds}")
+    return dict(seconds)
 
 
 def print_engines(console: Console, found: dict[str, Any]) -> None:
@@ -240,13 +231,12 @@ def print_engines(console: Console, found: dict[str, Any]) -> None:
 
 
 def print_durable(console: Console, seconds: dict[str, list[float]]) -> None:
-    """Medians of the counted iterations."""
-    table = Table("durable run, two cores", "median wall s", "range", "× Cairn")
-    medians = {name: statistics.median(taken[WARM_UP:]) for name, taken in seconds.items()}
+    """Medians of all rounds."""
+    table = Table("durable runs, two cores", "median wall s", "range", *(f"× {name}" for name in PIPELINES))
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     for name, taken in seconds.items():
-        counted = taken[WARM_UP:]
-        spread = f"{min(counted):.2f} – {max(counted):.2f}"
-        table.add_row(name, f"{medians[name]:.2f}", spread, f"{medians[name] / medians['cairn']:.2f}")
+        ratios = [f"{medians[name] / medians[ours]:.2f}" for ours in PIPELINES]
+        table.add_row(name, f"{medians[name]:.3f}", f"{min(taken):.3f} – {max(taken):.3f}", *ratios)
     console.print(table)
 
 
@@ -255,7 +245,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
-    parser.add_argument("--rounds", type=int, default=12, help="turns of each side, the first three of which warm up")
+    parser.add_argument(
+        "--rounds", type=int, default=24, help="iterations of each side, the first three of which warm up"
+    )
     arguments = parse(parser, rounds=WARM_UP + 1)
     if arguments.rounds <= WARM_UP:
         parser.error(f"--rounds must be above {WARM_UP}")
@@ -277,7 +269,7 @@ def main() -> None:
     console = Console()
     engines = compare_engines(one_thread, arguments.rounds)
     print_engines(console, engines)
-    durable = compare_durable(config, arguments.rounds)
+    durable = compare_durable(config, arguments.recipe, overrides, min(DURABLE_ROUNDS, arguments.rounds - WARM_UP))
     print_durable(console, durable)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"one thread": engines, "durable": durable}, indent=1) + "\n")

@@ -32,9 +32,9 @@ class Step:
 
 
 def install() -> None:
-    """Bring the environment up to what bench/trl-requirements.txt asks for."""
+    """Bring the environment up to what bench/trl-requirements.txt asks for, with this project in it."""
     stamp = ENVIRONMENT / ".installed"
-    required = REQUIREMENTS.read_text()
+    required = REQUIREMENTS.read_text() + f"# for {ROOT}\n"
     if stamp.exists() and stamp.read_text() == required:
         return
     print(f"installing TRL into {ENVIRONMENT.name}, once", flush=True)
@@ -43,6 +43,7 @@ def install() -> None:
     # Alone first: asked for by name it comes as the CPU build, and then nothing pulls CUDA packages.
     subprocess.run([*pip, next(line for line in required.splitlines() if line.startswith("torch=="))], check=True)
     subprocess.run([*pip, "-r", str(REQUIREMENTS)], check=True)
+    subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)
     stamp.write_text(required)
 
 

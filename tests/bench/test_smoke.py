@@ -17,12 +17,12 @@ from bench.__main__ import BENCHMARKS
 from bench.trl_process import ENVIRONMENT
 
 BENCH = Path(__file__).parents[2] / "bench"
-ON_THE_QUICKSTART = ("seeds", "durability", "start", "recovery", "trl")
+ON_THE_QUICKSTART = ("seeds", "durability", "pipeline", "start", "recovery", "trl")
 """Benchmarks of a recipe's model and data."""
 
 ON_A_BUCKET = ("ledger", "write_ahead")
 CHEAP = ("snapshots", "rollout", "training", "write_ahead", "ledger", "invariance")
-LONG = ("seeds", "orchestration", "sync", "sglang", "megatron", "durability", "start", "recovery", "trl")
+LONG = ("seeds", "orchestration", "sync", "sglang", "megatron", "durability", "pipeline", "start", "recovery", "trl")
 
 
 def arguments(name: str, assets: Path, results: Path) -> list[str]:

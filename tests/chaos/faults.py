@@ -11,7 +11,7 @@ replaying     a few milliseconds into the replay of a train step            the 
 
 victim        what happens to it                                            what the driver does
 driver        SIGKILL                                                       dies; the next one goes on
-notice        SIGTERM of the driver                                         saves the weights and ends; the next one goes on
+notice        SIGTERM of the driver                                         saves its weights and ends; the next goes on
 training      SIGKILL of the first rank of the training engine              starts another engine and goes on
 rank          the same of the last rank                                     the same
 rollout       SIGKILL of a rollout engine                                   starts another and goes on
