@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
     from cairn.tasks.benchmarks.sample import EvaluatedSample as EvaluatedSample
     from cairn.tasks.buffers.group import JudgedGroup as JudgedGroup
+    from cairn.tasks.data import files
     from cairn.tasks.filters.decision import FilterDecision as FilterDecision
     from cairn.tasks.rewards import TryAgain as TryAgain
     from cairn.tasks.rewards.sample import ResponseSegment as ResponseSegment
     from cairn.tasks.rewards.sample import Sample as Sample
+
+    file_rows = files.rows
 
 _PLACES = {
     "AlgorithmConfig": "cairn.configs.schema.algorithm",
@@ -36,6 +39,7 @@ _PLACES = {
     "Tokens": "cairn.engines.training.collate",
     "Trajectory": "cairn.engines.trajectories",
     "TryAgain": "cairn.tasks.rewards",
+    "file_rows": "cairn.tasks.data.files:rows",
     "plugin": "cairn.configs.kinds",
 }
 
@@ -45,4 +49,5 @@ __all__ = [*_PLACES]
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    module, _, called = _PLACES[name].partition(":")
+    return getattr(importlib.import_module(module), called or name)

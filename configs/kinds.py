@@ -71,6 +71,8 @@ class Kind:
     """All that can be computed for one."""
     waits: bool = False
     """Whether it is a coroutine function."""
+    yields: bool = False
+    """Whether it may be a generator function."""
 
     def ours(self) -> list[str]:
         """Names of those in the folder. Imports none of them: a file that defines the function is one."""
@@ -113,13 +115,13 @@ class Kind:
     def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
         self.ways(name, function)
         found = deferred(function)
-        if found != ("coroutine" if self.waits else None):
-            wanted = "a coroutine" if self.waits else "a plain"
-            returns = "" if self.waits else " and return its result, with asyncio.run where it must wait"
-            raise BadPlugin(
-                f"the {self.name} {name!r} is {'a ' + found if found else 'a plain'} function: let it be {wanted} "
-                f"function{returns}"
-            )
+        if found == ("a coroutine" if self.waits else None) or (self.yields and found == "a generator"):
+            return
+        wanted = "a coroutine" if self.waits else "a plain"
+        returns = "" if self.waits else " and return its result, with asyncio.run where it must wait"
+        raise BadPlugin(
+            f"the {self.name} {name!r} is {found or 'a plain'} function: let it be {wanted} function{returns}"
+        )
 
     def declaration_of_ours(self, name: str) -> Declaration | None:
         """What one of ours declares; None of the user's code, which nothing but `load` may run, and where there is none
@@ -160,6 +162,14 @@ REWARD = Kind(
     (("sample",), ("response", "label", "metadata")),
 )
 FILTER = Kind("filter", ("rollout.dynamic_sampling_filter",), "cairn.tasks.filters", "keep", (("rewards",),))
+SOURCE = Kind(
+    "data source",
+    ("data.data_source_path", "eval.benchmarks.data_source_path"),
+    "cairn.tasks.data",
+    "rows",
+    (("path",),),
+    yields=True,
+)
 BUFFER = Kind("buffer policy", ("rollout.buffer_filter_path",), "cairn.tasks.buffers", "order", (("groups",),))
 BENCHMARK = Kind("benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.benchmarks", "measure", (("samples",),))
 GENERATE = Kind(
@@ -171,7 +181,7 @@ GENERATE = Kind(
     waits=True,
 )
 
-KINDS = (ESTIMATOR, LOSS, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
+KINDS = (SOURCE, ESTIMATOR, LOSS, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""

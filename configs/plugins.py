@@ -37,12 +37,15 @@ def load_callable(path: str) -> Callable[..., Any]:
 
 
 def deferred(function: Callable[..., Any]) -> str | None:
-    """`coroutine` or `generator` where calling a function returns one in place of a result."""
+    """`a coroutine`, `a generator` or `an asynchronous generator` where calling a function returns one in place of a
+    result."""
     for called in (function, type(function).__call__):
         if inspect.iscoroutinefunction(called):
-            return "coroutine"
-        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-            return "generator"
+            return "a coroutine"
+        if inspect.isgeneratorfunction(called):
+            return "a generator"
+        if inspect.isasyncgenfunction(called):
+            return "an asynchronous generator"
     return None
 
 

@@ -10,7 +10,11 @@ from cairn.configs.schema.location import Location
 
 
 class RowFormat(Section):
-    """How one row of a data file becomes a prompt, a label and metadata."""
+    """Where rows come from, and how one becomes a prompt, a label and metadata."""
+
+    data_source_path: str = "files"
+    """What gives the rows of `path`: `files` reads JSONL and Parquet; or a function of your own,
+    `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--data-source-path`."""
 
     input_key: str = "prompt"
     """Column with the prompt: a string, or a list of chat messages. slime: `--input-key`."""
@@ -52,8 +56,8 @@ class DataConfig(RowFormat):
     """The training prompts."""
 
     path: Location
-    """JSONL or Parquet file, on disk or at any fsspec URL; `path@[100:200]` takes a slice of its rows. slime:
-    `--prompt-data`."""
+    """JSONL or Parquet file, on disk or at any fsspec URL, or whatever the data source takes; `path@[100:200]` takes a
+    slice of its rows. slime: `--prompt-data`."""
 
     rollout_shuffle: bool = True
     """Draw the rows of each epoch in a new order, fixed by the run's seed. slime: `--rollout-shuffle`."""

@@ -14,7 +14,8 @@ class BenchmarkConfig(RowFormat):
     """Name in metrics and commits."""
 
     path: Location
-    """JSONL or Parquet file, on disk or at any fsspec URL; `path@[0:100]` takes a slice of its rows."""
+    """JSONL or Parquet file, on disk or at any fsspec URL, or whatever the data source takes; `path@[0:100]` takes a
+    slice of its rows."""
 
     rm_type: str | None = None
     """Grader; by default that of `reward`. slime: `rm_type` of an eval dataset."""

@@ -1,4 +1,4 @@
-"""From a row of a data file to the tokens of a prompt."""
+"""From a row of data to the tokens of a prompt."""
 
 import json
 import re
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from cairn.configs.schema.data import RowFormat
-from cairn.tasks.data.files import BadData, BadPrompt, RowFile, open_rows
+from cairn.tasks.data.errors import BadData, BadPrompt
+from cairn.tasks.data.rows import RowFile, open_rows
 
 Messages = list[dict[str, Any]]
 
@@ -39,7 +40,7 @@ class PromptData:
 
     @classmethod
     def open(cls, format: RowFormat, path: str, tokenizer: Any) -> "PromptData":
-        """Open the file and check every row: see `open_rows`.
+        """Open what the data source gives for `path`, and check every row: see `open_rows`.
 
         `tokenizer` is a Hugging Face tokenizer. Raises BadData also where it has no chat template but needs one.
         """
@@ -52,18 +53,19 @@ class PromptData:
         if format.label_key is not None:
             required[format.label_key] = "label_key"
         optional = {key for key in (format.metadata_key, format.tool_key) if key is not None}
-        return cls(
-            open_rows(path, required, optional, lambda row, where: _fields(row, format, where)), format, tokenizer
+        rows = open_rows(
+            format.data_source_path, path, required, optional, lambda row, where: _fields(row, format, where)
         )
+        return cls(rows, format, tokenizer)
 
     @property
     def path(self) -> str:
-        """The file, as messages name it."""
+        """The data, as messages name it."""
         return self._rows.path
 
     @property
     def fingerprint(self) -> str:
-        """sha256, in hex, of the file's bytes."""
+        """sha256, in hex, of all that the data source gives: of a file, its bytes."""
         return self._rows.fingerprint
 
     def __len__(self) -> int:

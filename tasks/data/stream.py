@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cairn.tasks.data.files import BadData, BadPrompt
+from cairn.tasks.data.errors import BadData, BadPrompt
 from cairn.tasks.data.prompts import PromptData, PromptRow
 
 

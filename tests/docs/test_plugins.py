@@ -16,6 +16,7 @@ from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration, last_selection
 from cairn.flows.validation import setup_problems
 from cairn.storage.commits import Step
+from cairn.storage.errors import RunDiffers
 from cairn.storage.schemas import MEASURED
 from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
@@ -92,6 +93,28 @@ def test_a_grader(folder: Path, tiny_assets: Path) -> None:
         for row in graded.to_pylist():
             low = json.loads(row["components"])["low"]
             assert row["reward"] == pytest.approx(low - 0.01 * round((low - row["reward"]) / 0.01), abs=1e-6)
+
+
+def test_a_data_source_whose_rows_a_run_is_held_to(folder: Path, tiny_assets: Path) -> None:
+    path = str(folder / "more.jsonl")
+    Path(path).write_text(json.dumps({"prompt": "Sort the digits 1 2 3", "label": "123"}) + "\n")
+    option = {"path": f"6,{path}@[1:]", "data_source_path": f"{folder / 'sums.py'}:rows", "apply_chat_template": False}
+    option["rollout_shuffle"] = False
+    for run in run_once(folder, tiny_assets, data=option):
+        shard = run.read(run.committed(0, Step.ROLLOUT, "00-000"))
+        asked = dict(zip(shard.column("prompt_text").to_pylist(), shard.column("label").to_pylist(), strict=True))
+        assert asked == {"3 + 7 =": "10", "7 + 4 =": "11", "1 + 1 =": "2", "4 + 8 =": "12"}
+        assert stale(run, "data.data_source_path") >= {"rollout", "train"}
+    config = tiny_config(tiny_assets, data=option)
+    with tiny_context(str(folder / "store"), config) as (run, events):
+        iteration(run, DirectSteps(run), 0)
+        assert events.executed() == []
+    Path(path).write_text(json.dumps({"prompt": "Sort the digits 1 2 4", "label": "124"}) + "\n")
+    with (
+        pytest.raises(RunDiffers, match=r"digest of data is '\w+' in the ledger, '\w+' now\. Give the new run"),
+        tiny_context(str(folder / "store"), config),
+    ):
+        pass
 
 
 def test_a_filter(folder: Path, tiny_assets: Path) -> None:

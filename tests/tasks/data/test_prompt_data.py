@@ -20,7 +20,7 @@ import s3fs
 from cairn.configs.schema.data import RowFormat
 from cairn.storage.errors import NoSpace
 from cairn.tasks.data import BadData, PromptData
-from cairn.tasks.data.files import BadPrompt
+from cairn.tasks.data.errors import BadPrompt
 from tests.small_disk import small_disk, why_not
 
 PLAIN = RowFormat(apply_chat_template=False)
