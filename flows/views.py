@@ -5,7 +5,7 @@ after ten iterations as after ten thousand.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
@@ -209,16 +209,19 @@ def next_step(ledger: Ledger, config: RunConfig, iteration: int, commits: Sequen
         return Step.EVAL
     if not any(commit.step is Step.FILTER and commit.values["full"] for commit in commits):
         return Step.ROLLOUT
-    steps = learning_steps(config, iteration, scored=_scored(ledger, config, iteration))
+    steps = learning_steps(config, iteration, scored=_scored(ledger, config, iteration, present))
     return next((step for step in steps if step not in present), Step.EVAL if missing else None)
 
 
-def _scored(ledger: Ledger, config: RunConfig, iteration: int) -> bool:
-    """Whether an iteration has a score step. User code, which alone knows whether it needs one, is not run to look at a
-    ledger: there it is as in the iteration before."""
-    if "." not in config.algorithm.advantage_estimator + config.algorithm.loss_type:
-        return needs_scores(config)
-    return iteration > 0 and any(commit.step is Step.SCORE for commit in ledger.commits(iteration - 1))
+def _scored(ledger: Ledger, config: RunConfig, iteration: int, present: Collection[Step]) -> bool:
+    """Whether an iteration has a score step: where its own steps do not tell, as in the iteration before. The loss
+    knows in the first one, but ours take PyTorch's import to ask, and user code is not run to look at a ledger."""
+    if Step.SCORE in present or Step.ADVANTAGE in present:
+        return Step.SCORE in present
+    if iteration > ledger.first_iteration:
+        return ledger.find(iteration - 1, Step.SCORE) is not None
+    ours = "." not in config.algorithm.advantage_estimator + config.algorithm.loss_type
+    return ours and needs_scores(config)
 
 
 def evaluations(ledger: Ledger) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.rollout import MOST_ITERATIONS
 from cairn.flows.cli import app
+from cairn.storage.commits import Step
 from cairn.storage.layout import LAST_NUMBER
 from cairn.storage.leases import Outcome
 from tests.flows.written_runs import new_run, write_iteration, write_run
@@ -203,3 +204,30 @@ def _seconds_of_children() -> float:
     """CPU time of all child processes that have ended: it does not depend on what else the machine does."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+LOOKING = """
+import sys
+from cairn.flows.cli import app
+
+store, *commands = sys.argv[1:]
+for command in commands:
+    app([*command.split(), "--store", store], standalone_mode=False)
+    heavy = {"torch", "transformers", "ray", "prefect"} & set(sys.modules)
+    assert not heavy, f"cairn {command} imports {heavy}"
+"""
+
+
+def test_commands_that_look_load_nothing_that_takes_seconds(store: str) -> None:
+    write_iteration(unfinished := new_run(store, "unfinished"), 0)
+    write_iteration(unfinished, 1, until=Step.ADVANTAGE)
+    runs = ("toy", "other", "unfinished")
+    commands = ["runs", *(command for run in runs for command in (f"status {run}", f"show {run} 0", f"verify {run}"))]
+    ran = subprocess.run([sys.executable, "-c", LOOKING, store, *commands], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(cairn("status", "unfinished", "--json", "--store", store).stdout)["step"] == "advantage"
+
+
+def test_in_its_first_iteration_the_loss_knows_what_comes_next(store: str) -> None:
+    write_iteration(new_run(store, "waiting"), 0, until=Step.ADVANTAGE)
+    assert json.loads(cairn("status", "waiting", "--json", "--store", store).stdout)["step"] == "advantage"
