@@ -82,6 +82,9 @@ class Context:
                 self._first = begun
             if begun.finish_reason == FinishReason.ABORT:
                 raise SampleAborted
+        for array in (begun.ids, begun.log_probs, begun.weight_versions):
+            assert array is not None
+            array.setflags(write=False)  # user code may change the mask, and nothing else
         self._calls[call] = _Call(before, begun)
         return begun
 
@@ -116,35 +119,49 @@ class Context:
         return GeneratedSample(*self._sample.key, Trajectory(first), FinishReason.ABORT)
 
     def checked(self, returned: object) -> Trajectory:
-        """What `generate` returned. Raises BadTrajectory where it is not what the policy was asked for and sampled."""
+        """What `generate` returned, as the policy gave it: user code says what follows what, and what is trained on.
+        Raises BadTrajectory where that is not what the policy was asked for and sampled."""
         (trajectory,) = returned if isinstance(returned, list | tuple) and len(returned) == 1 else (returned,)
         if not isinstance(trajectory, Trajectory):
             kind = f"{len(returned)} trajectories" if isinstance(returned, list) else type(returned).__name__
             raise BadTrajectory(f"generate returned {kind} for a sample; return one cairn.Trajectory")
-        before = self._prompt
+        before, segments = self._prompt, list[Segment]()
         for number, segment in enumerate(trajectory.segments, 1):
-            if number > 1:
-                before = np.concatenate([before, trajectory.segments[number - 2].ids])
-            if problem := self._problem(segment, before):
-                raise BadTrajectory(f"segment {number} of what generate returned {problem}")
-        if not any(segment.call is not None and len(segment) for segment in trajectory.segments):
+            if segments:
+                before = np.concatenate([before, segments[-1].ids])
+            try:
+                segments.append(self._checked(segment, before))
+            except BadTrajectory as problem:
+                raise BadTrajectory(f"segment {number} of what generate returned {problem}") from None
+        if not any(segment.call is not None and len(segment) for segment in segments):
             raise BadTrajectory(
                 "generate returned a trajectory without a token that was sampled; where there is none, raise an error"
             )
-        return trajectory
+        return Trajectory(segments)
 
-    def _problem(self, segment: Segment, before: np.ndarray) -> str | None:
-        if len(segment.loss_mask) != len(segment):
-            return f"has a loss_mask of {len(segment.loss_mask)} for {len(segment)} tokens; it needs one value a token"
+    def _checked(self, segment: object, before: np.ndarray) -> Segment:
+        if not isinstance(segment, Segment):
+            raise BadTrajectory(f"is of type {type(segment).__name__}; it has to be a cairn.Segment")
+        mask = np.asarray(segment.loss_mask)
+        if np.ndim(segment.ids) != 1:
+            raise BadTrajectory(f"has ids of {np.ndim(segment.ids)} dimensions; they have to be one list")
+        if mask.shape != (len(segment),):
+            told = f"has a loss_mask of {len(mask) if mask.ndim else 'one value'} for {len(segment)} tokens"
+            raise BadTrajectory(f"{told}; it needs one value a token")
+        if not ((mask == 0) | (mask == 1)).all():
+            raise BadTrajectory("has a loss_mask with other values than 0 and 1")
         if segment.call is None:
-            trains = any(segment.loss_mask)
-            return "lets tokens be trained on that the world gave; their loss_mask has to be 0" if trains else None
+            if mask.any():
+                raise BadTrajectory("lets tokens be trained on that the world gave; their loss_mask has to be 0")
+            return Segment.given(segment.ids)
         call = self._calls.get(segment.call)
         if call is None or not (call.segment is segment or np.array_equal(call.segment.ids, segment.ids)):
-            return f"has other ids than call {segment.call} of ctx.sample gave; return the segment that it returned"
+            raise BadTrajectory(
+                f"has other ids than call {segment.call} of ctx.sample gave; return the segment that it returned"
+            )
         if call.before is not before and not np.array_equal(call.before, before):
-            return (
+            raise BadTrajectory(
                 f"was sampled after {len(call.before)} tokens that are not the {len(before)} before it in the "
                 "trajectory; put there what ctx.sample was given"
             )
-        return None
+        return call.segment if call.segment is segment else replace(call.segment, loss_mask=mask.astype(np.uint8))

@@ -107,19 +107,19 @@ class Runner:
             ended = GeneratedSample(*sample.key, trajectory, reasons[-1])
         except SampleAborted:
             ended = context.aborted()
-        except asyncio.CancelledError:
-            if not self._aborted:
-                raise
-            ended = context.aborted()
+        except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled
+            ended = context.aborted() if self._aborted else _failed(sample, error)
         except BadTrajectory as error:
             self._failure = error
             self._stir.set()
             return
         except RequestRefused as refused:
             ended = GeneratedSample.failed(sample, "; ".join(refused.refused.values()))
+        except KeyboardInterrupt:
+            raise
         # It is user code: whatever it raises is the result of this sample, and no other is to suffer from it.
-        except Exception as error:
-            ended = GeneratedSample.failed(sample, f"generate: {type(error).__name__}: {error}")
+        except BaseException as error:
+            ended = _failed(sample, error)
         del self._tasks[sample.key]
         self._asking.pop(sample.key, None)
         self.ended.append(ended)
@@ -139,3 +139,7 @@ class Runner:
             self._asking[id[:2]] -= 1
         else:
             del self._asking[id[:2]]
+
+
+def _failed(sample: SampleRequest, error: BaseException) -> GeneratedSample:
+    return GeneratedSample.failed(sample, f"generate: {type(error).__name__}: {error}")

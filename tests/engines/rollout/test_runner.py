@@ -129,6 +129,20 @@ async def no_trajectory(ctx: Context, sample: SampleRequest) -> Any:
     return await ctx.sample(sample.prompt_ids)
 
 
+async def weighs_tokens(ctx: Context, sample: SampleRequest) -> Trajectory:
+    segment = await ctx.sample(sample.prompt_ids)
+    return Trajectory([replace(segment, loss_mask=segment.loss_mask * 5)])
+
+
+async def a_batch_of_one(ctx: Context, sample: SampleRequest) -> Trajectory:
+    told = Segment(np.asarray([WORLD]), np.zeros(1, np.uint8))
+    return Trajectory([await ctx.sample(sample.prompt_ids), told])
+
+
+async def no_segment(ctx: Context, sample: SampleRequest) -> Any:
+    return Trajectory([await ctx.sample(sample.prompt_ids), WORLD])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     ("function", "told"),
     [
@@ -137,12 +151,95 @@ async def no_trajectory(ctx: Context, sample: SampleRequest) -> Any:
         (another_mask, r"segment 1 .* has a loss_mask of \d for \d tokens; it needs one value a token"),
         (learns_from_the_world, "segment 2 .* lets tokens be trained on that the world gave"),
         (another_prefix, "segment 2 .* was sampled after 3 tokens that are not the 6 before it in the trajectory"),
+        (weighs_tokens, "segment 1 .* has a loss_mask with other values than 0 and 1"),
+        (a_batch_of_one, "segment 2 .* has ids of 2 dimensions; they have to be one list"),
+        (no_segment, "segment 2 .* is of type list; it has to be a cairn.Segment"),
         (no_trajectory, "generate returned Segment for a sample; return one cairn.Trajectory"),
     ],
 )
 def test_what_is_no_trajectory_of_the_sample_is_refused(engine: TransformersEngine, function: Any, told: str) -> None:
     with pytest.raises(BadTrajectory, match=told):
         generated(engine, function, requests(1, 2))
+
+
+async def made_anew(segment: Segment) -> Segment:
+    """Without what the policy said of the tokens, in other types."""
+    return Segment(segment.ids.tolist(), [1, *[0] * (len(segment) - 1)], segment.call)  # type: ignore[arg-type]
+
+
+async def otherwise_sampled(segment: Segment) -> Segment:
+    assert segment.log_probs is not None
+    assert segment.weight_versions is not None
+    return replace(
+        segment,
+        loss_mask=np.asarray([1, *[0] * (len(segment) - 1)]),
+        log_probs=segment.log_probs * 0,
+        weight_versions=segment.weight_versions + 3,
+        seed=1,
+        finish_reason=None,
+    )
+
+
+async def in_place(segment: Segment) -> Segment:
+    segment.loss_mask[1:] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        segment.ids[0] = 7
+    return segment
+
+
+@pytest.mark.parametrize("changed", [made_anew, otherwise_sampled, in_place])
+def test_of_what_was_sampled_user_code_decides_the_mask_alone(engine: TransformersEngine, changed: Any) -> None:
+    async def function(ctx: Context, sample: SampleRequest) -> Trajectory:
+        return Trajectory(iter([await changed(await ctx.sample(sample.prompt_ids))]))  # type: ignore[arg-type]
+
+    asked = requests(1, 2)
+    for sample, untouched in zip(
+        generated(engine, function, asked), generated(engine, single_turn, asked), strict=True
+    ):
+        (found,), (expected,) = sample.trajectory.segments, untouched.trajectory.segments
+        for name in ("ids", "log_probs", "weight_versions"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+            assert getattr(found, name).dtype == getattr(expected, name).dtype
+        assert found.loss_mask.tolist() == [1, *[0] * (len(found) - 1)]
+        assert (found.seed, found.finish_reason) == (expected.seed, expected.finish_reason)
+        assert sample.finish_reason == expected.finish_reason
+
+
+class Unlikely(BaseException):
+    """No Exception."""
+
+
+async def of_no_usual_kind() -> None:
+    raise Unlikely("of no usual kind")
+
+
+async def exits() -> None:
+    raise SystemExit(3)
+
+
+async def waits_for_what_was_cancelled() -> None:
+    task = asyncio.ensure_future(asyncio.sleep(100))
+    task.cancel()
+    await task
+
+
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        (of_no_usual_kind, "generate: Unlikely: of no usual kind"),
+        (exits, "generate: SystemExit: 3"),
+        (waits_for_what_was_cancelled, "generate: CancelledError: "),
+    ],
+)
+@pytest.mark.timeout(30)
+def test_a_sample_ends_whatever_its_generate_raises(engine: TransformersEngine, does: Any, told: str) -> None:
+    async def sometimes(ctx: Context, sample: SampleRequest) -> Trajectory:
+        if sample.index == 0:
+            await does()
+        return await single_turn(ctx, sample)
+
+    first, second = generated(engine, sometimes, requests(1, 2))
+    assert (first.error, second.error) == (told, None)
 
 
 def test_a_sample_whose_generate_raises_or_is_refused_fails_and_no_other_does(engine: TransformersEngine) -> None:
