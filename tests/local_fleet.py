@@ -1,22 +1,91 @@
 """The real engines in this process, behind the surface that tasks know of a fleet: these tests are not about Ray."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
-from cairn.engines.errors import PublicationGone, WrongVersion
+from cairn.engines.errors import PublicationGone, RequestRefused, WrongVersion
 from cairn.engines.fleet.colocation import Turns
 from cairn.engines.rollout.samples import SampleEngine
+from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.training.factory import make_engine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import Completion, GenerateRequest, Publication, SamplingParams
+from cairn.engines.types import Completion, GenerateRequest, Publication, RequestId, SamplingParams
 from cairn.storage.commits import Environment
 from cairn.storage.store import StoredFile, open_store
+
+Generate = Callable[[Sequence[GenerateRequest]], Iterator[list[Completion]]]
+
+
+class Counted:
+    """A stream of an engine that counts groups."""
+
+    def __init__(self, stream: Stream, engine: "LocalRollout") -> None:
+        self._stream, self._engine = stream, engine
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._engine.generated_groups += len({request.request_id[0] for request in requests})
+        self._stream.submit(requests)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> list[Completion]:
+        return next(self._stream)
+
+    def abort(self) -> None:
+        self._stream.abort()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Calls:
+    """A `Stream` whose every `submit` is a call of a function, of which tests have their own."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._begun: deque[tuple[dict[RequestId, GenerateRequest], Iterator[list[Completion]]]] = deque()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        self._begun.append(({one.request_id: one for one in requests}, self._generate(requests)))
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> list[Completion]:
+        while self._begun:
+            left, call = self._begun[0]
+            try:
+                completions = next(call)
+            except StopIteration:
+                self._begun.popleft()
+                continue
+            except RequestRefused as refused:
+                self._begun.popleft()
+                self.submit([one for id, one in left.items() if id not in refused.refused])
+                raise
+            for completion in completions:
+                del left[completion.request_id]
+            return completions
+        raise StopIteration
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._begun.clear()
+
+
+def calls(generate: Generate) -> Callable[[], Stream]:
+    """What opens streams of calls of a function."""
+    return lambda: Calls(generate)
 
 
 class LocalRollout:
@@ -25,15 +94,19 @@ class LocalRollout:
         self.engine = TransformersEngine(config.model.path, view(config.rollout, reader_of("rollout"), "rollout"))
         self.batch_invariant = self.engine.check_batch_invariance()
         self.generated_groups = 0
-        self._samples = SampleEngine(lambda requests: self.generate(requests), self.engine.abort)
+        self._samples = SampleEngine(lambda: self.open(), self.engine.abort)
         self.serving = threading.Lock()
 
     def ensure_alive(self) -> None:
         pass
 
+    def open(self) -> Stream:
+        return Counted(self.engine.open(), self)
+
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        self.generated_groups += len({request.request_id[0] for request in requests})
-        return self.engine.generate(requests)
+        stream = Counted(self.engine.open(), self)
+        stream.submit(requests)
+        return stream
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction

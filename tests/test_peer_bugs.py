@@ -31,7 +31,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.data import BadData
 from cairn.tasks.selection import last_selection, number, trained_groups
 from cairn.tasks.step import DurableStep
-from tests.local_fleet import LocalFleet, LocalRollout
+from tests.local_fleet import LocalFleet, LocalRollout, calls
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context, train_digests
 
 ROLLOUT = {"num_rollout": 4, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 12}
@@ -70,7 +70,7 @@ class Engine:
         return self._generate(self._engine, requests)
 
     def generate_samples(self, *args: Any) -> Iterator[list[GeneratedSample]]:
-        return SampleEngine(self.generate, self._engine.abort).generate(*args)
+        return SampleEngine(calls(self.generate), self._engine.abort).generate(*args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -106,9 +106,10 @@ def test_the_cursor_is_never_ahead_of_prompts_in_flight(tiny_assets: Path, tmp_p
 
     def dies_in_the_second_shard(engine: LocalRollout, requests: Sequence[GenerateRequest]) -> Iterator[Any]:
         for completions in engine.generate(requests):
-            yield completions
+            yield completions[:1]
             if requests[0].request_id[0] == 6:  # the second shard of iteration 1, while the first's cursor is past it
                 raise Dies
+            yield completions[1:]
 
     with pytest.raises(Dies):
         run_to(tmp_path, config, 3, disturbed(config, dies_in_the_second_shard))

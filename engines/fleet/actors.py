@@ -87,7 +87,7 @@ class RolloutActor(EngineActor):
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
         super().__init__(claim, num_threads, slot)
-        self._samples = SampleEngine(lambda requests: self._made.generate(requests), lambda: self._made.abort())
+        self._samples = SampleEngine(lambda: self._made.open(), lambda: self._made.abort())
 
     def abort(self) -> None:
         """End what is being generated, and its stream."""

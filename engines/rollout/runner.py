@@ -17,10 +17,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cairn.engines.errors import RequestRefused
-from cairn.engines.rollout.call_ids import begin_sample, task_factory
+from cairn.engines.rollout.call_ids import begin_sample, sample_of, task_factory
 from cairn.engines.rollout.context import Context, SampleAborted
 from cairn.engines.trajectories import BadTrajectory, GeneratedSample, SampleKey, SampleRequest, Trajectory
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
+
+_TO_END = 5.0
+"""Seconds in which what is cancelled has to end."""
 
 Generate = Callable[[Context, SampleRequest], Awaitable[Trajectory | list[Trajectory]]]
 
@@ -89,17 +92,35 @@ class Runner:
             if key not in self._asking:
                 task.cancel()
 
-    def close(self) -> None:
-        """End everything, whatever it is at."""
+    @property
+    def working(self) -> list[SampleKey]:
+        """Samples that wait for something else than the engine, or are about to go on."""
+        return [key for key in self._tasks if key not in self._asking]
+
+    def give_up(self, key: SampleKey, why: str) -> None:
+        """Let a sample fail, whatever it is at."""
+        self._tasks[key].cancel()
+        self._end(GeneratedSample(*key, Trajectory(()), FinishReason.ERROR, why))
+
+    def current(self) -> SampleKey | None:
+        """The sample whose code runs now, for other threads."""
+        task = asyncio.current_task(self._loop)
+        own = (key for key, one in self._tasks.copy().items() if one is task)
+        return None if task is None else next(own, None) or sample_of(task)
+
+    def close(self) -> bool:
+        """End everything. Whether all of it has."""
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
-        self._loop.close()
+            _, tasks = self._loop.run_until_complete(asyncio.wait(tasks, timeout=_TO_END))
+        if not tasks:
+            self._loop.close()
+        return not tasks
 
     async def _run(self, sample: SampleRequest) -> None:
-        begin_sample()
+        begin_sample(sample.key)
         context = Context(sample, self._params, self._ask, self._tokenizer)
         try:
             trajectory = context.checked(await self._generate(context, sample))
@@ -120,8 +141,12 @@ class Runner:
         # It is user code: whatever it raises is the result of this sample, and no other is to suffer from it.
         except BaseException as error:
             ended = _failed(sample, error)
-        del self._tasks[sample.key]
-        self._asking.pop(sample.key, None)
+        if sample.key in self._tasks:  # and was not given up
+            self._end(ended)
+
+    def _end(self, ended: GeneratedSample) -> None:
+        del self._tasks[ended.key]
+        self._asking.pop(ended.key, None)
         self.ended.append(ended)
         self._stir.set()
 

@@ -14,7 +14,7 @@ class Stream(Protocol):
 
     Raises, in `__next__`:
         GenerationFailed: the weights give no finite logits for a sample, or the engine, alive, failed on one.
-        RequestRefused: the engine found out late that it cannot serve some; all others have come.
+        RequestRefused: the engine found out late that it cannot serve some; the others come with what follows.
         EngineError: the engine is not to be reached.
     """
 

@@ -7,12 +7,17 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from cairn.configs.kinds import GENERATE
 from cairn.engines.rollout.runner import Runner
+from cairn.engines.rollout.user_code import GenerateFunction
+from cairn.engines.rollout.watchdog import Watchdog
+from cairn.engines.trajectories import SampleRequest
+from cairn.engines.types import SamplingParams
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,39 +27,51 @@ class _Process:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._outbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._send, daemon=True)
-        self._sender.start()
+        self._outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._send, daemon=True).start()
 
     def run(self) -> None:
-        """Generate all samples, and say so."""
-        _, (samples, function, params) = self._connection.recv()
+        """Generate what is asked for, one call after the other, until the engine has no use for it any more."""
+        while True:
+            try:
+                kind, content = self._connection.recv()
+            except (EOFError, OSError):
+                return
+            if kind == "samples":  # and no abort that came too late
+                self._generate(*content)
+
+    def _generate(self, samples: Sequence[SampleRequest], function: GenerateFunction, params: SamplingParams) -> None:
         loop = asyncio.new_event_loop()
         try:
-            runner = Runner(loop, GENERATE.load(function.name), params, cache(partial(_tokenizer, function.tokenizer)))
+            tokenizer = cache(partial(_tokenizer, function.tokenizer))
+            runner = Runner(loop, GENERATE.load(function.name), params, tokenizer)
             runner.begin(samples)
-            loop.add_reader(self._connection.fileno(), self._hear, runner)
-            loop.run_until_complete(self._until_ended(runner))
+            with Watchdog(loop, runner, samples, function.timeout, partial(self._say, "hung")) as watchdog:
+                loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)
+                loop.run_until_complete(self._until_ended(runner))
+                loop.remove_reader(self._connection.fileno())
+            may_stay = runner.close()
         # Whatever it is, the engine's process has to hear of it.
         except Exception as error:
-            self._outbox.put(("failed", error))
+            self._say("failed", error)
         else:
-            self._outbox.put(("done", None))
-        self._outbox.put(None)
-        self._sender.join()
+            self._say("done", may_stay)
 
     async def _until_ended(self, runner: Runner) -> None:
-        while runner.left:
+        while runner.left or runner.ended:
             await runner.stirred()
-            self._say("asked", runner.asked)
-            self._say("ended", runner.ended)
+            self._say_all("asked", runner.asked)
+            self._say_all("ended", runner.ended)
 
-    def _say(self, kind: str, content: list[Any]) -> None:
+    def _say_all(self, kind: str, content: list[Any]) -> None:
         if content:
-            self._outbox.put((kind, content.copy()))
+            self._say(kind, content.copy())
             content.clear()
 
-    def _hear(self, runner: Runner) -> None:
+    def _say(self, kind: str, content: Any) -> None:
+        self._outbox.put((kind, content))
+
+    def _hear(self, runner: Runner, watchdog: Watchdog) -> None:
         try:
             kind, content = self._connection.recv()
         except (EOFError, OSError):
@@ -63,12 +80,17 @@ class _Process:
             runner.abort()
             return
         for id, answer in content:
+            watchdog.goes_on(id[:2])
             runner.answer(id, answer)
 
     def _send(self) -> None:
         """In a thread, so that it hears while it says something."""
-        while (message := self._outbox.get()) is not None:
-            self._connection.send(message)
+        while True:
+            message = self._outbox.get()
+            try:
+                self._connection.send(message)
+            except OSError:
+                os._exit(1)
 
 
 def main(connection_fd: int, parent: int) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import evaluate
 from cairn.tasks.stale_commits import stale_steps
-from tests.local_fleet import LocalFleet
+from tests.local_fleet import LocalFleet, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
@@ -234,13 +234,13 @@ def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_w
 
     def dying(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         nonlocal left
-        for completions in generate(requests):
-            yield completions
-            left -= len(completions)
-            if left <= 0:
+        for completion in chain.from_iterable(generate(requests)):
+            if left == 0:
                 raise KeyboardInterrupt
+            left -= 1
+            yield [completion]
 
-    fleet.rollout[0].generate = dying  # type: ignore[method-assign]
+    fleet.rollout[0].open = calls(dying)  # type: ignore[method-assign]
     store = str(folder / "killed")
     with tiny_context(store, config, fleet=fleet) as (run, _), pytest.raises(KeyboardInterrupt):
         iteration(run, DirectSteps(run), 0)

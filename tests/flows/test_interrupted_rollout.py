@@ -13,7 +13,7 @@ from cairn.flows.iteration import iteration
 from cairn.flows.views import Groups, run_status
 from cairn.storage.commits import Step
 from cairn.storage.store import open_store
-from tests.local_fleet import LocalFleet
+from tests.local_fleet import LocalFleet, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 GROUPS, SAMPLES = 6, 4
@@ -33,7 +33,7 @@ def dying_fleet(config: RunConfig, samples: int) -> LocalFleet:
                 raise KeyboardInterrupt
 
     engine: Any = fleet.rollout[0]
-    engine.generate = generate_until_the_end
+    engine.open = calls(generate_until_the_end)
     return fleet
 
 
@@ -89,7 +89,7 @@ def test_a_sample_that_had_finished_is_kept_though_its_group_had_not(tiny_assets
         asked.extend(request.request_id[:2] for request in requests)
         return generate(requests)
 
-    fleet.rollout[0].generate = counting  # type: ignore[method-assign]
+    fleet.rollout[0].open = calls(counting)  # type: ignore[method-assign]
     with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
         iteration(run, DirectSteps(run), 0)
         assert train_digests(run, [0]) == undisturbed

@@ -23,7 +23,7 @@ from cairn.storage.leases import Lease, Outcome, newest_lease
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.tasks.events import Message
-from tests.local_fleet import LocalFleet
+from tests.local_fleet import LocalFleet, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 from tests.waiting import wait_for
 
@@ -65,7 +65,7 @@ def noticed_fleet(config: RunConfig, ending: Ending, samples: int) -> LocalFleet
         aborted.append(True)
         abort()
 
-    engine.generate, engine.abort = generate_until_aborted, note_and_abort
+    engine.open, engine.abort = calls(generate_until_aborted), note_and_abort
     return fleet
 
 

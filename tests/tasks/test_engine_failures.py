@@ -9,11 +9,12 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, FinishReason, GenerateRequest
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.schemas import Status
-from tests.local_fleet import LocalFleet
+from tests.local_fleet import LocalFleet, calls
 from tests.requests import grouped
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
@@ -59,7 +60,7 @@ def struck(config: RunConfig, strike: Callable[[list[Completion]], list[Completi
             yield strike(completions) if hit else completions
 
     engine: Any = fleet.rollout[0]
-    engine.generate = disturbed
+    engine.open = calls(disturbed)
     return fleet
 
 
@@ -108,15 +109,15 @@ def test_a_prompt_that_ends_its_engine_every_time_is_named_with_the_way_out(
 
 def test_where_no_prompt_was_there_every_time_none_is_named(config: RunConfig, tmp_path: Path) -> None:
     fleet = LocalFleet(config)
-    generate = fleet.rollout[0].generate
+    engine: Any = fleet.rollout[0]
+    generate_samples = engine.generate_samples
 
-    def dying(requests: Sequence[GenerateRequest]) -> Generated:
+    def dying(samples: Sequence[SampleRequest], *options: Any) -> Iterator[list[GeneratedSample]]:
         """Once it has finished a group."""
-        yield from generate(next(grouped(requests)))
+        yield from generate_samples([one for one in samples if one.group_id == samples[0].group_id], *options)
         raise EngineDied("gone")
 
-    engine: Any = fleet.rollout[0]
-    engine.generate = dying
+    engine.generate_samples = dying
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         for left in (3, 2, 1):
             with pytest.raises(EngineDied) as caught:
@@ -138,7 +139,7 @@ def test_a_prompt_that_the_engine_fails_on_in_company_is_a_group_like_any_other_
         return generate(requests)
 
     engine: Any = fleet.rollout[0]
-    engine.generate = fails_in_company
+    engine.open = calls(fails_in_company)
     assert trained(tmp_path, config, fleet, tries=3) == undisturbed
 
 
@@ -158,5 +159,5 @@ def test_deaths_between_an_engines_own_failures_do_not_add_to_them(
         return generate(requests)
 
     engine: Any = fleet.rollout[0]
-    engine.generate = disturbed
+    engine.open = calls(disturbed)
     assert trained(tmp_path, config, fleet, tries=len(errors) + 1) == undisturbed

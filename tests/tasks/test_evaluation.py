@@ -21,7 +21,7 @@ from cairn.storage.collector import collect, garbage
 from cairn.tasks.benchmarks import EvaluatedSample, measure
 from cairn.tasks.evaluate import eval_seed, evaluate
 from cairn.tasks.groups import sample_seed
-from tests.local_fleet import LocalFleet
+from tests.local_fleet import LocalFleet, calls
 from tests.requests import grouped
 from tests.tiny_run import tiny_config, tiny_context
 
@@ -119,11 +119,11 @@ def test_what_an_evaluation_has_generated_is_kept_when_its_driver_is_killed(tiny
         return generate(requests)
 
     with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
-        engine.generate = two_groups  # type: ignore[method-assign]
+        engine.open = calls(two_groups)  # type: ignore[method-assign]
         with pytest.raises(Killed):
             evaluate(run, 0, "heldout-v000000", None, name="heldout")
     with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
-        engine.generate = count  # type: ignore[method-assign]
+        engine.open = calls(count)  # type: ignore[method-assign]
         commit = evaluate(run, 0, "heldout-v000000", None, name="heldout")
         assert asked == [2, 3]
         assert run.read(commit).equals(whole)
@@ -141,7 +141,7 @@ def test_a_sample_without_a_response_has_no_length(tiny_assets: Path, tmp_path: 
     def refuses_two(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         return generate([replace(r, input_ids=[]) if r.request_id[0] in (1, 2) else r for r in requests])
 
-    engine.generate = refuses_two
+    engine.open = calls(refuses_two)
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         commit = evaluate(run, 0, "heldout-v000000", None, name="heldout")
         rows = run.read(commit).to_pylist()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError
+from cairn.engines.rollout.streams import Stream
 from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration
 from cairn.flows.samples import iteration_samples
@@ -25,7 +26,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.groups import sample_seed
 from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.selection import last_selection, number, trained_groups, unfinished_groups
-from tests.local_fleet import LocalFleet, LocalRollout
+from tests.local_fleet import LocalFleet, LocalRollout, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 BATCH, DRAWN, SAMPLES, LENGTH = 4, 9, 4, 60
@@ -73,7 +74,7 @@ def fleet_with(config: RunConfig, changed: Callable[[LocalRollout, Generate], Ge
     """Its first engine generates in another way, which is made of the engine and its own."""
     fleet = LocalFleet(config)
     engine: Any = fleet.rollout[0]
-    engine.generate = changed(engine, engine.generate)
+    engine.open = calls(changed(engine, engine.generate))
     return fleet
 
 
@@ -354,9 +355,9 @@ def test_groups_that_failed_are_no_part_of_the_share(tiny_assets: Path, tmp_path
 class OtherWeights(LocalRollout):
     """An engine that was restarted with other weights behind the driver's back."""
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+    def open(self) -> Stream:
         self.engine._weight_version = 7
-        return super().generate(requests)
+        return super().open()
 
 
 def test_samples_of_other_weights_never_reach_a_commit(tiny_assets: Path, tmp_path: Path) -> None:

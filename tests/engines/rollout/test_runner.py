@@ -1,6 +1,7 @@
 """`generate` of samples beside a real engine: calls, their seeds, and what is refused of a trajectory."""
 
 import asyncio
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +41,9 @@ def requests(groups: int = 2, samples: int = 2) -> list[SampleRequest]:
 
 
 def generated(engine: TransformersEngine, function: Any, samples: list[SampleRequest]) -> list[GeneratedSample]:
-    stream = beside(engine.generate, samples, PARAMS, function)
-    return sorted((sample for part in stream for sample in part), key=lambda sample: sample.key)
+    with closing(engine.open()) as stream:
+        found = [sample for part in beside(stream, samples, PARAMS, function) for sample in part]
+    return sorted(found, key=lambda sample: sample.key)
 
 
 async def two_turns(ctx: Context, sample: SampleRequest) -> Trajectory:

@@ -162,14 +162,17 @@ def test_no_more_samples_are_asked_at_a_time_than_allowed(engine: SGLangEngine, 
     assert 0 < most <= 3
 
 
-def test_a_request_that_the_server_refuses_is_named_when_the_others_are_done(route: Route) -> None:
-    asked = requests(2)
-    asked += group(7, [5] * 5000, (1, 2), SamplingParams(4))  # more than the server's context
-    done: list[Completion] = []
-    with pytest.raises(RequestRefused) as refused:
-        done.extend(sample for part in streamed(generation(route, context=9000), asked) for sample in part)
-    assert refused.value.refused.keys() == {(7, 0), (7, 1)}
-    assert "400" in refused.value.refused[7, 0]
+def test_a_request_that_the_server_refuses_is_named_and_the_others_come(route: Route) -> None:
+    asked = group(7, [5] * 5000, (1, 2), SamplingParams(4))  # more than the server's context
+    stream = streamed(generation(route, context=9000), asked + requests(2))
+    done, refused = list[Completion](), dict[RequestId, str]()
+    for _ in range(2):
+        with pytest.raises(RequestRefused) as told:
+            done.extend(sample for part in stream for sample in part)
+        refused |= told.value.refused
+    done.extend(sample for part in stream for sample in part)
+    assert refused.keys() == {(7, 0), (7, 1)}
+    assert "400" in refused[7, 0]
     assert {c.request_id for c in done} == ids(2, 4)
 
 

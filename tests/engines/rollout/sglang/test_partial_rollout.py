@@ -20,7 +20,7 @@ from cairn.storage.commits import Step
 from cairn.storage.verification import verify
 from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.selection import last_selection, unfinished_groups
-from tests.local_fleet import LocalFleet, LocalRollout
+from tests.local_fleet import LocalFleet, LocalRollout, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 BATCH, SAMPLES, LENGTH = 2, 3, 400
@@ -34,7 +34,7 @@ class Served(LocalRollout):
         self.engine = engine  # type: ignore[assignment]
         self.batch_invariant = False
         self.serving = threading.Lock()
-        self._samples = SampleEngine(lambda requests: self.generate(requests), engine.abort)
+        self._samples = SampleEngine(calls(self.generate), engine.abort)
         self._dies_after = dies_after
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:

@@ -1,0 +1,72 @@
+"""Ends samples whose code takes too long: one that waits without end alone, one that keeps the others from their turn
+with the whole process."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cairn.engines.rollout.runner import Runner
+from cairn.engines.trajectories import SampleKey, SampleRequest
+
+TICK = 1.0
+"""Seconds between two looks, at most."""
+
+
+class Watchdog:
+    """Of the samples of a call, while it runs; a context of the thread that runs their loop.
+
+    Args:
+        seconds: that a sample may take from its begin, or an answer of the engine, until it asks the engine or ends.
+        hung: told the sample whose code does not give the loop back, None where that cannot be known, and a sentence.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        runner: Runner,
+        samples: Sequence[SampleRequest],
+        seconds: float,
+        hung: Callable[[tuple[SampleKey | None, str]], None],
+    ) -> None:
+        self._loop = loop
+        self._runner = runner
+        self._seconds = seconds
+        self._hung = hung
+        self._since = {sample.key: time.monotonic() for sample in samples}
+        self._turned = time.monotonic()
+        """When the loop last came round."""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._tick = min(TICK, seconds / 4)
+
+    def __enter__(self) -> "Watchdog":
+        self._look()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._over.set()
+        self._next.cancel()
+        self._thread.join()
+
+    def goes_on(self, key: SampleKey) -> None:
+        """A sample has an answer."""
+        self._since[key] = time.monotonic()
+
+    def _look(self) -> None:
+        """On the loop."""
+        self._turned = now = time.monotonic()
+        for key in self._runner.working:
+            if now - self._since[key] > self._seconds:
+                self._runner.give_up(key, f"generate: it took longer than {self._seconds:g} s without the engine")
+        self._next = self._loop.call_later(self._tick, self._look)
+
+    def _watch(self) -> None:
+        """In a thread, since the loop does not come round where a sample keeps it."""
+        while not self._over.wait(self._tick):
+            if time.monotonic() - self._turned > self._seconds + self._tick:
+                told = f"it kept all others waiting for longer than {self._seconds:g} s: let it await what it does"
+                self._hung((self._runner.current(), f"generate: {told}"))
+                return

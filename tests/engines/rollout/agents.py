@@ -1,0 +1,45 @@
+"""Functions that samples go through in tests, here and in the process of user code."""
+
+import asyncio
+import os
+import time
+
+from cairn.engines.rollout.context import Context
+from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
+
+WORLD = [9, 10, 11]
+
+
+async def turns(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """As many turns of as many tokens as the sample says; the world speaks in between."""
+    ids, segments = list(sample.prompt_ids), list[Segment]()
+    for length in sample.metadata["turns"]:
+        if segments:
+            segments.append(Segment.given(WORLD))
+            ids += WORLD
+        segments.append(await ctx.sample(ids, max_new_tokens=length))
+        ids += segments[-1].ids.tolist()
+    return Trajectory(segments)
+
+
+async def tells_its_process(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """By an error, which reaches whoever asked."""
+    raise RuntimeError(os.getpid())
+
+
+async def waits(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group for what never comes."""
+    if sample.index == 0:
+        await asyncio.Event().wait()
+    return await turns(ctx, sample)
+
+
+async def sleeps(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group, in a task, with the loop in its hands."""
+
+    async def sleep() -> None:
+        time.sleep(3600)
+
+    if sample.index == 0:
+        await asyncio.create_task(sleep())
+    return await turns(ctx, sample)
