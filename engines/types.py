@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-Role = Literal["actor", "ref", "teacher", "critic"]
+ModelRole = Literal["actor", "ref", "teacher", "critic"]
 """A model of the training engine: the policy that is trained, the reference of the KL divergence, the teacher of
 on-policy distillation, or the critic, which is trained beside the policy."""
 

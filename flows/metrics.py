@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.factory import kind_of
 from cairn.storage.commits import Commit, Step
 
 
@@ -75,7 +76,7 @@ METRICS: tuple[Metric, ...] = (
         "Given to the engine: of the generated samples' prompts, and of responses that were continued.",
         is_count=True,
     ),
-    Metric("rollout/cached_tokens", "tokens", "rollout", "Of them, found in SGLang's prefix cache.", is_count=True),
+    Metric("rollout/cached_tokens", "tokens", "rollout", "Of them, found in a server's prefix cache.", is_count=True),
     Metric(
         "rollout/<engine>/running_requests_max",
         "samples",
@@ -212,7 +213,7 @@ METRICS: tuple[Metric, ...] = (
         "perf/cache_hit_rate",
         "fraction",
         "rollout",
-        "`rollout/cached_tokens` / `rollout/prompt_tokens`, of SGLang's servers.",
+        "`rollout/cached_tokens` / `rollout/prompt_tokens`, of engines that keep prefixes.",
     ),
     Metric(
         "perf/actor_train_tok_per_s", "tokens/s", "timings", "Trained tokens per second of `perf/actor_train_time`."
@@ -310,7 +311,7 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
     gpus = config.rollout.num_engines * (config.rollout.num_gpus_per_engine or 1)
     if rollout_time > 0 and "rollout/response_tokens" in metrics:
         performance["perf/tokens_per_gpu_per_sec"] = metrics["rollout/response_tokens"] / rollout_time / gpus
-    if config.rollout.engine == "sglang" and metrics.get("rollout/prompt_tokens"):
+    if kind_of(config.rollout.engine).caches_prefixes and metrics.get("rollout/prompt_tokens"):
         performance["perf/cache_hit_rate"] = metrics["rollout/cached_tokens"] / metrics["rollout/prompt_tokens"]
     if seconds.get(Step.TRAIN) and "train/tokens" in metrics:
         performance["perf/actor_train_tok_per_s"] = metrics["train/tokens"] / seconds[Step.TRAIN]

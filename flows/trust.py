@@ -21,8 +21,8 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.plugins import code_files
 from cairn.configs.schema.base import Section
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED, refused
-from cairn.engines.training.megatron.permitted import PERMITTED as MEGATRON_PERMITTED
+from cairn.engines.rollout.factory import KINDS, kind_of
+from cairn.engines.training.options import permitted as permitted_of_training
 from cairn.storage import layout
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
@@ -136,17 +136,32 @@ def _template_arguments(value: Mapping[str, Any], store: Store) -> str | None:
     return f"a store may hand a chat template numbers, switches and text, and no template: {GIVE_THE_RECIPE}"
 
 
-def _among(permitted: frozenset[str], whose: str) -> Rule:
+_WORD = re.compile(r"[A-Za-z0-9_+-]{0,64}")
+"""Names neither a file, nor an address, nor a module of a package."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a switch, a word, or a list of these."""
+    if isinstance(value, list | tuple):
+        return all(is_plain(item) and not isinstance(item, list | tuple) for item in value)
+    return value is None or isinstance(value, int | float) or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
+
+
+def _among(permitted: frozenset[str], may_hold: Callable[[Any], bool]) -> Rule:
+    """Of an engine's own options, those that it says a store may set, to what they may hold."""
+
     def rule(value: Mapping[str, Any] | None, store: Store) -> str | None:
-        names = refused(value or {}, permitted)
-        return f"a store may not set {', '.join(names)} of {whose}: {GIVE_THE_RECIPE}" if names else None
+        names = sorted(name for name, held in (value or {}).items() if name not in permitted or not may_hold(held))
+        return f"a store may not set {', '.join(names)} there: {GIVE_THE_RECIPE}" if names else None
 
     return rule
 
 
-def _megatron(value: Mapping[str, Any], store: Store) -> str | None:
-    names = sorted(value.keys() - MEGATRON_PERMITTED)
-    return f"a store may not set {', '.join(names)} of Megatron: {GIVE_THE_RECIPE}" if names else None
+def _of_engines() -> dict[str, Rule]:
+    served = {option: names for engine in KINDS for option, names in kind_of(engine).permitted.items()}
+    return {option: _among(names, is_plain) for option, names in served.items()} | {
+        option: _among(names, lambda value: True) for option, names in permitted_of_training().items()
+    }
 
 
 def _servers(value: tuple[str, ...], store: Store) -> str | None:
@@ -186,13 +201,10 @@ RULES: Mapping[str, Rule] = {
     "model.teacher_path": _model_folder,
     "model.critic_path": _model_folder,
     **{f"data.{name}": rule for name, rule in _ROW.items()},
-    "rollout.sglang": _among(PERMITTED, "a server"),
-    "rollout.router": _among(ROUTER_PERMITTED, "the router"),
-    "rollout.server_groups.overrides": _among(PERMITTED, "a server"),
+    **_of_engines(),
     "rollout.external_urls": _servers,
     "reward.rm_type": _anything,  # one of Cairn's own, or refused when it is looked up
     "retry.grader.errors": _anything,  # names that are compared with those of exceptions, never imported
-    "training.megatron": _megatron,
     "training.lora.target_modules": _anything,
     **{f"eval.benchmarks.{name}": rule for name, rule in _ROW.items()},
     "eval.benchmarks.name": _anything,

@@ -17,7 +17,7 @@ from cairn.engines.errors import BadModel
 from cairn.engines.fleet.machines import placement_problems
 from cairn.engines.models import check_model_folder, context_length
 from cairn.engines.rollout.factory import kind_of
-from cairn.engines.training.megatron.options import problems as megatron_problems
+from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.storage.commits import FORMAT
 from cairn.tasks.data import BadData, PromptData
@@ -30,10 +30,8 @@ def setup_problems(config: RunConfig, began: int = FORMAT) -> list[str]:
     the run's manifest, for what it may go on with though a new run may not begin with it."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
     problems += [*placement_problems(config), *weight_problems(config)]
-    if config.training.engine == "megatron":
-        model = config.model
-        for path in filter(None, (model.path, model.ref_path, model.teacher_path, model.critic_path)):
-            problems += megatron_problems(config.training, path)
+    for path in config.model.folders.values():
+        problems += training_problems(config.training, path)
     if config.training.lora.r and not problems:
         from cairn.engines.training.torch.lora import lora_problems  # imports peft, which only those runs need
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from cairn.engines.rollout.factory import kind_of
 from cairn.storage.commits import Step
 from cairn.storage.layout import commit_name
 
@@ -51,13 +52,13 @@ class Casualties:
         if not ids:
             return f"{told}, with no prompt that was unfinished each time"
         data = "the benchmark's data" if step.attempt.step is Step.EVAL else "data.path"
-        fewer = "sglang_server_concurrency" if step.run.config.rollout.engine == "sglang" else "max_running_requests"
+        fewer = kind_of(step.run.config.rollout.engine).bounded_by
         given, before = _spell(sorted(rows[id] + 1 for id in ids)), step.iteration - 1
         where = f"a fork (`cairn fork {step.run.ledger.run}@{before} NEW --set …`)" if before >= 0 else "a new run"
         return (
             f"{told}, each time with {given} of {data} unfinished (counted from 1): "
             "if it is a prompt that ends it, leave its row out of the data, or have fewer samples generated at a time "
-            f"(rollout.{fewer}), in {where}"
+            f"({fewer}), in {where}"
         )
 
 

@@ -5,7 +5,7 @@
 
 from cairn.configs.digest import recorded_digest
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.rollout.sglang.kept import kept_problems
+from cairn.engines.rollout.factory import kind_of
 from cairn.storage import canonical
 from cairn.storage.commits import Step
 from cairn.storage.terms import Rules, Terms
@@ -139,7 +139,7 @@ def untold(rollout: RolloutConfig, began: int) -> str | None:
     now, with an engine that says; with another one they go on as they began. A run that begins today is refused there
     (`cairn.flows.validation`), a fork of such a run too.
     """
-    return next(kept_problems(rollout), None) if began == 2 and rollout.engine == "sglang" else None
+    return next(iter(kind_of(rollout.engine).kept_problems(rollout)), None) if began == 2 else None
 
 
 def rules_of(terms: Terms, step: Step) -> Rules:

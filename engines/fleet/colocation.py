@@ -16,13 +16,13 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError
 from cairn.engines.fleet.calls import at_the_same_time
 from cairn.engines.fleet.handles import EngineHandle
-from cairn.engines.fleet.roles import LEAST_CPUS, Role
+from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
 from cairn.engines.weights.layout import MemoryTag
 
 
-def share_bundles(training: Role, rollout: Role, config: RunConfig) -> tuple[Role, Role]:
+def share_bundles(training: ActorRole, rollout: ActorRole, config: RunConfig) -> tuple[ActorRole, ActorRole]:
     """Both roles, the rollout engines as guests: each in the bundle of the ranks whose GPUs it uses. On CPUs, which are
     not shared, each is a guest of one rank.
 

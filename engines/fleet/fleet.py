@@ -31,7 +31,7 @@ from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import EngineHandle
 from cairn.engines.fleet.machines import ranks_together
 from cairn.engines.fleet.placement import Placement
-from cairn.engines.fleet.roles import Bundle, Role, in_bundles
+from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.router import RouterHandle
 from cairn.engines.fleet.serving import Serving
@@ -246,7 +246,7 @@ def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: f
         placement.remove(Deadline(timeout))
 
 
-def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[Role]:
+def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[ActorRole]:
     """What the rollout engines, the training ranks and, where there is one, the router need."""
     rollout, training = _rollout_role(config, plan), _training_role(config, total_steps)
     if config.fleet.colocate:
@@ -254,9 +254,9 @@ def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[Role
     return [rollout, training, *([_router_role(config)] if plan.router is not None else [])]
 
 
-def _rollout_role(config: RunConfig, plan: LaunchPlan) -> Role:
+def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
     fleet = config.fleet
-    return Role(
+    return ActorRole(
         "rollout",
         RolloutActor,
         tuple(Bundle(fleet.num_cpus_per_engine, e.num_gpus) for e in plan.engines for _ in range(e.nnodes)),
@@ -266,16 +266,16 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> Role:
     )
 
 
-def _router_role(config: RunConfig) -> Role:
+def _router_role(config: RunConfig) -> ActorRole:
     checks = [f"rollout.rollout_health_check_{name}" for name in ("interval", "timeout")]
     made_from = digest(config, ["rollout.router", "rollout.server_groups", *checks])[:16]
-    return Role("router", RouterActor, (Bundle(0),), 1, made_from, "rollout.router")
+    return ActorRole("router", RouterActor, (Bundle(0),), 1, made_from, "rollout.router")
 
 
-def _training_role(config: RunConfig, total_steps: int) -> Role:
+def _training_role(config: RunConfig, total_steps: int) -> ActorRole:
     training, fleet = config.training, config.fleet
     trained = ["model", "training", "algorithm", "rollout.rollout_temperature"]
-    return Role(
+    return ActorRole(
         "training",
         TrainingActor,
         in_bundles(training.world_size, ranks_together(config), fleet.num_cpus_per_rank, training.num_gpus_per_rank),

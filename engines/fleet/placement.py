@@ -18,7 +18,7 @@ from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.cluster import NAMESPACE, Cluster, ClusterError, require_cluster
 from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
 from cairn.engines.fleet.handles import CONTROL, Actor
-from cairn.engines.fleet.roles import LEAST_CPUS, Role, room_problem
+from cairn.engines.fleet.roles import LEAST_CPUS, ActorRole, room_problem
 from cairn.engines.fleet.slots import Slot, Where, arrange, ask
 
 LOOK_INTERVAL = 0.1
@@ -29,7 +29,7 @@ LOOK_INTERVAL = 0.1
 class _Group:
     """A role's placement group, and where its bundles were seen last."""
 
-    role: Role
+    role: ActorRole
     name: str
     handle: PlacementGroup
     where: dict[int, Where] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Placement:
     def __init__(
         self,
         fleet_name: str,
-        roles: Sequence[Role],
+        roles: Sequence[ActorRole],
         cluster: Cluster,
         deadline: Deadline,
         tenure: Tenure | None = None,
@@ -115,11 +115,11 @@ class Placement:
         tables = [placement_group_table(group.handle) for group in self._groups.values()]
         return {node for table in tables for node in table.get("bundles_to_node_id", {}).values()}
 
-    def actors(self, role: Role) -> list[Actor]:
+    def actors(self, role: ActorRole) -> list[Actor]:
         """The role's actors, none of them created yet."""
         return [self._actor(role, index) for index in range(role.num_actors)]
 
-    def slot(self, role: Role, index: int, deadline: Deadline) -> Slot:
+    def slot(self, role: ActorRole, index: int, deadline: Deadline) -> Slot:
         """Where an actor of the role is to run. Ray is asked again for every bundle that does not lie where it lay, and
         a group that somebody removed is made again; actors whose bundles stayed keep their slots.
 
@@ -142,7 +142,7 @@ class Placement:
             return
         _remove({group.name: group.handle for group in self._groups.values()}, deadline)
 
-    def _reserve(self, role: Role, name: str) -> PlacementGroup:
+    def _reserve(self, role: ActorRole, name: str) -> PlacementGroup:
         return placement_group([bundle.resources for bundle in role.bundles], "PACK", name, lifetime=self._lifetime)
 
     def _settle(self, group: _Group, actor: int, deadline: Deadline) -> None:
@@ -164,7 +164,7 @@ class Placement:
                 raise ClusterError(_no_room([group.role], problem))
             time.sleep(LOOK_INTERVAL)
 
-    def _actor(self, role: Role, index: int) -> Actor:
+    def _actor(self, role: ActorRole, index: int) -> Actor:
         bundle = role.bundles[role.bundle_of(index)[0]]
         name = f"{self._prefix}:{role.name}:{index}"
 
@@ -187,12 +187,12 @@ class Placement:
         return Actor(name, create, lambda deadline: self.slot(role, index, deadline), self._tenure)
 
 
-def _largest_bundle(role: Role) -> tuple[float, float]:
+def _largest_bundle(role: ActorRole) -> tuple[float, float]:
     resources = [bundle.resources for bundle in role.bundles]
     return max(each.get("GPU", 0) for each in resources), max(each["CPU"] for each in resources)
 
 
-def _shape(role: Role) -> str:
+def _shape(role: ActorRole) -> str:
     """Digest of the bundles: what is reserved otherwise is another group."""
     return hashlib.sha256(canonical_json([bundle.resources for bundle in role.bundles])).hexdigest()[:8]
 
@@ -214,14 +214,14 @@ def _remove(groups: dict[str, PlacementGroup], deadline: Deadline) -> None:
             time.sleep(0.01)
 
 
-def _require_capacity(roles: Sequence[Role]) -> None:
+def _require_capacity(roles: Sequence[ActorRole]) -> None:
     """A cluster of this machine alone does not grow; its CPUs are as many as were asked for."""
     wanted = sum(bundle.resources.get("GPU", 0) for role in roles for bundle in role.bundles)
     if wanted > ray.cluster_resources().get("GPU", 0):
         raise ClusterError(_no_room(roles, "has too few GPUs"))
 
 
-def _no_room(roles: Sequence[Role], problem: str) -> str:
+def _no_room(roles: Sequence[ActorRole], problem: str) -> str:
     total, free = ray.cluster_resources(), ray.available_resources()
     has = ", ".join(f"{total.get(kind, 0):g} {kind} ({free.get(kind, 0):g} free)" for kind in ("CPU", "GPU"))
     return (

@@ -32,7 +32,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Role:
+class ActorRole:
     """What the actors of one role need."""
 
     name: str
@@ -44,7 +44,7 @@ class Role:
     """Of everything that its actors are made from: only equal ones are taken over from an earlier driver."""
     options: str
     """The options that say how much it asks for, for messages."""
-    host: "Role | None" = None
+    host: "ActorRole | None" = None
     """The role in whose bundles its actors are guests: they reserve no GPU and have those of their hosts in turn."""
     hosts: tuple[range, ...] = ()
     """For each of its actors those of the host whose GPUs it has; all in one bundle."""
@@ -78,7 +78,7 @@ def in_bundles(count: int, together: int, num_cpus: float, num_gpus: float) -> t
     return tuple(Bundle(num_cpus, num_gpus, size) for size in [together] * whole + [rest] * (rest > 0))
 
 
-def room_problem(roles: Sequence[Role], machines: Sequence[Mapping[str, float]]) -> str | None:
+def room_problem(roles: Sequence[ActorRole], machines: Sequence[Mapping[str, float]]) -> str | None:
     """Why machines that have enough in all do not have it where it must be together; None if they may have.
 
     Args:

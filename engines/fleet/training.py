@@ -12,7 +12,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.fleet.calls import Deadline, put, wait
 from cairn.engines.fleet.handles import Actor, ModelHandle
-from cairn.engines.types import Position, Role, TrainBatch, TrainResult
+from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.engines.weights.layout import Layout
 from cairn.storage.errors import NoSpace
 from cairn.storage.store import StoredFile
@@ -62,7 +62,7 @@ class TrainingHandle(ModelHandle):
         args = (put(batch), num_steps, expected_version, input_digest, train_actor)
         return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
 
-    def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
+    def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         """[R_i] float32 for each sample: log-probs of its response tokens, or the critic's values."""
         return self._on_all("score", put(batch), role)[0]
 

@@ -4,7 +4,7 @@ Plain values: nothing here, and nothing that a kind is described with, loads PyT
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cairn.configs.schema.rollout import RolloutConfig
@@ -47,7 +47,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True)
-class Kind:
+class EngineKind:
     """A kind of rollout engine."""
 
     engine: str
@@ -71,3 +71,12 @@ class Kind:
     """Whether its processes join a group in which the trainer broadcasts weights."""
     maps_gpu_memory: bool = False
     """Whether it takes weights from the memory of GPUs that it shares with training."""
+    caches_prefixes: bool = False
+    """Whether it counts tokens that it need not compute again, for it has seen a prompt's beginning before."""
+    bounded_by: str = "rollout.max_running_requests"
+    """The option that bounds how many samples it generates at a time."""
+    kept_problems: Callable[[RolloutConfig], Iterable[str]] = lambda rollout: ()
+    """Sentences on why it would not say what top-p and top-k left to draw tokens from, asked of the configuration
+    alone."""
+    permitted: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """What a store may set of options that are its own mappings, by their names: see `cairn.flows.trust`."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from cairn.engines.types import Position, Role, TrainBatch, TrainResult
+from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.storage.commits import Environment
 from cairn.storage.store import Store, StoredFile
 
@@ -54,7 +54,7 @@ class TrainingEngine(Protocol):
                 was not the first, a checkpoint must be loaded.
         """
 
-    def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
+    def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         """[R_i] float32 for each sample: its response tokens' log-probs under the actor, the reference or the teacher,
         at the rollout's temperature; of the critic, the value of each token's state, that is of what stands before the
         token.

@@ -21,7 +21,7 @@ from cairn.engines.training.losses.metrics import over_steps
 from cairn.engines.training.needs import has_critic, scores_needed
 from cairn.engines.training.optimizer import learning_rate
 from cairn.engines.training.validate import check_batch, check_trainable
-from cairn.engines.types import Position, Role, TrainBatch, TrainResult
+from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.storage.commits import Environment
 from cairn.storage.errors import Damaged
 
@@ -39,9 +39,9 @@ _FINITE = ("loss", "value_loss", "grad_norm", "critic_grad_norm")
 """Metrics without which no step is taken."""
 
 
-def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[Role, str]:
+def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[ModelRole, str]:
     """The folders of the models that an algorithm scores samples with and that never change."""
-    folders: dict[Role, str | None] = {"ref": model.ref_path or model.path, "teacher": model.teacher_path}
+    folders: dict[ModelRole, str | None] = {"ref": model.ref_path or model.path, "teacher": model.teacher_path}
     roles = scores_needed(algorithm).values()
     return {role: folder for role, folder in folders.items() if role in roles and folder is not None}
 
@@ -164,7 +164,7 @@ class ExactlyOnceEngine(ABC):
         self._last = (input_digest, result)
         return result
 
-    def score(self, batch: TrainBatch, role: Role) -> list[np.ndarray]:
+    def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         self._require_ready()
         check_batch(batch)
         if role not in self._scorers:

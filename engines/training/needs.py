@@ -7,9 +7,9 @@ besides.
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.types import Role
+from cairn.engines.types import ModelRole
 
-SCORES: dict[str, Role] = {
+SCORES: dict[str, ModelRole] = {
     "old_log_probs": "actor",
     "ref_log_probs": "ref",
     "teacher_log_probs": "teacher",
@@ -59,7 +59,7 @@ def has_critic(algorithm: AlgorithmConfig) -> bool:
     return "values" in declared(ESTIMATOR.load(algorithm.advantage_estimator)).needs
 
 
-def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, Role]:
+def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, ModelRole]:
     """The columns that are scored, and the model that each is asked of.
 
     Args:

@@ -13,7 +13,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import EngineError
-from cairn.engines.types import Role, TrainBatch, TrainResult
+from cairn.engines.types import ModelRole, TrainBatch, TrainResult
 from cairn.engines.weights.source import WeightSource
 from cairn.storage.store import StoredFile, open_store
 
@@ -83,7 +83,7 @@ class TrainingRank(WeightSource):
             train_actor=train_actor,
         )
 
-    def score(self, batch: TrainBatch, role: Role) -> "list[np.ndarray] | None":
+    def score(self, batch: TrainBatch, role: ModelRole) -> "list[np.ndarray] | None":
         """The scores on rank 0, None elsewhere: all ranks have the same."""
         scores = self._started.score(batch, role)
         return scores if self._rank == 0 else None

@@ -2,12 +2,9 @@
 the work, or choose a kernel.
 
 Every other one needs a recipe: those that name files, addresses, programs, modules or models, those that hold JSON, and
-those that a later SGLang adds. What a permitted option may hold is in `is_plain`.
+those that a later SGLang adds. What a permitted option may hold says
+`cairn.flows.trust`.
 """
-
-import re
-from collections.abc import Mapping
-from typing import Any
 
 LAYOUT = """
     tp_size pp_size dp_size ep_size attn_cp_size dcp_size moe_dp_size moe_dense_tp_size base_gpu_id gpu_id_step device
@@ -69,18 +66,3 @@ ROUTER = """
 """
 
 ROUTER_PERMITTED = frozenset(ROUTER.split())
-
-_WORD = re.compile(r"[A-Za-z0-9_+-]{0,64}")
-"""Names neither a file, nor an address, nor a module of a package."""
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a switch, a word, or a list of these."""
-    if isinstance(value, list | tuple):
-        return all(is_plain(item) and not isinstance(item, list | tuple) for item in value)
-    return value is None or isinstance(value, int | float) or (isinstance(value, str) and bool(_WORD.fullmatch(value)))
-
-
-def refused(options: Mapping[str, Any], permitted: frozenset[str]) -> list[str]:
-    """Names of those that a store may not set, or not to what it does."""
-    return sorted(name for name, value in options.items() if name not in permitted or not is_plain(value))

@@ -1,11 +1,11 @@
 """What the driver knows of `rollout.engine: transformers`."""
 
 from cairn.configs.schema.rollout import RolloutConfig
-from cairn.engines.rollout.plan import EnginePlan, Kind, LaunchPlan
+from cairn.engines.rollout.plan import EngineKind, EnginePlan, LaunchPlan
 
 
 def _plan(config: RolloutConfig, gives_memory_away: bool) -> LaunchPlan:
     return LaunchPlan((EnginePlan(num_gpus=config.num_gpus_per_engine),) * config.num_engines)
 
 
-KIND = Kind(engine="cairn.engines.rollout.transformers.engine:make", plan=_plan, tells_checksum=True)
+KIND = EngineKind(engine="cairn.engines.rollout.transformers.engine:make", plan=_plan, tells_checksum=True)

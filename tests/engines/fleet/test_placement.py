@@ -17,7 +17,7 @@ from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster, ClusterError, seconds_until_drained
 from cairn.engines.fleet.placement import Placement
-from cairn.engines.fleet.roles import Bundle, Role
+from cairn.engines.fleet.roles import ActorRole, Bundle
 from cairn.engines.fleet.slots import Slot, Where, arrange
 from tests.engines.fleet.simulated_machines import Machines, add, drain, lose, simulated_machines, slots
 from tests.waiting import wait_for
@@ -145,9 +145,9 @@ class Tiny(EngineActor):
 
 def live_through_the_loss_of_a_machine() -> None:
     """Four pairs of ranks on two machines, a guest in each pair; one machine goes and another one comes."""
-    training = Role("training", Tiny, (Bundle(0.1, 1, actors=2, guest_cpus=0.1),) * 4, 1, "a", "options")
+    training = ActorRole("training", Tiny, (Bundle(0.1, 1, actors=2, guest_cpus=0.1),) * 4, 1, "a", "options")
     hosts = tuple(range(2 * pair, 2 * pair + 2) for pair in range(4))
-    rollout = Role("rollout", Tiny, (Bundle(0.1, 2),) * 4, 1, "b", "options", training, hosts)
+    rollout = ActorRole("rollout", Tiny, (Bundle(0.1, 2),) * 4, 1, "b", "options", training, hosts)
     placement = Placement("lost", [training, rollout], Cluster("joined"), Deadline(60))
     ranks, guests = placement.actors(training), placement.actors(rollout)
 
@@ -188,7 +188,7 @@ def test_after_the_loss_of_a_machine_its_actors_alone_have_other_slots(machines:
 
 def learn_that_a_machine_is_drained() -> None:
     """Of two machines with a rank each."""
-    role = Role("training", Tiny, (Bundle(0.1, 4),) * 2, 1, "a", "options")
+    role = ActorRole("training", Tiny, (Bundle(0.1, 4),) * 2, 1, "a", "options")
     placement = Placement("drained", [role], Cluster("joined"), Deadline(60))
     for actor in placement.actors(role):
         actor.create(Deadline(60))

@@ -16,7 +16,7 @@ from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.placement import Placement
-from cairn.engines.fleet.roles import Bundle, Role
+from cairn.engines.fleet.roles import ActorRole, Bundle
 from cairn.engines.types import Completion, SamplingParams
 from cairn.storage.errors import LeaseLost
 from cairn.storage.leases import Lease, Outcome
@@ -139,7 +139,9 @@ def test_a_driver_that_loses_its_run_while_it_waits_for_room_leaves_its_groups_t
         if pending():
             raise LeaseLost("taken over")
 
-    role = Role("rollout", RolloutActor, (Bundle(NUM_CPUS), Bundle(NUM_CPUS)), 1, "digest", "fleet.num_cpus_per_engine")
+    role = ActorRole(
+        "rollout", RolloutActor, (Bundle(NUM_CPUS), Bundle(NUM_CPUS)), 1, "digest", "fleet.num_cpus_per_engine"
+    )
     with pytest.raises(LeaseLost):
         Placement("waits", [role], ray_cluster, Deadline(1.0), Tenure(Claim("run", 1), look))
     (name,) = pending()
