@@ -6,7 +6,7 @@ itself alone where it is behind.
 
 from typing import Any
 
-from cairn.engines.errors import PublicationGone
+from cairn.engines.errors import PublicationGone, WeightsDiffer
 from cairn.engines.types import Publication
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
@@ -36,19 +36,20 @@ def publish(run: RunContext, weights: Commit | None) -> Publication:
 
 def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
     """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed. They are published again where
-    the engine needs them and they are not there any more, or not yet in this driver.
+    the engine needs them and they are not there any more, not yet in this driver, or not what was published.
 
     Raises PublicationGone where another half learns meanwhile: the training engine is ahead, and does not go back.
     """
     version = version_of(weights)
     try:
         run.fleet.serve(engine, version)
-    except PublicationGone as gone:
+    except (PublicationGone, WeightsDiffer) as error:
         if run.side_by_side:
+            why = "is not published any more" if isinstance(error, PublicationGone) else f"was dropped ({error})"
             raise PublicationGone(
-                f"weight version {version} is not published any more, and the training engine is ahead of it: `cairn "
-                "resume` publishes it again"
-            ) from gone
+                f"weight version {version} {why}, and the training engine is ahead of it: `cairn resume` publishes it "
+                "again"
+            ) from error
         with run.weights_lock:  # who waited for it finds what the other one published
             if version not in run.fleet.published():
                 publish(run, weights)

@@ -22,7 +22,7 @@ def verify_checksum(target: RolloutHandle, version: int, digest: str) -> None:
     if found != digest:
         raise WeightsDiffer(
             f"{target.name} holds weights with checksum {found}, and weight version {version} was published with "
-            f"{digest}: that publication is dropped; publish the version again"
+            f"{digest}: it must be published again"
         )
 
 

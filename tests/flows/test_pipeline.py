@@ -4,11 +4,12 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineError, PublicationGone
+from cairn.engines.errors import EngineError, PublicationGone, WeightsDiffer
 from cairn.flows.iteration import iteration
 from cairn.flows.pipeline import Pipeline
 from cairn.flows.prefect_steps import Stopping
@@ -161,10 +162,16 @@ def test_a_killed_run_goes_on_at_its_oldest_open_half_and_ends_with_the_same_wei
     assert not [name for name in events.executed() if int(name[:6]) < index - lag]
 
 
-def test_a_publication_that_is_gone_while_another_half_learns_is_named(tiny_assets: Path, tmp_path: Path) -> None:
+def test_a_publication_that_is_of_no_use_while_another_half_learns_is_named(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
         iteration(run, DirectSteps(run), 0)
         run.side_by_side = True
         run.fleet._published.clear()
+        trained = run.committed(0, Step.TRAIN)
         with pytest.raises(PublicationGone, match=r"weight version 1 is not published any more.*cairn resume"):
-            serve(run, run.fleet.rollout[0], run.committed(0, Step.TRAIN))
+            serve(run, run.fleet.rollout[0], trained)
+        monkeypatch.setattr(run.fleet, "serve", Mock(side_effect=WeightsDiffer("it holds other weights")))
+        with pytest.raises(PublicationGone, match=r"version 1 was dropped \(it holds other weights\).*cairn resume"):
+            serve(run, run.fleet.rollout[0], trained)

@@ -27,10 +27,6 @@ class Memory:
         self._device = device
         self._away: dict[int, _Away] = {}
 
-    @property
-    def is_away(self) -> bool:
-        return bool(self._away)
-
     def give(self, kept: Iterable[torch.Tensor], dropped: Iterable[torch.Tensor]) -> None:
         """Give away the memory of all tensors on the device.
 
