@@ -4,6 +4,10 @@ An engine gets its configuration through a view of exactly these, and their dige
 it: a sample or an update says which engine made it.
 """
 
+from types import SimpleNamespace
+
+from cairn.configs.reads import reads_under
+from cairn.configs.schema.base import Section
 from cairn.configs.view import Reader
 
 ENGINES: dict[str, tuple[str, ...]] = {
@@ -69,6 +73,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 
 
-def reader_of(engine: str) -> Reader:
-    """The engine `rollout` or `training` as a reader of the configuration."""
-    return Reader(f"the {engine} engine", "ENGINES in cairn.configs.engines", ENGINES[engine])
+def reader_of(engine: str, **sections: Section) -> Reader:
+    """The engine `rollout` or `training` as a reader of the configuration. `sections`: those that name user code."""
+    reads = reads_under(SimpleNamespace(**sections), ENGINES[engine]) if sections else ENGINES[engine]
+    return Reader(f"the {engine} engine", "ENGINES in cairn.configs.engines, or `reads` of your `cairn.plugin`", reads)

@@ -32,7 +32,8 @@ class Declaration:
     needs: frozenset[str] = frozenset()
     """Of what its kind may need, what is to be computed and handed to it."""
     reads: frozenset[str] = frozenset()
-    """Options of its section that have an effect where it is named, beside those that every one of its kind has."""
+    """Options of its section that it reads. Of ours they have an effect only where it is named; of yours they count in
+    the digests of the steps that run it, beside those that these declare (`cairn.configs.reads`)."""
 
 
 def plugin(*, needs: Collection[str] = (), reads: Collection[str] = ()) -> Callable[[Function], Function]:
@@ -97,6 +98,11 @@ class Kind:
         for need in sorted(declared(function).needs - self.needs):
             known = ", ".join(sorted(self.needs)) or "nothing"
             raise BadPlugin(f"the {self.name} {name!r} needs {need!r}, which nobody computes: let it need of {known}")
+        given_options = any("config" in way for way in self.takes)
+        if not given_options and (reads := declared(function).reads):
+            raise BadPlugin(
+                f"the {self.name} {name!r} reads {min(reads)!r}, and no {self.name} is given options: leave it out"
+            )
         return function
 
     def ways(self, name: str, function: Callable[..., Any]) -> list[tuple[str, ...]]:
@@ -152,7 +158,7 @@ LOSS = Kind(
     "cairn.engines.training.losses",
     "loss",
     (("log_probs", "tokens", "config"),),
-    frozenset({"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs"}),
+    frozenset({"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values"}),
 )
 REWARD = Kind(
     "grader",

@@ -169,6 +169,8 @@ class TrainBatch:
     """[R_i] float32 of the rollout engine, for truncated importance sampling and the mismatch metric."""
     ref_log_probs: list[np.ndarray] | None = None
     """[R_i] float32 of the reference model."""
+    teacher_log_probs: list[np.ndarray] | None = None
+    """[R_i] float32 of the teacher."""
     values: list[np.ndarray] | None = None
     """[R_i] float32 of the critic before the update, which its new values are held to."""
     returns: list[np.ndarray] | None = None

@@ -16,7 +16,7 @@ from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
 from cairn.storage.retention import require_restorable
 from cairn.tasks.selection import number
-from cairn.tasks.steps import RULES
+from cairn.tasks.steps import rules
 
 
 class CannotFork(Exception):
@@ -57,7 +57,7 @@ def fork(
     origin = Parent(run=parent.run, iteration=iteration, reason=reason)
     if parent.store.exists(layout.run_manifest(name)):
         raise CannotFork(f"there is a run {name!r} already; choose another name")
-    created = Ledger.create(parent.store, name, config, sources.digests, origin, RULES)
+    created = Ledger.create(parent.store, name, config, sources.digests, origin, rules(config))
     if created.manifest.parent != origin:
         raise CannotFork(f"there is a run {name!r} already; choose another name")
     try:

@@ -31,7 +31,7 @@ from cairn.tasks.events import Message
 from cairn.tasks.recovery import ReplayDiverged
 from cairn.tasks.rules import untold
 from cairn.tasks.stale_commits import stale_steps
-from cairn.tasks.steps import RULES
+from cairn.tasks.steps import rules
 
 UNTOLD = (
     "Run {run} goes on as it began: tokens are drawn from a part of the vocabulary and scored over all of it, which "
@@ -63,7 +63,7 @@ def open_run(
         config = recorded_config(recorded) if config is None else in_recorded_words(config, recorded.manifest.config)
     sources = Sources.open(config, began)
     with telling_what_is_stale(store, name, config, sources.digests):
-        ledger = Ledger.create(store, name, config, sources.digests, rules=RULES)
+        ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
         stack.push(_releasing(lease))

@@ -3,12 +3,13 @@
 Needs no GPU and no cluster; no weights are loaded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from cairn.configs.kinds import OPTIONS, named
+from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import BenchmarkConfig
@@ -17,6 +18,7 @@ from cairn.engines.errors import BadModel
 from cairn.engines.fleet.machines import placement_problems
 from cairn.engines.models import check_model_folder, context_length
 from cairn.engines.rollout.factory import kind_of
+from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.storage.commits import FORMAT
@@ -136,9 +138,12 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
     for option, kind in OPTIONS.items():
         for place, name in named(config, option).items():
             try:
-                kind.load(name)
+                function = kind.load(name)
             except BadPlugin as error:
                 yield f"{place}: {error}"
+            else:
+                yield from _unknown_reads(config, place, name, declared(function).reads)
+    yield from _teacher_that_is_missing(config)
     if config.reward.custom_rm_path is None:
         try:
             get_grader(config.reward)
@@ -150,3 +155,24 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
                 get_grader(config.reward.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None}))
             except BadPlugin as error:
                 yield f"eval.benchmarks.{index}: {error}"
+
+
+def _unknown_reads(config: RunConfig, place: str, name: str, reads: Collection[str]) -> Iterator[str]:
+    section = place.rpartition(".")[0]
+    options = type(getattr(config, section)).model_fields if reads else {}
+    for option in sorted(set(reads) - set(options)):
+        near = get_close_matches(option, options, 1)
+        meant = f": did you mean {near[0]}?" if near else ": correct it"
+        yield f"{place}: {name!r} reads {option!r}, which is no option of {section}{meant}"
+
+
+def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
+    if config.model.teacher_path is not None or not config.algorithm.names_user_code:
+        return
+    try:
+        needs = advantage_needs(config.algorithm) | loss_needs(config.algorithm)
+    except BadPlugin:  # told where it is named
+        return
+    if "teacher_log_probs" in needs:
+        why = needs["teacher_log_probs"]
+        yield f"algorithm.{why} needs the log-probs of a teacher: set model.teacher_path to its folder"

@@ -76,11 +76,12 @@ def train_batch(
     loss_mask, _ = trained_tokens(run, selection, samples)
     rollout_log_probs = arrays(samples, "log_probs")
     old_log_probs = rollout_log_probs if run.config.algorithm.use_rollout_logprobs else None
-    ref_log_probs = values = None
+    ref_log_probs = teacher_log_probs = values = None
     if scores is not None:
         scored = run.read(scores)
         old_log_probs = optional_arrays(scored, "log_probs") or old_log_probs
         ref_log_probs = optional_arrays(scored, "ref_log_probs")
+        teacher_log_probs = optional_arrays(scored, "teacher_log_probs")
         values = optional_arrays(scored, "values")
     estimated = None if advantages is None else run.read(advantages)
     return TrainBatch(
@@ -91,6 +92,7 @@ def train_batch(
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
         ref_log_probs=ref_log_probs,
+        teacher_log_probs=teacher_log_probs,
         values=values,
         returns=None if values is None or estimated is None else arrays(estimated, "returns"),
         groups=samples.column("group_id").to_pylist(),

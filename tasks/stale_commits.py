@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from cairn.configs.loader import from_manifest
+from cairn.configs.reads import reads_under
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.view import is_covered
 from cairn.storage.commits import causal_order
 from cairn.storage.ledger import Ledger
 from cairn.storage.terms import differences
@@ -44,7 +46,8 @@ def _changed(
 ) -> list[str]:
     """Names of what a step reads and what differs."""
     options = [name for name, _, _ in differences(recorded.model_dump(mode="json"), given.model_dump(mode="json"))]
-    fields = [option for option in options if any(f"{option}.".startswith(f"{name}.") for name in step.options)]
+    reads = reads_under(given, step.options)
+    fields = [option for option in options if is_covered(option, reads)]
     read = [*step.externals, *step.plugins, *(f"{option}:modules" for option in step.plugins)]
     differing = [name.partition(":")[0] for name in read if inputs.get(name) != others.get(name)]
     return fields + list(dict.fromkeys(differing))

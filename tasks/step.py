@@ -21,6 +21,7 @@ import pyarrow as pa
 from cairn.configs.digest import digest as config_digest_of
 from cairn.configs.engines import ENGINES
 from cairn.configs.kinds import naming_code
+from cairn.configs.reads import reads_under
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, view
 from cairn.storage import canonical
@@ -150,7 +151,7 @@ class DurableStep(Generic[Args]):
 
     def perform(self, call: StepCall, *args: Args.args, **kwargs: Args.kwargs) -> Outcome:
         """Run the body and write its tables; the outcome then names every file and the seconds that both took."""
-        call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader)))
+        call = replace(call, run=call.run.seen_as(view(call.run.config, self._reader(call.run.config))))
         began = time.perf_counter()
         outcome = self.body(call, *args, **kwargs)
         ran = time.perf_counter()
@@ -161,20 +162,21 @@ class DurableStep(Generic[Args]):
         timings = {"run": ran - began, "write": time.perf_counter() - ran, **outcome.timings}
         return replace(outcome, tables={}, files=[*outcome.files, *written], timings=timings)
 
-    @property
-    def rules(self) -> Rules:
-        """What the step reads."""
-        engines = {name: ENGINES[name] for name in self.engines}
-        return Rules(reads=self.reads, externals=self.externals, plugins=self.plugins, engines=engines)
+    def rules(self, config: RunConfig) -> Rules:
+        """What the step reads under a configuration, user code that it names included."""
+        engines = {name: reads_under(config, ENGINES[name]) for name in self.engines}
+        reads = reads_under(config, self.reads)
+        return Rules(reads=reads, externals=self.externals, plugins=self.plugins, engines=engines)
 
-    @property
-    def _reader(self) -> Reader:
-        return Reader(f"step {self.name}", f"`reads` of {self.body.__name__} in {self.body.__module__}", self.options)
+    def _reader(self, config: RunConfig) -> Reader:
+        where = f"`reads` of {self.body.__name__} in {self.body.__module__}, or of your `cairn.plugin`"
+        return Reader(f"step {self.name}", where, reads_under(config, self.options))
 
     def _external_inputs(self, run: RunContext) -> dict[str, str]:
         inputs = run.ledger.terms.inputs
         read = {name: inputs[name] for name in self.externals if name in inputs}
-        return read | {f"engine.{name}": config_digest_of(run.config, ENGINES[name]) for name in self.engines}
+        engines = self.rules(run.config).engines
+        return read | {f"engine.{name}": config_digest_of(run.config, options) for name, options in engines.items()}
 
     def _require_fresh(
         self, run: RunContext, commit: Commit, given: Mapping[str, str], inputs: Mapping[str, str], config_digest: str
@@ -193,7 +195,7 @@ class DurableStep(Generic[Args]):
 
     def config_digest(self, config: RunConfig, plugin_digest: Callable[[str], str]) -> str:
         """Of what the step reads of a configuration, the source of user code included."""
-        fields = config_digest_of(config, self.reads)
+        fields = config_digest_of(config, reads_under(config, self.reads))
         sources = {name: plugin_digest(name) for name in self.plugins}
         return canonical.digest({"fields": fields, "plugins": sources}) if any(sources.values()) else fields
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from cairn.configs.schema.run import RunConfig
 from cairn.storage.commits import Step
 from cairn.storage.terms import Rules
 from cairn.tasks.advantage import advantage
@@ -19,5 +20,7 @@ STEPS: dict[Step, DurableStep[Any]] = {
     step.name: step for step in (rollout, reward, filter_groups, score, advantage, train, checkpoint, sync, evaluate)
 }
 
-RULES: dict[str, Rules] = {str(name): step.rules for name, step in STEPS.items()}
-"""What each reads."""
+
+def rules(config: RunConfig) -> dict[str, Rules]:
+    """What each reads under a configuration."""
+    return {str(name): step.rules(config) for name, step in STEPS.items()}

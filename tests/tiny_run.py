@@ -21,7 +21,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.data import PromptData
 from cairn.tasks.events import Message, StepCommitted, StepStarted
 from cairn.tasks.step import DurableStep
-from cairn.tasks.steps import RULES
+from cairn.tasks.steps import rules
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.local_fleet import LocalFleet
 
@@ -117,7 +117,7 @@ def tiny_context(
     data = PromptData.open(config.data, config.data.path, tokenizer)
     benchmarks = {b.name: PromptData.open(b, b.path, tokenizer) for b in config.eval.benchmarks}
     digests = input_digests(config, data, benchmarks)
-    ledger = Ledger.create(open_store(store_url), name, config, inputs=digests, rules=RULES)
+    ledger = Ledger.create(open_store(store_url), name, config, inputs=digests, rules=rules(config))
     engines: Any = fleet or LocalFleet(config)
     events = Events()
     with ExitStack() as stack:

@@ -115,6 +115,16 @@ class AlgorithmConfig(Section):
         return self.use_kl_loss or self.kl_coef > 0
 
     @property
+    def names_a_loss(self) -> bool:
+        """Whether the loss is another one than by default. What one of ours declares takes long to import."""
+        return self.loss_type != type(self).model_fields["loss_type"].default
+
+    @property
+    def names_user_code(self) -> bool:
+        """Whether the estimator or the loss is the user's own, of which it is not known here what it needs."""
+        return any("." in name for name in (self.advantage_estimator, self.loss_type))
+
+    @property
     def kl_estimator(self) -> KLType:
         """The estimator that `kl_loss_type` names, or its default."""
         return self.kl_loss_type or ("k1" if self.kl_coef > 0 else "k2")
@@ -145,7 +155,7 @@ class AlgorithmConfig(Section):
         if is_recorded(info):
             return self
         changed = {name: value for name, value in self if value != type(self).model_fields[name].default}
-        for name, why, way_out in self._without_effect() if changed else ():
+        for name, why, way_out in self._without_effect() if changed and not self.names_user_code else ():
             if name in changed:
                 value = changed[name]
                 shown = str(value).lower() if isinstance(value, bool) else value
@@ -159,7 +169,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _without_effect(self) -> Iterator[tuple[str, str, str]]:
-        """Options that nothing reads in this combination, why, and what would have them read."""
+        """Options that nothing of ours reads in this combination, why, and what would have them read."""
         yield from self._unread_by_the_loss()
         yield from self._unread_by_the_estimator()
         if not self.rewards_normalization:
@@ -176,7 +186,7 @@ class AlgorithmConfig(Section):
                 yield name, "use_tis is false", "set use_tis=true"
 
     def _unread_by_the_loss(self) -> Iterator[tuple[str, str, str]]:
-        if self.loss_type == type(self).model_fields["loss_type"].default:  # it reads all; losses take long to import
+        if not self.names_a_loss:  # the default reads all
             return
         ours = LOSS.declaration_of_ours(self.loss_type)
         if ours is None:
@@ -184,7 +194,7 @@ class AlgorithmConfig(Section):
         why = f"loss_type is {self.loss_type}"
         if "advantages" not in ours.needs:
             for name in type(self).model_fields.keys() - {"loss_type", "calculate_per_token_loss"}:
-                yield name, why, "set loss_type=policy_loss"
+                yield name, why, "choose a loss that follows advantages"
         for name, losses in readers(LOSS).items():
             if self.loss_type not in losses:
                 yield name, why, f"set loss_type={' or '.join(losses)}"

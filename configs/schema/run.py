@@ -2,7 +2,7 @@
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from cairn.configs.kinds import ESTIMATOR
+from cairn.configs.kinds import ESTIMATOR, LOSS
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import Section, is_recorded
 from cairn.configs.schema.data import DataConfig
@@ -185,17 +185,18 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _samples_are_trained_on(self) -> "RunConfig":
-        if self.algorithm.loss_type == "sft_loss":
+        loss = LOSS.declaration_of_ours(self.algorithm.loss_type) if self.algorithm.names_a_loss else None
+        if loss is not None and "advantages" not in loss.needs:
             raise ValueError(
-                "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: set it to "
-                "policy_loss, or train with the engine itself as examples/quickstart/warm_start.py does"
+                f"algorithm.loss_type is {self.algorithm.loss_type}, which learns from demonstrations, and a run has "
+                "none: leave it out, or train with the engine itself as examples/quickstart/warm_start.py does"
             )
         return self
 
     @model_validator(mode="after")
     def _reference_is_used(self) -> "RunConfig":
-        users = any("." in name for name in (self.algorithm.advantage_estimator, self.algorithm.loss_type))
-        if self.model.ref_path is not None and not self.algorithm.reads_kl and not users:
+        algorithm = self.algorithm
+        if self.model.ref_path is not None and not algorithm.reads_kl and not algorithm.names_user_code:
             raise ValueError(
                 f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false and "
                 "algorithm.kl_coef is 0; nothing would read it"
@@ -206,7 +207,7 @@ class RunConfig(Section):
     def _teacher_is_there_and_used(self) -> "RunConfig":
         if self.algorithm.use_opd and self.model.teacher_path is None:
             raise ValueError("algorithm.use_opd needs a teacher: set model.teacher_path to its folder")
-        if self.model.teacher_path is not None and not self.algorithm.use_opd:
+        if self.model.teacher_path is not None and not self.algorithm.use_opd and not self.algorithm.names_user_code:
             raise ValueError(
                 f"model.teacher_path ({self.model.teacher_path}) is set but algorithm.use_opd is false; nothing would "
                 "read it"
@@ -223,7 +224,7 @@ class RunConfig(Section):
         }
         estimator = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator) if any(critics.values()) else None
         for name, value in critics.items():
-            if value and estimator is not None and "values" not in estimator.needs:
+            if value and estimator is not None and "values" not in estimator.needs and "." not in algorithm.loss_type:
                 raise ValueError(
                     f"{name} ({value}) is set but algorithm.advantage_estimator is {algorithm.advantage_estimator}, "
                     "which has no critic; nothing would read it"

@@ -37,6 +37,7 @@ class Tokens:
     old_log_probs: torch.Tensor | None = None
     rollout_log_probs: torch.Tensor | None = None
     ref_log_probs: torch.Tensor | None = None
+    teacher_log_probs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     kept: Kept | None = None
@@ -97,6 +98,7 @@ def collate_trained(
         old_log_probs=pick(batch.old_log_probs),
         rollout_log_probs=pick(batch.rollout_log_probs),
         ref_log_probs=pick(batch.ref_log_probs),
+        teacher_log_probs=pick(batch.teacher_log_probs),
         values=pick(batch.values),
         returns=pick(batch.returns),
         kept=_kept(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),

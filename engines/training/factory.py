@@ -17,7 +17,7 @@ def make_engine(
 ) -> TrainingEngine:
     """Make one rank of it in this process; arguments as in `cairn.engines.training.base.TrainingEngine`. Raises
     BadModel."""
-    reader = reader_of("training")
+    reader = reader_of("training", algorithm=algorithm)
     training, algorithm = view(training, reader, "training"), view(algorithm, reader, "algorithm")
     if training.engine == "megatron":
         from cairn.engines.training.megatron.backend import backend_for

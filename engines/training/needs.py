@@ -36,6 +36,9 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
     """What the losses of the actor and, where there is one, the critic read of a batch."""
     name = algorithm.loss_type
     needs: Needs = dict.fromkeys(declared(LOSS.load(name)).needs, f"loss_type={name}")
+    if has_critic(algorithm):
+        reason = needs.get("values", f"advantage_estimator={algorithm.advantage_estimator}")
+        needs |= dict.fromkeys(("values", "returns"), reason)
     if not is_policy_gradient(algorithm):
         return needs
     if algorithm.use_kl_loss:
@@ -44,8 +47,6 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
         needs["rollout_log_probs"] = "use_tis"
     if algorithm.use_rollout_logprobs:
         needs["old_log_probs"] = "use_rollout_logprobs"
-    if has_critic(algorithm):
-        needs |= dict.fromkeys(("values", "returns"), f"advantage_estimator={algorithm.advantage_estimator}")
     return needs
 
 
@@ -55,8 +56,9 @@ def is_policy_gradient(algorithm: AlgorithmConfig) -> bool:
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether a critic is trained beside the actor: whether its values are what advantages are estimated from."""
-    return "values" in declared(ESTIMATOR.load(algorithm.advantage_estimator)).needs
+    """Whether a critic is trained beside the actor: whether the advantages, or the loss, are made from its values."""
+    functions = (ESTIMATOR.load(algorithm.advantage_estimator), LOSS.load(algorithm.loss_type))
+    return any("values" in declared(function).needs for function in functions)
 
 
 def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, ModelRole]:

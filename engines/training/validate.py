@@ -14,6 +14,7 @@ PER_TOKEN = (
     "old_log_probs",
     "rollout_log_probs",
     "ref_log_probs",
+    "teacher_log_probs",
     "values",
     "returns",
     "kept",
@@ -66,8 +67,6 @@ def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: Algori
                 f"optimizer step {number + 1} of {len(steps)} has no trained token: the loss masks of its samples "
                 f"({samples.start} to {samples.stop - 1}) are all zero"
             )
-    if algorithm.loss_type == "sft_loss":
-        return
     needs = loss_needs(algorithm)
     for name, why in needs.items():
         if getattr(batch, name) is None and (name != "old_log_probs" or algorithm.use_rollout_logprobs):

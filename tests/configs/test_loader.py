@@ -132,8 +132,8 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         ),
         (
             "algorithm.loss_type=sft_loss",
-            "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: set it to "
-            "policy_loss, or train with the engine itself as examples/quickstart/warm_start.py does",
+            "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: leave it "
+            "out, or train with the engine itself as examples/quickstart/warm_start.py does",
         ),
         (
             "algorithm.lambd=0.9",

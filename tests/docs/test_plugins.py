@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cairn.configs.view import UndeclaredRead
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.trajectories import call_seed
 from cairn.engines.types import Completion, GenerateRequest
@@ -64,16 +65,46 @@ def test_an_estimator(folder: Path, tiny_assets: Path) -> None:
         assert stale(run, "algorithm.advantage_estimator") == {"advantage", "train", "sync"}
 
 
-def test_an_estimator_that_needs_scores(folder: Path, tiny_assets: Path) -> None:
-    option = {"advantage_estimator": f"{folder / 'anchored.py'}:estimate", "use_rollout_logprobs": True}
+def test_an_estimator_that_needs_scores_and_reads_options(folder: Path, tiny_assets: Path) -> None:
+    path = f"{folder / 'anchored.py'}:estimate"
+    option = {"advantage_estimator": path, "use_rollout_logprobs": True, "kl_loss_coef": 0.5}
     for run in run_once(folder, tiny_assets, algorithm=option, training={"lr": 1e-2, "num_threads": 1}):
         iteration(run, DirectSteps(run), 1)
         scored, estimated = (run.read(run.committed(1, step)) for step in (Step.SCORE, Step.ADVANTAGE))
-        references, advantages = arrays(scored, "ref_log_probs"), arrays(estimated, "advantages")
+        rollout = run.read(run.committed(1, Step.ROLLOUT, "00-000"))
+        columns = (arrays(scored, "ref_log_probs"), arrays(rollout, "log_probs"), arrays(estimated, "advantages"))
         rewards = estimated.column("reward").to_numpy()
-        apart = [advantage - reward for advantage, reward in zip(advantages, rewards, strict=True)]
-        assert max(np.abs(values).max() for values in apart) > 1e-4
-        assert [len(values) for values in references] == [len(values) for values in advantages]
+        pairs = list(zip(rewards, *columns, strict=True))
+        for reward, reference, policy, advantage in pairs:
+            np.testing.assert_allclose(advantage, reward - 0.5 * (policy - reference), atol=1e-5)
+        assert max(np.abs(reference - policy).max() for _, reference, policy, _ in pairs) > 1e-4
+        changed = tiny_config(tiny_assets, algorithm={**option, "kl_loss_coef": 0.25})
+        assert (0, "advantage", None, "algorithm.kl_loss_coef") in stale_steps(run.ledger, changed, {})
+    code = EXAMPLES["anchored.py"].replace(', reads={"kl_loss_coef"}', "")
+    (folder / "secretive.py").write_text(code)
+    option["advantage_estimator"] = f"{folder / 'secretive.py'}:estimate"
+    with pytest.raises(UndeclaredRead, match=r"step advantage reads algorithm\.kl_loss_coef and has not declared it"):
+        next(run_once(folder / "again", tiny_assets, algorithm=option))
+
+
+def test_a_loss_that_needs_values_has_a_critic_and_one_may_read_what_losses_do_not(
+    folder: Path, tiny_assets: Path
+) -> None:
+    (folder / "baseline.py").write_text(
+        "import cairn\n\n\n"
+        "@cairn.plugin(needs={'advantages', 'values'}, reads={'gamma'})\n"
+        "def loss(log_probs, tokens, config):\n"
+        "    return -log_probs * (tokens.advantages * config.gamma - tokens.values), {'value': tokens.values}\n"
+    )
+    option = {"loss_type": f"{folder / 'baseline.py'}:loss", "use_rollout_logprobs": True, "gamma": 0.5}
+    for run in run_once(folder, tiny_assets, algorithm=option):
+        metrics = run.committed(0, Step.TRAIN).metrics
+        values = arrays(run.read(run.committed(0, Step.SCORE)), "values")
+        means = [sample.mean() for sample in values]
+        assert metrics["value"] == pytest.approx(np.mean(means), rel=1e-4)
+        assert {"value_loss", "critic_grad_norm"} <= metrics.keys()
+        changed = tiny_config(tiny_assets, algorithm={**option, "gamma": 0.9})
+        assert {step for _, step, _, _ in stale_steps(run.ledger, changed, {})} >= {"score", "train", "sync"}
 
 
 def test_a_loss(folder: Path, tiny_assets: Path) -> None:

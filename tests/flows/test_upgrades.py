@@ -34,7 +34,7 @@ from cairn.storage.store import open_store
 from cairn.storage.verification import verify
 from cairn.storage.version import CodeVersion
 from cairn.tasks.stale_commits import stale_steps
-from cairn.tasks.steps import RULES, STEPS
+from cairn.tasks.steps import STEPS, rules
 from tests.tiny_run import DirectSteps, Events, tiny_context
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "ledgers"
@@ -181,7 +181,6 @@ def newer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
                 if value is step:
                     monkeypatch.setattr(f"{module}.{attribute}", more)
         monkeypatch.setitem(STEPS, name, more)
-        monkeypatch.setitem(RULES, str(name), more.rules)
 
 
 def newer_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +256,7 @@ def test_an_option_that_has_moved_since_is_carried_over(earlier: str, mode: bool
     config = recorded_config(ledger)
     assert (config.training.deterministic_mode, config.training.megatron) == (mode, {})
     digests = Sources.open(config, ledger.manifest.schema_version).digests
-    opened = Ledger.open(ledger.store, "parent", config, digests, RULES)
+    opened = Ledger.open(ledger.store, "parent", config, digests, rules(config))
     assert not stale_steps(opened, config, digests)
     fork(Ledger.open(ledger.store, "parent"), 1, "younger")
     assert recorded_config(Ledger.open(ledger.store, "younger")) == config

@@ -20,7 +20,7 @@ from cairn.storage.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
 from cairn.storage.store import Store, open_store
 from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.evaluate import eval_due, eval_shard
-from cairn.tasks.steps import RULES
+from cairn.tasks.steps import rules
 
 ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"torch": "2.13.0"})
 SHARDS = {"00-000": (0, 1), "00-001": (2,)}
@@ -51,7 +51,8 @@ def new_run(store: Store | str, run: str = "toy", **sections: dict[str, Any]) ->
     """A run without commits, owned by this process. `sections` are options that differ from RECIPE's."""
     values = {name: RECIPE.get(name, {}) | sections.get(name, {}) for name in {*RECIPE, *sections}}
     opened = open_store(store) if isinstance(store, str) else store
-    ledger = Ledger.create(opened, run, parse(values), {"data": "0" * 64}, rules=RULES)
+    config = parse(values)
+    ledger = Ledger.create(opened, run, config, {"data": "0" * 64}, rules=rules(config))
     ledger.acquire()
     return ledger
 

@@ -113,6 +113,7 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group:
         old_log_probs=pick(tokens.old_log_probs),
         rollout_log_probs=pick(tokens.rollout_log_probs),
         ref_log_probs=pick(tokens.ref_log_probs),
+        teacher_log_probs=pick(tokens.teacher_log_probs),
         values=pick(tokens.values),
         returns=pick(tokens.returns),
         kept=None if tokens.kept is None else tokens.kept.at(order, len(tokens.targets)),

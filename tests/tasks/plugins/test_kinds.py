@@ -11,6 +11,7 @@ from cairn.configs.kinds import (
     KINDS,
     OPTIONS,
     REWARD,
+    Kind,
     declared,
     named,
     naming_code,
@@ -21,6 +22,7 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic, scores_needed
+from cairn.flows.validation import setup_problems
 from cairn.tasks.advantages import ScoredBatch, estimate
 from tests.tiny_run import tiny_config
 
@@ -96,6 +98,38 @@ def test_code_that_is_not_of_its_kind_is_refused_in_a_sentence(tmp_path: Path, c
     with pytest.raises(BadPlugin, match=says) as caught:
         ESTIMATOR.load(written(tmp_path, code, "mine"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_need_that_nobody_knows_and_options_that_nobody_gives_are_refused(kind: Kind, tmp_path: Path) -> None:
+    start, arguments = "async " if kind.waits else "", ", ".join(kind.takes[0])
+    code = f"import cairn\n\n\n@cairn.plugin(%s)\n{start}def mine({arguments}): ...\n"
+    known = ", ".join(sorted(kind.needs)) or "nothing"
+    with pytest.raises(BadPlugin, match=f"the {kind.name} .* needs 'vibes', .* let it need of {known}$"):
+        kind.load(written(tmp_path, code % "needs={'vibes'}", "mine"))
+    path = tmp_path / "other.py"
+    path.write_text(code % "reads={'gamma'}")
+    if "config" in kind.takes[0]:
+        kind.load(f"{path}:mine")
+    else:
+        with pytest.raises(BadPlugin, match=f"reads 'gamma', and no {kind.name} is given options: leave it out"):
+            kind.load(f"{path}:mine")
+
+
+def test_options_that_are_not_there_and_a_teacher_that_is_missing_are_told_before_anything_starts(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    code = "import cairn\n\n\n@cairn.plugin(%s)\ndef mine(batch, config): ...\n"
+    path = written(tmp_path, code % "reads={'gama'}", "mine")
+    (problem,) = setup_problems(tiny_config(tiny_assets, algorithm={"advantage_estimator": path}))
+    assert problem.endswith("reads 'gama', which is no option of algorithm: did you mean gamma?")
+    (tmp_path / "taught.py").write_text(code % "needs={'teacher_log_probs'}")
+    algorithm = {"advantage_estimator": f"{tmp_path / 'taught.py'}:mine"}
+    (problem,) = setup_problems(tiny_config(tiny_assets, algorithm=algorithm))
+    assert problem.endswith("mine needs the log-probs of a teacher: set model.teacher_path to its folder")
+    model = str(tiny_assets / "model")
+    taught = tiny_config(tiny_assets, algorithm=algorithm, model={"teacher_path": model})
+    assert setup_problems(taught) == []
 
 
 def test_a_name_that_stands_for_nothing_is_told_beside_those_that_do() -> None:
