@@ -1,10 +1,11 @@
 """How long a killed run stands still: from SIGKILL of its driver to the next new commit, and what the time goes into.
 
-    python -m bench.recovery [RECIPE] [--set a.b=c] [--rounds 3] [--smoke] [--json FILE]
+    python -m bench.recovery [RECIPE] [--outlived] [--set a.b=c] [--rounds 3] [--smoke] [--json FILE]
 
 A driver with a Prefect server and a Ray cluster of its own is killed just after a train step was committed; its
 weights are lost with its engines. Its successor, started at once as by `cairn resume`, restores them for
-the next step, `sync`. The round ends with the commit of that step. One after the other:
+the next step, `sync`. With `--outlived`, server and cluster are not the driver's; the successor finds them, and the
+engines on the cluster with what they did. The round ends with the commit of that step. One after the other:
 
     Python      the interpreter, and importing Cairn, PyTorch's tokenizers, Prefect and Ray
     open        the store, model and data checked; the lease taken; graders started
@@ -27,7 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.command import SMALL_RUN, parse, say
+from tests.ray_fixtures import ray_head
 
 DEADLINE = 600.0
 """Seconds that one driver may take to the commit that is waited for."""
@@ -44,15 +46,23 @@ DEADLINE = 600.0
 def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     """In the driver's process: go on with the run, and print every mark as a line of JSON."""
     mark("start", at=psutil.Process().create_time())
-    from cairn.flows.server import prepare_server
-
-    prepare_server(Path(store) / "prefect")  # as `cairn resume` does
-    import cairn.flows.train
     from cairn.configs.loader import load
+    from cairn.engines.deferred import collecting_later, defer_compiler
+    from cairn.engines.fleet import warm
+
+    config = load(recipe, overrides)
+    defer_compiler()  # as `cairn resume` does, like the rest
+    warm.prepare(config)
+    with collecting_later():
+        from cairn.flows.server import prepare_server
+
+        prepare_server(Path(store) / "prefect")
+        import cairn.flows.train
     from cairn.engines.fleet.cluster import Cluster
     from cairn.engines.fleet.fleet import Fleet
     from cairn.flows.events import Event, RunStarted, StepCommitted
     from cairn.flows.server import Server
+    from cairn.storage.store import open_for_runs
 
     mark("Python")
     span(cairn.flows.train, "open_run", "open", enters=True)
@@ -68,7 +78,7 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
             mark(event.commit.name)
 
     cairn.flows.train.PREFECT_HOME = Path(store) / "prefect"
-    cairn.flows.train.start(store, run, load(recipe, overrides), on_event=on_event)
+    cairn.flows.train.start(open_for_runs(store), run, config, on_event=on_event)
 
 
 def mark(name: str, at: float | None = None, **more: float) -> None:
@@ -98,10 +108,13 @@ def span(owner: Any, name: str, label: str, *, is_static: bool = False, enters: 
 class Driver:
     """A driver process, read mark by mark."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], api_url: str | None) -> None:
         command = [sys.executable, "-m", "bench.recovery", "--drive", *arguments]
         environment = {**os.environ, "PREFECT_LOGGING_LEVEL": "CRITICAL"}
         environment.pop("PREFECT_API_URL", None)
+        if api_url is not None:
+            environment["PREFECT_API_URL"] = api_url
+        self.api_url = api_url
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         self.marks: dict[str, dict[str, float]] = {}
 
@@ -119,6 +132,11 @@ class Driver:
         self.kill()
         sys.exit("a driver did not come to the commit that was waited for; its message stands above")
 
+    def cpu_seconds(self) -> float:
+        """That the process itself has used."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return times.user + times.system
+
     def kill(self) -> float:
         """SIGKILL; returns when."""
         at = time.time()
@@ -135,18 +153,20 @@ def one_round(arguments: list[str], driver: Driver) -> tuple[dict[str, float], d
     one after the other, and seconds of each start by itself."""
     driver.until(lambda name: name.endswith("/train"))
     killed = driver.kill()
-    successor = Driver(arguments)
+    successor = Driver(arguments, driver.api_url)
     driver.close()
     committed = successor.until(lambda name: "/" in name)
+    computed = successor.cpu_seconds()
     marks = successor.marks
     shares, before = {}, killed
-    for name in ("Python", "open", "Prefect", "engines"):
+    for name in [name for name in ("Python", "open", "Prefect", "engines") if name in marks]:
         shares[name] = max(0.0, marks[name]["at"] - before)
         before = max(before, marks[name]["at"])
     restore = marks.get("restore", {}).get("seconds", 0.0)
     shares |= {"restore": restore, "step": committed - before - restore, "all": committed - killed}
-    alone = {"Prefect": marks["Prefect"]["seconds"], "Ray": marks["ray"]["seconds"]}
+    alone = {name: marks[mark]["seconds"] for name, mark in (("Prefect", "Prefect"), ("Ray", "ray")) if mark in marks}
     alone["engines"] = marks["fleet"]["seconds"] - alone["Ray"]
+    alone["CPU time of the driver itself"] = computed
     return shares, alone, successor
 
 
@@ -155,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
+    parser.add_argument("--outlived", action="store_true", help="by a Prefect server and a Ray cluster of others")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drive", metavar="STORE", help=argparse.SUPPRESS)
     arguments = parse(parser, rounds=1)
@@ -164,10 +185,20 @@ def main() -> None:
         drive(arguments.drive, "recovery", arguments.recipe, overrides)
         return
     shares, alone = defaultdict(list), defaultdict(list)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ExitStack() as stack:
         given = [folder, arguments.recipe, *(word for option in arguments.set for word in ("--set", option))]
         given += ["--smoke"] if arguments.smoke else []
-        driver = Driver(given)
+        api_url = None
+        if arguments.outlived:
+            from cairn.flows.server import Server
+
+            server = Server(Path(folder) / "prefect")
+            stack.callback(server.stop)
+            server.wait_ready()
+            api_url = server.api_url
+            os.environ["RAY_AUTH_MODE"] = "disabled"  # a token would have to be in the home folder
+            given += ["--set", f"fleet.ray_address={stack.enter_context(ray_head())}"]
+        driver = Driver(given, api_url)
         try:
             for turn in range(arguments.rounds):
                 say(f"round {turn + 1} of {arguments.rounds}")

@@ -38,6 +38,7 @@ PARTS = {
     "reaper.py": "Ray and its agents",
     "default_worker": "engines",
     "ray::": "engines",
+    "cairn.engines.fleet.warm": "engines",
     "Agent": "Ray and its agents",
 }
 """By what is in a command line; the last that fits."""

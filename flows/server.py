@@ -55,6 +55,8 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from cairn.engines.deferred import collecting_later
+
 PREFECT_HOME = Path(".cairn/prefect")
 """Database and log of the embedded server, below the folder one stands in."""
 
@@ -319,14 +321,15 @@ def _serve(listener: socket.socket, parent: int) -> None:
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
-    import uvicorn
-    from prefect.server.api.server import create_app
-    from prefect.server.database.configurations import AioSqliteConfiguration
-    from prefect.server.database.dependencies import set_database_config
-    from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
-    from prefect.settings import PREFECT_HOME as SERVER_HOME
+    with collecting_later():
+        import uvicorn
+        from prefect.server.api.server import create_app
+        from prefect.server.database.configurations import AioSqliteConfiguration
+        from prefect.server.database.dependencies import set_database_config
+        from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
+        from prefect.settings import PREFECT_HOME as SERVER_HOME
 
-    from cairn.flows.prefect_database import create
+        from cairn.flows.prefect_database import create
 
     class ImmediateTransactions(AioSqliteConfiguration):
         """Takes SQLite's write lock when a transaction begins, instead of failing when it first writes."""

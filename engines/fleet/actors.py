@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from cairn.engines.deferred import defer_compiler
+from cairn.engines.deferred import collecting_later, defer_compiler
 from cairn.engines.errors import EngineError
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.slots import Slot
@@ -50,7 +50,9 @@ class EngineActor(FencedActor):
         """Make the engine. `maker`: `module:name` of what makes it of these arguments. Raises what that raises."""
         defer_compiler()
         module, _, name = maker.partition(":")
-        self._engine = getattr(import_module(module), name)(*args)
+        with collecting_later():
+            made_by = getattr(import_module(module), name)
+        self._engine = made_by(*args)
 
     def health(self) -> dict[str, Any]:
         """What the engine says of itself, and its process. Answers at once, also while the engine works."""

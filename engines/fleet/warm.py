@@ -12,7 +12,6 @@ such process for engines of one number of threads, on CPUs only: a fork cannot u
 """
 
 import argparse
-import gc
 import json
 import os
 import runpy
@@ -27,7 +26,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cairn.engines.deferred import defer_compiler
+from cairn.engines.deferred import collecting_later, defer_compiler
 
 if TYPE_CHECKING:
     from cairn.configs.schema.run import RunConfig
@@ -179,10 +178,9 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     defer_compiler()
-    for module in arguments.modules:
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection would copy all pages that forks share
+    with collecting_later():  # also in forks: each would copy all pages that they share
+        for module in arguments.modules:
+            import_module(module)
     with socket.socket(fileno=arguments.listener) as listener:
         asked = _serve(listener, arguments.parent)
     if asked is not None:

@@ -173,19 +173,19 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     except ValueError as error:
         raise BadInput(str(error)) from None
     store = open_for_runs(store_url)
-    # What follows makes its imports while this process makes its own.
-    from cairn.engines.deferred import defer_compiler
+    from cairn.engines.deferred import collecting_later, defer_compiler
     from cairn.engines.fleet import warm
 
     defer_compiler()
-    warm.prepare(config)
+    warm.prepare(config)  # it makes its imports while this process makes its own, as does Prefect's server
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
-    from cairn.flows.server import PREFECT_HOME, prepare_server
+    with collecting_later():
+        from cairn.flows.server import PREFECT_HOME, prepare_server
 
-    prepare_server(PREFECT_HOME)
-    from cairn.flows.session import as_recorded, telling_what_is_stale
-    from cairn.flows.views import RunState, run_status
+        prepare_server(PREFECT_HOME)
+        from cairn.flows.session import as_recorded, telling_what_is_stale
+        from cairn.flows.views import RunState, run_status
 
     if is_new:
         config = as_recorded(store, run, config)
@@ -200,10 +200,11 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
         if trained and run_status(store, run).state is RunState.COMPLETED:
             tell(f"run {run} has all its iterations; nothing is left to do")
             return
-    from cairn.flows.events import RunStarted
-    from cairn.flows.preemption import Preempted
-    from cairn.flows.progress import Progress
-    from cairn.flows.train import start
+    with collecting_later():
+        from cairn.flows.events import RunStarted
+        from cairn.flows.preemption import Preempted
+        from cairn.flows.progress import Progress
+        from cairn.flows.train import start
 
     again = f"cairn resume {run}" + ("" if store_url == "." else f" --store {shlex.quote(store_url)}")
     started = False

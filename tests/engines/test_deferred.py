@@ -1,9 +1,12 @@
 """PyTorch's compiler is imported when it is used, and what it was told before is not lost."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from cairn.engines.deferred import collecting_later
 
 BEFORE = """
 import sys
@@ -59,3 +62,10 @@ assert marked, "what was marked before is not marked"
 def test_the_compiler_is_imported_for_its_first_use(use: str) -> None:
     ran = subprocess.run([sys.executable, "-c", BEFORE + AFTER[use] + AT_LAST], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_garbage_is_looked_for_again_after_the_imports() -> None:
+    with collecting_later():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.unfreeze()
