@@ -21,7 +21,7 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.plugins import code_files
 from cairn.configs.schema.base import Section
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.rollout.factory import KINDS, kind_of
+from cairn.engines.rollout.factory import NAMES, kind_of
 from cairn.engines.training.options import permitted as permitted_of_training
 from cairn.storage import layout
 from cairn.storage.ledger import Ledger
@@ -158,7 +158,7 @@ def _among(permitted: frozenset[str], may_hold: Callable[[Any], bool]) -> Rule:
 
 
 def _of_engines() -> dict[str, Rule]:
-    served = {option: names for engine in KINDS for option, names in kind_of(engine).permitted.items()}
+    served = {option: names for engine in NAMES for option, names in kind_of(engine).permitted.items()}
     return {option: _among(names, is_plain) for option, names in served.items()} | {
         option: _among(names, lambda value: True) for option, names in permitted_of_training().items()
     }

@@ -1,23 +1,20 @@
-"""Which rollout engines there are: a folder each, and a line here."""
+"""Which rollout engines there are: a folder each, whose `kind` describes it, and the line of `rollout.engine`."""
 
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.view import view
 from cairn.engines.rollout.plan import EngineKind
 
-KINDS = {
-    "transformers": "cairn.engines.rollout.transformers.kind",
-    "sglang": "cairn.engines.rollout.sglang.kind",
-}
-"""Modules whose KIND describes an engine, by the name that `rollout.engine` gives it."""
+NAMES: tuple[str, ...] = get_args(RolloutConfig.model_fields["engine"].annotation)
+"""What `rollout.engine` may name."""
 
 
 def kind_of(engine: str) -> EngineKind:
     """What the driver knows of the engine that `rollout.engine` names."""
-    found: EngineKind = import_module(KINDS[engine]).KIND
+    found: EngineKind = import_module(f"cairn.engines.rollout.{engine}.kind").KIND
     return found
 
 
