@@ -64,6 +64,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "algorithm.use_opd",
         "algorithm.use_rollout_logprobs",
         "algorithm.use_tis",
+        "algorithm.custom_tis_function_path",
         "algorithm.tis_clip",
         "algorithm.tis_clip_low",
         "algorithm.calculate_per_token_loss",

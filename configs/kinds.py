@@ -160,6 +160,13 @@ LOSS = Kind(
     (("log_probs", "tokens", "config"),),
     frozenset({"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values"}),
 )
+CORRECTION = Kind(
+    "off-policy correction",
+    ("algorithm.custom_tis_function_path",),
+    "cairn.engines.training.corrections",
+    "correct",
+    (("tokens", "config"),),
+)
 REWARD = Kind(
     "grader",
     ("reward.custom_rm_path",),
@@ -187,7 +194,7 @@ GENERATE = Kind(
     waits=True,
 )
 
-KINDS = (SOURCE, ESTIMATOR, LOSS, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
+KINDS = (SOURCE, ESTIMATOR, LOSS, CORRECTION, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""

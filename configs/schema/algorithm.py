@@ -92,7 +92,12 @@ class AlgorithmConfig(Section):
     `--use-rollout-logprobs`."""
 
     use_tis: bool = False
-    """Truncated importance sampling between the trainer's and the rollout engine's log-probs. slime: `--use-tis`."""
+    """Correct for the difference between the trainer's and the rollout engine's log-probs, by
+    `custom_tis_function_path`. slime: `--use-tis`."""
+
+    custom_tis_function_path: str = "tis"
+    """How: `tis` is truncated importance sampling; or a function of your own, `package.module.function` or
+    `file.py:function`, see docs/plugins.md. slime: `--custom-tis-function-path`."""
 
     tis_clip: float = Field(2.0, gt=0)
     """Upper bound of the importance weight. slime: `--tis-clip`."""
@@ -182,7 +187,7 @@ class AlgorithmConfig(Section):
         if not self.use_opd:
             yield "opd_kl_coef", "use_opd is false", "set use_opd=true"
         if not self.use_tis:
-            for name in ("tis_clip", "tis_clip_low"):
+            for name in ("tis_clip", "tis_clip_low", "custom_tis_function_path"):
                 yield name, "use_tis is false", "set use_tis=true"
 
     def _unread_by_the_loss(self) -> Iterator[tuple[str, str, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.view import UndeclaredRead
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.trajectories import call_seed
@@ -116,6 +117,29 @@ def test_a_loss(folder: Path, tiny_assets: Path) -> None:
         assert {"pg_loss", "entropy_loss", "train_rollout_logprob_abs_diff"} <= trained.metrics.keys()
         assert "pg_clipfrac" not in trained.metrics  # that of the built-in loss
         assert stale(run, "algorithm.loss_type") == {"train", "sync"}
+
+
+def test_an_off_policy_correction(folder: Path, tiny_assets: Path) -> None:
+    path = f"{folder / 'icepop.py'}:correct"
+    option = {"use_rollout_logprobs": False, "use_tis": True, "custom_tis_function_path": path, "tis_clip_low": 0.9}
+    none = {**option, "tis_clip_low": 1.9}
+    for run in run_once(folder, tiny_assets, algorithm=option):
+        metrics = run.committed(0, Step.TRAIN).metrics
+        assert metrics["icepop_dropped"] == 0
+        assert "tis_clipfrac" not in metrics
+        assert metrics["grad_norm"] > 0
+        assert stale(run, "algorithm.custom_tis_function_path") == {"train", "sync"}
+    for run in run_once(folder / "none", tiny_assets, algorithm=none):
+        metrics = run.committed(0, Step.TRAIN).metrics
+        assert (metrics["icepop_dropped"], metrics["grad_norm"]) == (pytest.approx(1), 0)
+
+
+def test_a_correction_that_returns_something_else_is_named(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("def correct(tokens, config):\n    return tokens.old_log_probs\n")
+    path = f"{tmp_path / 'wrong.py'}:correct"
+    option = {"use_rollout_logprobs": False, "use_tis": True, "custom_tis_function_path": path}
+    with pytest.raises(BadPlugin, match=r"the off-policy correction .*wrong.py:correct' returned something else than"):
+        next(run_once(tmp_path, tiny_assets, algorithm=option))
 
 
 def test_a_grader(folder: Path, tiny_assets: Path) -> None:

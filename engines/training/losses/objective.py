@@ -1,21 +1,22 @@
 """The loss of a micro-batch and its metrics, under slime's names."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from cairn.configs.kinds import LOSS
+from cairn.configs.kinds import CORRECTION, LOSS
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.corrections import Correction
 from cairn.engines.training.kept import within
 from cairn.engines.training.log_probs import entropy, token_log_probs
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.limits import bounded
 from cairn.engines.training.losses.metrics import LARGEST
 from cairn.engines.training.losses.protocol import Loss
-from cairn.engines.training.losses.tis import importance_weights
 from cairn.engines.training.needs import is_policy_gradient
 
 Metrics = dict[str, torch.Tensor]
@@ -59,12 +60,9 @@ def loss_and_metrics(
     old = given(tokens.old_log_probs)
     metrics: Metrics = {}
     if algorithm.use_tis:
-        weights, ratio = importance_weights(
-            old, given(tokens.rollout_log_probs), low=algorithm.tis_clip_low, high=algorithm.tis_clip
-        )
-        token_losses = token_losses * weights
-        clipped, moved = (weights != ratio).float(), torch.exp(bounded(current - old))
-        observed |= {"tis": ratio, "tis_clipfrac": clipped, "ois": moved}
+        weights, corrected = _correction(tokens, algorithm)
+        token_losses = token_losses * weights.detach()
+        observed |= {**corrected, "ois": torch.exp(bounded(current - old))}
     if tokens.rollout_log_probs is not None:
         trainer = current if algorithm.use_rollout_logprobs else old
         difference = (trainer - tokens.rollout_log_probs).abs()
@@ -89,18 +87,32 @@ def loss_and_metrics(
 def _token_losses(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
     """[T] by `algorithm.loss_type`, and the metrics of each token. Raises BadPlugin where it returns anything else."""
     function: Loss = LOSS.load(algorithm.loss_type)
-    found = function(log_probs, tokens, algorithm)
+    return _per_token(
+        function(log_probs, tokens, algorithm), len(log_probs), f"the loss {algorithm.loss_type!r}", "losses"
+    )
+
+
+def _correction(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
+    """[T] by `algorithm.custom_tis_function_path`, and metrics. Raises BadPlugin as `_token_losses` does."""
+    name = algorithm.custom_tis_function_path
+    function: Correction = CORRECTION.load(name)
+    return _per_token(
+        function(tokens, algorithm), len(tokens.targets), f"the off-policy correction {name!r}", "weights"
+    )
+
+
+def _per_token(found: Any, count: int, who: str, what: str) -> tuple[torch.Tensor, Metrics]:
     try:
-        losses, observed = found
-        fits = all(values.shape == log_probs.shape for values in (losses, *observed.values()))
+        values, observed = found
+        fits = all(tensor.shape == (count,) for tensor in (values, *observed.values()))
     except (TypeError, ValueError, AttributeError):
         fits = False
     if not fits:
         raise BadPlugin(
-            f"the loss {algorithm.loss_type!r} returned something else than (losses, metrics), the losses and each "
-            f"metric a tensor of one number for each of the {len(log_probs)} tokens: correct it"
+            f"{who} returned something else than ({what}, metrics), the {what} and each metric a tensor of one number "
+            f"for each of the {count} tokens: correct it"
         )
-    return losses, dict(observed)
+    return values, dict(observed)
 
 
 def _means(observed: Metrics, tokens: Tokens) -> Metrics:

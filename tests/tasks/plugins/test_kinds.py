@@ -1,5 +1,6 @@
 """Code of the user's, each kind by one file outside the tree: found, checked, run and digested."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,18 @@ def test_code_that_is_not_of_its_kind_is_refused_in_a_sentence(tmp_path: Path, c
     with pytest.raises(BadPlugin, match=says) as caught:
         ESTIMATOR.load(written(tmp_path, code, "mine"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_other_arguments_and_another_sort_of_function_are_refused(kind: Kind, tmp_path: Path) -> None:
+    start, ways = "async " if kind.waits else "", [", ".join(way) for way in kind.takes]
+    path = written(tmp_path, f"{start}def mine(): ...\n", "mine")
+    with pytest.raises(BadPlugin, match=re.escape(f"takes (): let it take ({') or ('.join(ways)})") + "$"):
+        kind.load(path)
+    (tmp_path / "other.py").write_text(f"{'' if kind.waits else 'async '}def mine({ways[0]}): ...\n")
+    wanted = "a coroutine function" if kind.waits else "a plain function and return its result"
+    with pytest.raises(BadPlugin, match=f"^the {kind.name} .* function: let it be {wanted}"):
+        kind.load(f"{tmp_path / 'other.py'}:mine")
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

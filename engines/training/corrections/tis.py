@@ -2,7 +2,19 @@
 
 import torch
 
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.losses.limits import bounded
+
+
+@plugin(reads={"tis_clip", "tis_clip_low"})
+def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """[T] `importance_weights`; of the metrics, `tis` is the ratio before it is clipped."""
+    weights, ratio = importance_weights(
+        given(tokens.old_log_probs), given(tokens.rollout_log_probs), low=config.tis_clip_low, high=config.tis_clip
+    )
+    return weights, {"tis": ratio, "tis_clipfrac": (weights != ratio).float()}
 
 
 def importance_weights(
