@@ -33,6 +33,7 @@ from cairn.tasks.filters import FilterDecision, get_filter
 from cairn.tasks.sample_metrics import generated_metrics
 from cairn.tasks.selection import number
 from cairn.tasks.step import Outcome, StepCall, durable
+from cairn.tasks.versions import sampled_as_newest
 
 AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for which groups that the filter kept are dropped."""
@@ -172,7 +173,7 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
 
 def _aged(run: RunContext, iteration: int, group: JudgedGroup, *, has_bound: bool = True) -> JudgedGroup:
     """A group with its age in an iteration and the bound for its tokens."""
-    config, age = run.config.rollout, iteration - group.iteration
+    config, age = run.config.rollout, iteration - sampled_as_newest(run.ledger, group.iteration)
     max_age = min(config.oldest_trained, age) if config.mask_offpolicy_in_partial_rollout else config.oldest_trained
     return replace(group, age=age, max_age=max_age if has_bound else None)
 

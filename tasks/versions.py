@@ -1,8 +1,9 @@
 """Weight versions and the age of tokens.
 
 Every iteration publishes one weight version: the first samples from version 0, and what an iteration leaves is what the
-next one samples from. The age of a token is counted in publications: the iterations between the weights that sampled it
-and those that are trained on it. In the iteration that samples it, it is 0.
+next one samples from, or, with a lag of k, the one k later. The age of a token is counted in publications: the
+iterations between the weights that sampled it and those that are trained on it. In the iteration that samples it, it is
+the lag, or less where there have not been so many iterations yet.
 """
 
 import numpy as np
@@ -37,6 +38,11 @@ def sampled_from(ledger: Ledger, version: int) -> int:
     if rest:
         raise ValueError(f"weight version {version} of run {ledger.run} lies within an iteration: no engine has had it")
     return ledger.first_iteration + iterations
+
+
+def sampled_as_newest(ledger: Ledger, iteration: int) -> int:
+    """The iteration whose newest weights an iteration samples from: `sampled_from` of its tokens."""
+    return max(0, iteration - ledger.owner(iteration).lag)
 
 
 def token_ages(ledger: Ledger, iteration: int, weight_versions: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
 from cairn.storage.schemas import Disposition
+from cairn.tasks.batch import train_batch, trained_shards
 from cairn.tasks.buffers import JudgedGroup, get_policy
 from cairn.tasks.context import RunContext
 from cairn.tasks.filter import fill_batch
@@ -82,6 +83,24 @@ def test_a_larger_bound_takes_older_groups_where_fresh_ones_are_too_few(tiny_ass
         mean, most, dropped = age_metrics(run, 1)
         assert (mean, most, dropped) == (pytest.approx(tokens[2] / (tokens[2] + tokens[4])), 1, 0)
         assert age_metrics(run, 2) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(("max_age", "trained"), [(None, [12, 13]), (2, [10, 9])])
+def test_a_lag_counts_to_the_age_of_what_waits(
+    max_age: int | None, trained: list[int], tiny_assets: Path, tmp_path: Path
+) -> None:
+    """What iteration 3 leaves over is of age 1 there, and 2 in iteration 4, where group 11 fails."""
+    lagged: dict[str, Any] = {"pipeline": "lagged", "lag": 1, "max_age": max_age}
+    config = over_sampling(tiny_assets, tmp_path, [11], num_rollout=5, over_sampling_batch_size=3, **lagged)
+    with tiny_context(str(tmp_path), config) as (run, _):
+        assert go(run, 5)[4] == trained
+        for index in range(5):
+            selection = last_selection(run, index)
+            batch = train_batch(run, selection, trained_shards(run, selection)[0])
+            assert all(mask.all() for mask in batch.loss_mask), "of what is trained on, some is too old"
+            ages = {row["group_id"]: row["age"] for row in run.read(selection).to_pylist()}
+            for row in run.read(run.committed(index, Step.ADVANTAGE)).to_pylist():
+                assert set(row["ages"]) == {ages[row["group_id"]]}
 
 
 def test_what_waits_is_dropped_when_the_next_iteration_could_not_use_it(tiny_assets: Path, tmp_path: Path) -> None:
