@@ -23,6 +23,7 @@ says nothing as long as the files are there.
 | the newest checkpoint at or below the oldest weights that are still sampled from | recovery begins there |
 | checkpoints and snapshots after it, and earlier ones that their steps were made from | recovery replays these steps |
 | snapshots of the last two iterations, and of groups that the newest selection kept or left open | steps read them |
+| snapshots of groups that earlier selections kept which are yet to be trained on | steps will read them |
 | everything up to where another run was forked | the fork reads it here |
 
 So nothing is retired before there is a checkpoint: recovery then replays the run from its initial weights.
@@ -160,15 +161,19 @@ def newest_checkpoint(ledger: Ledger, iteration: int) -> Commit | None:
 
 
 def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
-    """Iterations whose snapshots the steps after a checkpoint were made from, and those of groups that the newest
-    selection trains on or leaves waiting."""
+    """Iterations whose snapshots the steps after a checkpoint were made from, and those of groups that a selection
+    which is yet to be trained on trains on, or that the newest leaves waiting."""
     needed: set[int] = set()
     selection = None
     for iteration in range(min(checkpoint + 1, newest - 1), newest + 1):
         commits = ledger.commits(iteration) if iteration >= 0 else []
         if iteration > checkpoint:
             needed |= _made_from(commits)
-        selection = newest_selection(commits) or selection
+        if (found := newest_selection(commits)) is None:
+            continue
+        selection = found
+        if iteration > checkpoint and not any(commit.step is Step.TRAIN for commit in commits):
+            needed |= _places_of_groups(ledger, found, {Disposition.TRAIN})
     if selection is not None:
         needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, *_WAITING})
     return needed
