@@ -15,6 +15,7 @@ CPU seconds are those of the whole process, the log's own thread included; they 
 """
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -148,6 +149,7 @@ def main() -> None:
         }
         config = tiny_config(write_assets(Path(folder)), rollout=options)
         fleet = LocalFleet(config)
+        gc.freeze()  # as the actors of engines do
         for store, url in {"local": f"{folder}/store", "S3": url_of_bucket}.items():
             with tiny_context(url, config, fleet=fleet) as (run, _):
                 results[store] = found = measure(run, arguments.rounds)

@@ -3,6 +3,7 @@
 What an engine is made by is named, and imported where it is made, so that the driver loads no PyTorch.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -53,6 +54,7 @@ class EngineActor(FencedActor):
         with collecting_later():
             made_by = getattr(import_module(module), name)
         self._engine = made_by(*args)
+        gc.freeze()  # what it begins with it keeps: a search for garbage, at any moment of a rollout, leaves that out
 
     def health(self) -> dict[str, Any]:
         """What the engine says of itself, and its process. Answers at once, also while the engine works."""
