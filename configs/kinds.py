@@ -15,7 +15,7 @@ may name code at all (`cairn.flows.trust`): both follow from `KINDS`.
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +38,9 @@ class Declaration:
 
 def plugin(*, needs: Collection[str] = (), reads: Collection[str] = ()) -> Callable[[Function], Function]:
     """Declare what a function needs, and which options it reads: see `Declaration`."""
+    for name, names in (("needs", needs), ("reads", reads)):
+        if isinstance(names, str):  # whose letters would be taken for names
+            raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
     declaration = Declaration(frozenset(needs), frozenset(reads))
 
     def declare(function: Function) -> Function:
@@ -48,10 +51,12 @@ def plugin(*, needs: Collection[str] = (), reads: Collection[str] = ()) -> Calla
 
 
 def declared(function: Callable[..., Any]) -> Declaration:
-    """What a function declares; nothing, if it does not."""
-    found = getattr(function, "declaration", Declaration())
-    assert isinstance(found, Declaration)
-    return found
+    """What a function declares; nothing, if it does not. A `partial` declares what the function does that it calls, an
+    object what its class says of `__call__`."""
+    while isinstance(function, partial):
+        function = function.func
+    found = getattr(function, "declaration", None) or getattr(type(function).__call__, "declaration", None)
+    return found if isinstance(found, Declaration) else Declaration()
 
 
 @dataclass(frozen=True)

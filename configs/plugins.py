@@ -101,7 +101,7 @@ def _import_module(name: str, path: str) -> ModuleType:
             "or write file.py:function"
         ) from error
     # Whatever user code raises while it is imported is the user's to see.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadPlugin(f"{path!r} cannot be loaded: importing {name} failed with {error!r}; correct it") from error
 
 
@@ -119,7 +119,7 @@ def _load_file(file: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     # Whatever user code raises while it is imported is the user's to see.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise BadPlugin(f"{file} cannot be loaded: running it failed with {error!r}; correct it") from error
     return module

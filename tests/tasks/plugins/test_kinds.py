@@ -16,6 +16,7 @@ from cairn.configs.kinds import (
     declared,
     named,
     naming_code,
+    plugin,
     readers,
     user_code,
 )
@@ -129,6 +130,29 @@ def test_a_need_that_nobody_knows_and_options_that_nobody_gives_are_refused(kind
             kind.load(f"{path}:mine")
 
 
+FORMS = """
+import functools
+from cairn import plugin
+
+needing = plugin(needs={"ref_log_probs"})
+
+@needing
+def more(factor, batch, config): ...
+
+@needing
+def plain(batch, config): ...
+
+class Estimator:
+    @needing
+    def __call__(self, batch, config): ...
+
+partial_of_it = functools.partial(functools.partial(more), 2)
+cached = functools.lru_cache(plain)
+object_of_it = Estimator()
+method = object_of_it.__call__
+"""
+
+
 def test_options_that_are_not_there_and_a_teacher_that_is_missing_are_told_before_anything_starts(
     tiny_assets: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +167,17 @@ def test_options_that_are_not_there_and_a_teacher_that_is_missing_are_told_befor
     model = str(tiny_assets / "model")
     taught = tiny_config(tiny_assets, algorithm=algorithm, model={"teacher_path": model})
     assert setup_problems(taught) == []
+
+
+def test_what_a_function_declares_holds_in_whatever_form_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "forms.py").write_text(FORMS)
+    for name in ("plain", "partial_of_it", "cached", "method", "object_of_it"):
+        assert declared(ESTIMATOR.load(f"{tmp_path / 'forms.py'}:{name}")).needs == {"ref_log_probs"}, name
+
+
+def test_one_name_in_the_place_of_a_set_of_them_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"write needs=\{'values'\}"):
+        plugin(needs="values")
 
 
 def test_a_name_that_stands_for_nothing_is_told_beside_those_that_do() -> None:
