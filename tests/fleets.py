@@ -26,10 +26,10 @@ def sync(fleet: Fleet) -> list[int | None]:
     return serve_all(fleet, version)
 
 
-def send(fleet: Fleet, version: int, options: FleetConfig) -> None:
+def send(fleet: Fleet, version: int, options: FleetConfig, lag: int = 0) -> None:
     """Update every rollout engine by another transport than the fleet's own."""
     mapped = all(engine.maps_gpu_memory for engine in fleet.rollout)
-    transport = transport_of(options, fleet.training, load_timeout=60, maps_gpu_memory=mapped)
+    transport = transport_of(options, fleet.training, load_timeout=60, maps_gpu_memory=mapped, lag=lag)
     laid = transport.lay(version)
     transport.keep({version})
     for engine in fleet.rollout:

@@ -159,7 +159,11 @@ class Fleet:
             at_the_same_time(engines, lambda engine: engine.start(deadline, adopt=True))
             mapped = all(engine.maps_gpu_memory for engine in rollout)
             transport = transport_of(
-                config.fleet, training, load_timeout=config.rollout.timeout, maps_gpu_memory=mapped
+                config.fleet,
+                training,
+                load_timeout=config.rollout.timeout,
+                maps_gpu_memory=mapped,
+                lag=config.rollout.weights_lag,
             )
             publications = Publications(training, transport, config.rollout.dtype)
             stack.callback(publications.close)
@@ -289,10 +293,11 @@ def _training_role(config: RunConfig, total_steps: int) -> ActorRole:
 def _object_store_memory(config: RunConfig) -> int:
     """Room for the publications that are kept in it, and for the one that takes the place of the oldest. Weights are
     published in the training's number format, which may be twice as wide as the model folder's."""
-    if config.fleet.update_weight_transport != "tensor":
+    transport, lag = config.fleet.update_weight_transport, config.rollout.weights_lag
+    if transport == "disk" or (transport == "distributed" and not lag):
         return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    kept = config.rollout.weights_lag + 2
+    kept = lag + 2
     return LEAST_OBJECT_STORE + (kept + 1) * 2 * weights
 
 

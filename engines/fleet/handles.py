@@ -25,6 +25,9 @@ from cairn.storage.commits import Environment
 CONTROL = "control"
 """Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
 
+SENDING = "sending"
+"""That of broadcasts of weights that were copied: the trainer works on meanwhile."""
+
 
 TO_END = 10.0
 """Seconds that an actor gets to end by itself; one that does not answer is killed."""

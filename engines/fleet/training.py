@@ -11,7 +11,7 @@ import ray
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.fleet.calls import Deadline, put, wait
-from cairn.engines.fleet.handles import Actor, ModelHandle
+from cairn.engines.fleet.handles import SENDING, Actor, ModelHandle
 from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.engines.weights.layout import Layout
 from cairn.storage.errors import NoSpace
@@ -101,6 +101,16 @@ class TrainingHandle(ModelHandle):
         with self._exporting(version, bucket_bytes) as first:
             while layout := self.finish(first.call("stage_bucket", backend), "stage_bucket"):
                 yield layout, first.call("broadcast_bucket", target)
+
+    def broadcast_copies(
+        self, copies: "Sequence[ray.ObjectRef[Any]]", backend: str, target: str
+    ) -> "Generator[tuple[Layout, ray.ObjectRef[Any]]]":
+        """The same of buckets that `export_weights` gave out, whatever the engine stands at or does now."""
+        first = self._actors[0]
+        for copy in copies:
+            staging = first.call("stage_copy", copy, backend, concurrency_group=SENDING)
+            layout = self.finish(staging, "stage_copy")
+            yield layout, first.call("broadcast_copy", target, concurrency_group=SENDING)
 
     def share_weights(self, version: int, bucket_bytes: int) -> Generator[list[tuple[list[str], bytes]]]:
         """Buckets in the memory of the ranks' GPUs, each until the next: for every rank their names and a handle

@@ -5,7 +5,7 @@ one is formed. Nobody waits for ever: whatever fails at one end, both leave the 
 left ends with an error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 from uuid import uuid4
@@ -14,16 +14,19 @@ import ray
 
 from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fleet.calls import Deadline
-from cairn.engines.fleet.handles import CONTROL
+from cairn.engines.fleet.handles import CONTROL, SENDING
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.weights.layout import Meeting, Receiver
+from cairn.engines.weights.layout import Layout, Meeting, Receiver
 
 Call = tuple[RolloutHandle | TrainingHandle, Any, str]
 """An engine, what its `submit` returned, and the method."""
 
+Lane = Mapping[str, str]
+"""Options of the trainer's calls: the concurrency group in which they wait for one another."""
 
-def send_broadcast(
+
+def broadcast_live(
     source: TrainingHandle, target: RolloutHandle, version: int, bucket_bytes: int, timeout: float
 ) -> None:
     """Broadcast the weights of `version` to a target that has begun an update, each bucket within `timeout` seconds.
@@ -33,27 +36,50 @@ def send_broadcast(
         EngineError: an engine died, hung or refused.
     """
     receiver: Receiver = target.call("receiver")
-    backend = "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
-    with (
-        closing(source.broadcast_weights(version, bucket_bytes, backend, target.name)) as buckets,
-        _leaving_on_failure(source, target, timeout),  # first, or the trainer would not come to end its export
-    ):
+    backend = _backend(source, receiver)
+    with closing(source.broadcast_weights(version, bucket_bytes, backend, target.name)) as buckets:
+        _send(buckets, source, target, receiver, backend, timeout, {})
+
+
+def broadcast_copies(source: TrainingHandle, target: RolloutHandle, copies: Sequence[Any], timeout: float) -> None:
+    """The same of buckets in the object store, while the trainer goes on with what it does. Raises EngineError."""
+    receiver: Receiver = target.call("receiver")
+    backend = _backend(source, receiver)
+    with closing(source.broadcast_copies(copies, backend, target.name)) as buckets:
+        _send(buckets, source, target, receiver, backend, timeout, {"concurrency_group": SENDING})
+
+
+def _backend(source: TrainingHandle, receiver: Receiver) -> str:
+    return "nccl" if source.on_gpu and receiver.on_gpu else "gloo"
+
+
+def _send(
+    buckets: Iterable[tuple[Layout, Any]],
+    source: TrainingHandle,
+    target: RolloutHandle,
+    receiver: Receiver,
+    backend: str,
+    timeout: float,
+    lane: Lane,
+) -> None:
+    # Whoever fails leaves the group before the buckets are closed, or the trainer would not come to end its export.
+    with _leaving_on_failure(source, target, timeout, lane):
         whole = (receiver.group, 1 + receiver.ranks)
-        if source.finish(source.submit("group", target.name), "group") != whole:
-            _meet(source, target, receiver, backend, timeout)
+        if source.finish(source.submit("group", target.name, **lane), "group") != whole:
+            _meet(source, target, receiver, backend, timeout, lane)
         for layout, sending in buckets:
             receiving = target.submit("receive_weights", layout)
-            _both([(target, receiving, "receive_weights"), (source, sending, "broadcast_bucket")], timeout)
+            _both([(target, receiving, "receive_weights"), (source, sending, "broadcast")], timeout)
 
 
 @contextmanager
-def _leaving_on_failure(source: TrainingHandle, target: RolloutHandle, timeout: float) -> Iterator[None]:
+def _leaving_on_failure(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> Iterator[None]:
     """Have both leave the group if what is done in it fails; where one of them died, its death is the error, even if
     the other was the first to miss it."""
     try:
         yield
     except BaseException as failure:
-        _leave(source, target, timeout)
+        _leave(source, target, timeout, lane)
         if isinstance(failure, EngineError) and not isinstance(failure, EngineDied):
             for engine in (source, target):
                 try:
@@ -65,16 +91,18 @@ def _leaving_on_failure(source: TrainingHandle, target: RolloutHandle, timeout: 
         raise
 
 
-def _meet(source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float) -> None:
+def _meet(
+    source: TrainingHandle, target: RolloutHandle, receiver: Receiver, backend: str, timeout: float, lane: Lane
+) -> None:
     name = f"cairn-{uuid4().hex}"
-    host, port = source.finish(source.submit("open_group", target.name, name, timeout), "open_group")
+    host, port = source.finish(source.submit("open_group", target.name, name, timeout, **lane), "open_group")
     size = 1 + receiver.ranks
-    joining = source.submit("join_group", target.name, size, backend)
+    joining = source.submit("join_group", target.name, size, backend, **lane)
     meeting = Meeting(name, host, port, backend, size, rank=1)
     _both([(source, joining, "join_group"), (target, target.submit("join_group", meeting), "join_group")], timeout)
 
 
-def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float) -> None:
+def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float, lane: Lane) -> None:
     """Both leave the group, each as soon as its call under way has ended; one that does not is found out and replaced
     later, as any engine that hangs."""
     deadline = Deadline(timeout)
@@ -83,7 +111,7 @@ def _leave(source: TrainingHandle, target: RolloutHandle, timeout: float) -> Non
         source.finish(released, "release_group", deadline)
     calls: list[Call] = []
     with suppress(EngineError):
-        calls.append((source, source.submit("leave_group", target.name), "leave_group"))
+        calls.append((source, source.submit("leave_group", target.name, **lane), "leave_group"))
     with suppress(EngineError):
         calls.append((target, target.submit("leave_group"), "leave_group"))
     for engine, call, method in calls:

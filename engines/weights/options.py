@@ -31,11 +31,6 @@ def weight_problems(config: RunConfig) -> Iterator[str]:
             "fleet.update_weight_transport is tensor, which puts weights into the memory of an engine's first machine, "
             "and rollout.num_gpus_per_engine is above rollout.num_gpus_per_node: set it to distributed or disk"
         )
-    if transport == "distributed" and rollout.weights_lag:
-        yield (
-            "fleet.update_weight_transport is distributed, which sends what the trainer holds, and with "
-            "rollout.pipeline=lagged engines fetch older weights too: set it to tensor or disk"
-        )
     if transport == "distributed":
         yield from _group_problems(config, plan)
     kinds = {group.worker_type for group in rollout.server_groups}

@@ -29,6 +29,8 @@ class WeightSource:
     """Of its machine, within the cluster."""
     _export: "Iterator[dict[str, torch.Tensor]]" = iter(())
     _staged: "torch.Tensor | None" = None
+    _copy: "torch.Tensor | None" = None
+    """Of a bucket that was given out before, ready to be broadcast while the engine works."""
     _shared: "dict[str, torch.Tensor] | None" = None
     _groups: "Mapping[str, SendingGroup]" = MappingProxyType({})
     """By the engine that receives."""
@@ -91,9 +93,25 @@ class WeightSource:
 
     def broadcast_bucket(self, target: str) -> None:
         """On rank 0: broadcast the bucket that was made ready. Raises EngineError and EngineTimeout."""
-        if self._staged is None or target not in self._groups:
+        self._broadcast(self._staged, target)
+
+    def stage_copy(self, bucket: "Bucket", backend: str) -> Layout:
+        """On rank 0: make a bucket that was given out before ready to be broadcast."""
+        from cairn.engines.weights.group import flatten
+
+        layout, flat = flatten(bucket)
+        self._copy = flat.cuda() if backend == "nccl" else flat
+        return layout
+
+    def broadcast_copy(self, target: str) -> None:
+        """On rank 0: broadcast that bucket, and forget it. Raises EngineError and EngineTimeout."""
+        copy, self._copy = self._copy, None
+        self._broadcast(copy, target)
+
+    def _broadcast(self, tensor: "torch.Tensor | None", target: str) -> None:
+        if tensor is None or target not in self._groups:
             raise EngineError("no bucket of weights was made ready to be broadcast, or there is no group for it")
-        self._groups[target].send(self._staged)
+        self._groups[target].send(tensor)
 
     def release_group(self, target: str) -> None:
         """Free those who wait for the group to be complete; answered while the actor waits for it itself."""

@@ -4,6 +4,7 @@
 |---|---|---|
 | `tensor` | buckets in Ray's object store | until it is dropped, or the machine of the trainer's first rank is lost |
 | `disk` | the folder `<update_weight_disk_dir>/<trainer>/weight_v<version>` | until it is removed |
+| `distributed` with a lag | the same buckets, which the trainer's first rank broadcasts | as long |
 | `tensor` between engines that share GPUs, `distributed` | the trainer itself | as long as the trainer stands there |
 """
 
@@ -20,7 +21,7 @@ from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.handles import CONTROL
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.training import TrainingHandle
-from cairn.engines.weights.broadcast import send_broadcast
+from cairn.engines.weights.broadcast import broadcast_copies, broadcast_live
 
 
 class Transport(Protocol):
@@ -43,17 +44,20 @@ class Transport(Protocol):
 
 
 def transport_of(
-    fleet: FleetConfig, source: TrainingHandle, *, load_timeout: float, maps_gpu_memory: bool
+    fleet: FleetConfig, source: TrainingHandle, *, load_timeout: float, maps_gpu_memory: bool, lag: int = 0
 ) -> Transport:
     """What `fleet.update_weight_transport` names.
 
     Args:
         load_timeout: seconds that an engine may take to load a model folder.
         maps_gpu_memory: whether the engines map the memory of the trainer's GPUs.
+        lag: of the run: with one, engines fetch weights that the trainer does not hold any more.
     """
     match fleet.update_weight_transport:
         case "disk":
             return Folders(source, fleet, load_timeout)
+        case "distributed" if lag:
+            return CopiedBroadcasts(source, fleet.update_weight_buffer_size, fleet.call_timeout)
         case "distributed":
             return Broadcasts(source, fleet.update_weight_buffer_size, fleet.call_timeout)
         case "tensor" if maps_gpu_memory:
@@ -90,6 +94,21 @@ class Buckets:
 
     def close(self) -> None:
         pass
+
+
+class CopiedBroadcasts(Buckets):
+    """In Ray's object store, and from there in a process group of the trainer's first rank and the engine, while the
+    trainer works on."""
+
+    def __init__(self, source: TrainingHandle, bucket_bytes: int, timeout: float) -> None:
+        super().__init__(source, bucket_bytes)
+        self._timeout = timeout
+        self._giving = threading.Lock()
+
+    def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
+        with self._giving:
+            self._source.ensure_alive()  # what was published outlives it, and is given out by its process
+            broadcast_copies(self._source, target, laid, self._timeout)
 
 
 class Folders:
@@ -158,7 +177,7 @@ class Broadcasts(_FromTrainer):
 
     def send(self, version: int, laid: Any, target: RolloutHandle) -> None:
         with self._giving:
-            send_broadcast(self._source, target, version, self._bucket_bytes, self._timeout)
+            broadcast_live(self._source, target, version, self._bucket_bytes, self._timeout)
 
 
 class Handles(_FromTrainer):

@@ -195,14 +195,6 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
             {
                 "rollout": {"engine": "sglang", "pipeline": "lagged"},
                 "algorithm": {"use_tis": True},
-                "fleet": {"update_weight_transport": "distributed"},
-            },
-            "with rollout.pipeline=lagged engines fetch older weights too",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "pipeline": "lagged"},
-                "algorithm": {"use_tis": True},
                 "fleet": {"check_weight_update_equal": True},
             },
             "fleet.check_weight_update_equal compares log-probs with the trainer's, which has gone on",

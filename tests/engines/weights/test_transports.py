@@ -6,24 +6,32 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.engines.errors import EngineDied, EngineError
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.colocation import Turns
 from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.handles import CONTROL
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import SamplingParams
+from cairn.engines.weights.publications import Publications
+from cairn.engines.weights.transports import transport_of
+from cairn.flows.pipeline import Pipeline
+from cairn.tasks.halves import publish_for_open_halves
 from tests.engines.training.builders import make_batch
 from tests.fleets import send, sync, verify, versions
 from tests.ray_fixtures import fleet_config
 from tests.requests import group
 from tests.sglang_server import sglang_config
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 TRANSPORTS = ("tensor", "disk", "distributed")
 ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(8))
@@ -76,6 +84,55 @@ def test_log_probs_are_the_trainers_after_an_update_and_not_before(
     assert set(done.weight_versions.tolist()) == {version}
     folders = {file.parent.name for file in tmp_path.glob("**/*.safetensors")}
     assert folders == ({f"weight_v{version:06d}"} if transport == "disk" else set()), "those of earlier ones are gone"
+
+
+def test_an_older_version_is_broadcast_from_its_copy_while_the_trainer_is_at_work(fleet: Fleet, tmp_path: Path) -> None:
+    (engine,), training = fleet.rollout, fleet.training
+    sync(fleet)
+    version = train_once(fleet)
+    options = by("distributed", tmp_path, update_weight_buffer_size=100_000)
+    transport = transport_of(options, training, load_timeout=60, maps_gpu_memory=False, lag=1)
+    laid = transport.lay(version)
+    training.save(str(tmp_path), "older")
+    train_once(fleet)
+    training.finish(training.submit("open_group", "nobody", "waits", 120.0), "open_group")
+    work = training.submit("join_group", "nobody", 2, "gloo")  # ends when it is released
+    with engine.alone():
+        engine.call("begin_weight_update", version)
+        transport.send(version, laid, engine)
+        engine.call("end_weight_update")
+    assert versions(fleet) == [version]
+    assert not ray.wait([work], timeout=0)[0], "the trainer ended its work for it"
+    training.finish(training.submit("release_group", "nobody", concurrency_group=CONTROL), "release_group")
+    with pytest.raises(EngineError, match="did not meet"):
+        training.finish(work, "join_group")
+    with pytest.raises(EngineError, match="log-probs of the same tokens differ"):
+        verify(fleet)
+    training.load(str(tmp_path), "older")
+    verify(fleet)
+
+
+@pytest.mark.slow
+def test_a_lagged_run_ends_with_the_same_weights_however_they_travel(
+    fleet: Fleet, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_at_a_time = {"engine": "sglang", "sglang_server_concurrency": 1, "pipeline": "lagged", "lag": 1}
+    sizes = {"num_rollout": 3, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 6}
+    config = tiny_config(tiny_assets, rollout={**one_at_a_time, **sizes})
+    digests = {}
+    for transport in ("tensor", "distributed"):
+        way = transport_of(by(transport, tmp_path), fleet.training, load_timeout=60, maps_gpu_memory=False, lag=1)
+        publications = Publications(fleet.training, way, "float32")
+        for owner in (fleet, fleet._serving):
+            monkeypatch.setattr(owner, "_publications", publications)
+        fleet.rollout[0].call("begin_weight_update", 0)
+        with tiny_context(str(tmp_path / transport), config, fleet=fleet) as (run, _):  # type: ignore[arg-type]
+            publish_for_open_halves(run)
+            pipeline = Pipeline(run, DirectSteps(run), 0, learned=lambda index: None, stop=run.stopping.set)
+            with closing(pipeline.run(pipeline.iterate, 3)) as iterations:
+                assert len(list(iterations)) == 3
+            digests[transport] = train_digests(run, range(3))
+    assert digests["distributed"] == digests["tensor"]
 
 
 def test_a_server_maps_what_the_trainer_shares_with_it(
