@@ -7,19 +7,15 @@ joined     someone else's: left running; where its head is silent for long, this
 A process has one cluster at a time; it is let go when the last of its users closes it.
 """
 
-import contextlib
 import logging
-import math
 import os
-import select
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -34,6 +30,16 @@ from cairn.engines.fleet import reaper
 from cairn.engines.fleet.lean import only_what_runs_actors, workers_from
 from cairn.engines.fleet.object_store import reserve
 from cairn.engines.fleet.warm import WarmProcess
+from cairn.engines.fleet.watching import (
+    HEAD,
+    HEAD_INTERVAL,
+    HEAD_SILENCE,
+    JOIN_ANSWER,
+    first_to_die,
+    head_processes,
+    no_answer,
+    raylet_here,
+)
 from cairn.storage.errors import NoSpace
 
 NAMESPACE = "cairn"
@@ -41,27 +47,6 @@ NAMESPACE = "cairn"
 
 MAX_FOLDER_LENGTH = 40
 """Characters of the cluster's folder: Ray adds up to 64 for a Unix socket, which Linux limits to 107 in all."""
-
-
-HEAD = ("gcs_server", "raylet")
-"""Processes without which a cluster is none. Ray waits for their return, for a minute or for ever."""
-
-LOOK_INTERVAL = 0.5
-"""Seconds after which a watch of them notices that the cluster was closed."""
-
-
-def seconds_until_drained(nodes: Collection[str]) -> float | None:
-    """Seconds until the first of these nodes goes, as its cluster was told; None where none is to go."""
-    told = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it; 0: at no certain time
-    ends = [told[node] / 1000 or math.inf for node in nodes if node in told]
-    return max(0.0, min(ends) - time.time()) if ends else None
-
-
-HEAD_SILENCE = 40.0
-"""Seconds after which the silent head of a joined cluster is given up: Ray ends a process without a word after 60."""
-
-HEAD_INTERVAL = 5.0
-"""Seconds between two looks at it, and what its answer may take."""
 
 
 class ClusterError(EngineError):
@@ -143,52 +128,34 @@ class Cluster:
 
         At once: whoever touches the object store of a dead raylet first is ended by Ray without a word.
         """
-        name = self._first_to_die(_head(), HEAD)
+        name = first_to_die(head_processes(), HEAD, self._closing)
         if name is not None:
             self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
             reaper.end_processes_with_files_in(str(self.folder))
 
     def watch_raylet(self, address: str, raylet: psutil.Process) -> None:
         """Give up a joined cluster whose process on this machine has died, at once for the same reason."""
-        if self._first_to_die([raylet], HEAD[1:]) is not None:
+        if first_to_die([raylet], HEAD[1:], self._closing) is not None:
             self.lost = (
                 f"the Ray cluster at {address} is out of reach: its raylet on this machine died; what is committed is "
                 "kept: start Ray here again and resume"
             )
-
-    def _first_to_die(self, processes: Sequence[psutil.Process], names: Sequence[str]) -> str | None:
-        """Name of the first of these processes, one of each name, that dies or is dead; None if the cluster is closed
-        before."""
-        with contextlib.ExitStack() as stack:
-            ends = select.poll()
-            found: dict[int, str] = {}
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    descriptor = os.pidfd_open(process.pid)
-                    stack.callback(os.close, descriptor)
-                    found[descriptor] = process.name()
-                    ends.register(descriptor, select.POLLIN)
-            died = [name for name in names if name not in found.values()]
-            while not died and not self._closing.is_set():
-                died = [found[descriptor] for descriptor, _ in ends.poll(LOOK_INTERVAL * 1000)]
-        return None if self._closing.is_set() else died[0]
 
     def watch_head(self, address: str) -> None:
         """Give up a joined cluster whose head is silent for long."""
         silent_since: float | None = None
         while not self._closing.wait(HEAD_INTERVAL) and self.lost is None:
             asked = time.monotonic()
-            try:
-                _require_listener(address, HEAD_INTERVAL)
+            if no_answer(address, HEAD_INTERVAL) is None:
                 silent_since = None
-            except ClusterError:
-                silent_since = silent_since or asked
-                if time.monotonic() - silent_since > HEAD_SILENCE:
-                    self.lost = (
-                        f"the head of the Ray cluster does not answer at {address} for {HEAD_SILENCE:.0f} s; what the "
-                        "engines did is kept, and whoever resumes when it is back has them"
-                    )
-                    return
+                continue
+            silent_since = silent_since or asked
+            if time.monotonic() - silent_since > HEAD_SILENCE:
+                self.lost = (
+                    f"the head of the Ray cluster does not answer at {address} for {HEAD_SILENCE:.0f} s; what the "
+                    "engines did is kept, and whoever resumes when it is back has them"
+                )
+                return
 
     def close(self) -> None:
         """Let go of the cluster; its last user leaves a joined one and ends a started one."""
@@ -230,8 +197,11 @@ def _join(address: str) -> Cluster:
             f"fleet.ray_address={address} is of Ray Client, which streams no results: run the driver on a node of the "
             "cluster and give host:port or auto"
         )
-    if address != "auto":
-        _require_listener(address)
+    if address != "auto" and (error := no_answer(address, JOIN_ANSWER)):
+        raise ClusterError(
+            f"nothing answers at fleet.ray_address={address} ({error}): start a cluster there with `ray start --head`, "
+            "or leave ray_address empty"
+        ) from error
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -249,31 +219,10 @@ def _join(address: str) -> Cluster:
     cluster = Cluster(address)
     head = ray.get_runtime_context().gcs_address
     threading.Thread(target=cluster.watch_head, args=(head,), name="ray-head", daemon=True).start()
-    for raylet in _raylet_here():
+    for raylet in raylet_here():
         watching = threading.Thread(target=cluster.watch_raylet, args=(head, raylet), name="raylet", daemon=True)
         watching.start()
     return cluster
-
-
-def _raylet_here() -> Iterator[psutil.Process]:
-    """The raylet by which this process takes part in a cluster, where it can be seen."""
-    node = f"--node_id={ray.get_runtime_context().get_node_id()}"
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.name() == "raylet" and node in process.cmdline():
-                yield process
-
-
-def _require_listener(address: str, timeout: float = 10) -> None:
-    """Ray itself waits two minutes for an address where nothing answers, and then ends the process."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
-    except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"nothing answers at fleet.ray_address={address} ({error}): start a cluster there with `ray start --head`, "
-            "or leave ray_address empty"
-        ) from error
 
 
 def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmProcess | None) -> Cluster:
@@ -286,7 +235,8 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmPr
     cluster = Cluster(None, folder, watching, warm)
 
     def start() -> None:
-        psutil.wait_procs(_head(), timeout)  # an earlier one's end would be taken for the end of this cluster's
+        # An earlier one's end would be taken for the end of this cluster's.
+        psutil.wait_procs(head_processes(), timeout)
         with only_what_runs_actors(), nullcontext() if warm is None else workers_from(warm.address):
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says
@@ -321,7 +271,7 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmPr
             "and set fleet.ray_address=auto"
         ) from error
     try:
-        for process in _head():
+        for process in head_processes():
             reserve(process.pid)
     except NoSpace:
         ray.shutdown()
@@ -329,16 +279,6 @@ def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmPr
         raise
     threading.Thread(target=cluster.watch, name="ray-head", daemon=True).start()
     return cluster
-
-
-def _head() -> list[psutil.Process]:
-    """The processes of the head that this process has started."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            if child.name() in HEAD:
-                found.append(child)
-    return found
 
 
 def _in_lasting_thread(work: Callable[[], None], end: threading.Event, timeout: float) -> None:

@@ -25,7 +25,7 @@ from cairn.engines.fingerprint import combined
 from cairn.engines.fleet import warm
 from cairn.engines.fleet.actors import RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
-from cairn.engines.fleet.cluster import Cluster, seconds_until_drained
+from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.colocation import Turns, share_bundles
 from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import EngineHandle
@@ -36,6 +36,7 @@ from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.router import RouterHandle
 from cairn.engines.fleet.serving import Serving
 from cairn.engines.fleet.training import TrainingHandle
+from cairn.engines.fleet.watching import seconds_until_drained
 from cairn.engines.rollout.factory import kind_of
 from cairn.engines.rollout.plan import LaunchPlan
 from cairn.engines.types import Publication

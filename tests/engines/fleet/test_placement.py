@@ -15,10 +15,11 @@ import ray
 from cairn.engines.errors import EngineDied
 from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, result
-from cairn.engines.fleet.cluster import Cluster, ClusterError, seconds_until_drained
+from cairn.engines.fleet.cluster import Cluster, ClusterError
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.roles import ActorRole, Bundle
 from cairn.engines.fleet.slots import Slot, Where, arrange
+from cairn.engines.fleet.watching import seconds_until_drained
 from tests.engines.fleet.simulated_machines import Machines, add, drain, lose, simulated_machines, slots
 from tests.waiting import wait_for
 

@@ -22,7 +22,7 @@ from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.handles import CONTROL
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import SamplingParams
-from cairn.engines.weights.publications import Publications
+from cairn.engines.weights.options import weight_problems
 from cairn.engines.weights.transports import transport_of
 from cairn.flows.pipeline import Pipeline
 from cairn.tasks.halves import publish_for_open_halves
@@ -114,19 +114,21 @@ def test_an_older_version_is_broadcast_from_its_copy_while_the_trainer_is_at_wor
 
 @pytest.mark.slow
 def test_a_lagged_run_ends_with_the_same_weights_however_they_travel(
-    fleet: Fleet, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: Cluster, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one_at_a_time = {"engine": "sglang", "sglang_server_concurrency": 1, "pipeline": "lagged", "lag": 1}
+    monkeypatch.chdir(tmp_path)
     sizes = {"num_rollout": 3, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_max_response_len": 6}
-    config = tiny_config(tiny_assets, rollout={**one_at_a_time, **sizes})
+    lagged = {**sglang_config().model_dump(), **sizes, "pipeline": "lagged", "lag": 1}
+    # A server gives the same bits twice where one request at a time is computed, and all of it.
+    lagged |= {"sglang_server_concurrency": 1, "sglang": {**lagged["sglang"], "disable_radix_cache": True}}
     digests = {}
     for transport in ("tensor", "distributed"):
-        way = transport_of(by(transport, tmp_path), fleet.training, load_timeout=60, maps_gpu_memory=False, lag=1)
-        publications = Publications(fleet.training, way, "float32")
-        for owner in (fleet, fleet._serving):
-            monkeypatch.setattr(owner, "_publications", publications)
-        fleet.rollout[0].call("begin_weight_update", 0)
-        with tiny_context(str(tmp_path / transport), config, fleet=fleet) as (run, _):  # type: ignore[arg-type]
+        config = tiny_config(tiny_assets, rollout=lagged, fleet={"update_weight_transport": transport})
+        assert not list(weight_problems(config))
+        with (
+            Fleet.start(config, name=transport, total_steps=3) as fleet,
+            tiny_context(str(tmp_path / transport), config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
+        ):
             publish_for_open_halves(run)
             pipeline = Pipeline(run, DirectSteps(run), 0, learned=lambda index: None, stop=run.stopping.set)
             with closing(pipeline.run(pipeline.iterate, 3)) as iterations:
