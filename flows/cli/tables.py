@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cairn.flows.samples import SampleView
-    from cairn.flows.views import Groups, Retries, RunStatus, Scores
+    from cairn.flows.scores import Scores
+    from cairn.flows.views import Groups, Retries, RunStatus
     from cairn.storage.collector import Garbage
     from cairn.storage.retention import Retirement
     from cairn.storage.verification import Verified

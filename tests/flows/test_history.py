@@ -13,8 +13,9 @@ from cairn.flows.fork import CannotFork, fork
 from cairn.flows.iteration import iteration
 from cairn.flows.replay import Replaying
 from cairn.flows.restore_point import needs_restore_point
+from cairn.flows.scores import benchmark_scores
 from cairn.flows.starting import total_steps
-from cairn.flows.views import benchmark_scores, run_status
+from cairn.flows.views import run_status
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent

@@ -15,7 +15,8 @@ from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.events import IterationDone
 from cairn.flows.metrics import eval_metrics
 from cairn.flows.progress import Progress
-from cairn.flows.views import benchmark_scores, run_status
+from cairn.flows.scores import benchmark_scores
+from cairn.flows.views import run_status
 from cairn.storage import layout
 from cairn.storage.collector import collect, garbage
 from cairn.tasks.benchmarks import EvaluatedSample, measure
