@@ -209,8 +209,8 @@ class Fleet:
         """Lay the trainer's weights where rollout engines fetch them; of the publications before, those stay that are
         among the last `keep`. One that is there already stays as it is. The caller has the trainer to itself.
 
-        Where engines get the trainer's weights from itself (`fleet.update_weight_transport` is distributed, or they
-        share GPUs), its publication lasts as long as it stands there.
+        Where engines get the trainer's weights from itself (`fleet.update_weight_transport` is distributed and there is
+        no lag, or they share GPUs), its publication lasts as long as it stands there.
 
         Raises:
             WrongVersion: the trainer does not stand at `version`.

@@ -246,7 +246,7 @@ def test_a_part_of_the_head_that_ended_before_it_was_watched_is_missed(
 ) -> None:
     stand_ins = {name: subprocess.Popen([shutil.copy("/bin/sleep", tmp_path / name), "60"]) for name in HEAD}
     listed = [psutil.Process(stand_in.pid) for stand_in in stand_ins.values()]
-    monkeypatch.setattr(cluster, "_head", lambda: listed)
+    monkeypatch.setattr(cluster, "head_processes", lambda: listed)
     stand_ins[head].kill()
     stand_ins[head].wait()
     started = Cluster(None, tmp_path)
