@@ -1,7 +1,7 @@
 """Ray for tests: one private cluster for the whole session, which every fleet started here shares.
 
-`ray_cluster` keeps the cluster open between fleets, so that a test pays for its engines alone. `fleet_config` builds
-the configuration of a fleet on a tiny model.
+`ray_cluster` keeps the cluster open between fleets, so that a test pays for its engines alone, which are forks as they
+are on the cluster that a driver starts for itself. `fleet_config` builds the configuration of a fleet on a tiny model.
 """
 
 import subprocess
@@ -30,8 +30,16 @@ _RAY = str(Path(sys.executable).parent / "ray")
 @pytest.fixture(scope="session")
 def ray_cluster() -> "Iterator[Cluster]":
     from cairn.engines.fleet.cluster import Cluster  # tests without it need not wait for Ray's import
+    from cairn.engines.fleet.warm import WarmProcess
 
-    cluster = Cluster.open(None, num_cpus=NUM_CPUS, object_store_memory=512 * 1024**2, timeout=240)
+    engines = ["cairn.engines.rollout.transformers.engine", "cairn.engines.training.torch.engine"]
+    cluster = Cluster.open(
+        None,
+        num_cpus=NUM_CPUS,
+        object_store_memory=512 * 1024**2,
+        timeout=240,
+        make_warm=lambda: WarmProcess(engines, num_threads=1),
+    )
     yield cluster
     cluster.close()
 
