@@ -23,6 +23,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -149,6 +150,7 @@ def _together(
     aborted = False
     try:
         for generated in engine.generate_samples(samples, params, generate_function(step.run)):
+            generated = [_usable(step.run, asked[sample.key], sample) for sample in generated]
             for sample in generated:
                 _check(engine, asked[sample.key], sample, version_of(weights), may_abort=aborted)
                 unfinished.take(sample)
@@ -214,6 +216,35 @@ def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, vers
         raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {version}")
     if sample.finish_reason == FinishReason.ABORT and not may_abort:
         raise EngineError(f"{engine.name} gave up a sample of group {sample.group_id}, which nobody had aborted")
+
+
+def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) -> GeneratedSample:
+    """The sample; failed, where the world gave it tokens after the last call, which no engine has seen, that the model
+    cannot take: it would be trained on as it is for ever."""
+    if not sample.trajectory.segments or sample.trajectory.segments[-1].call is not None:
+        return sample
+    context, vocabulary = _limits(run.config.model.path)
+    ids = sample.trajectory.response_ids
+    outside = ids[(ids < 0) | (ids >= vocabulary)]
+    length = len(request.prompt_ids) + len(ids)
+    if len(outside):
+        return GeneratedSample.failed(
+            request, f"generate gave it token {outside[0]}, outside the model's vocabulary of {vocabulary}"
+        )
+    if length > context:
+        return GeneratedSample.failed(
+            request, f"generate made it {length} tokens long, more than the model's context of {context}"
+        )
+    return sample
+
+
+@cache
+def _limits(model: str) -> tuple[int, int]:
+    """Longest sequence and number of token ids of a model."""
+    from cairn.engines.models import check_model_folder, context_length  # PyTorch takes seconds to import
+
+    config = check_model_folder(model)
+    return context_length(config), config.get_text_config().vocab_size
 
 
 def _key(step: StepCall, group_id: int) -> tuple[str, int]:

@@ -1,0 +1,35 @@
+"""What a generate function made is looked at once more before it is durable."""
+
+from pathlib import Path
+
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+CODE = """
+from cairn import Segment, Trajectory
+
+AFTER = {1: [10**6], 2: [-4], 3: [5] * 5000}
+
+
+async def generate(ctx, sample):
+    said = [await ctx.sample(sample.prompt_ids)]
+    after = AFTER.get(sample.group_id, [5]) if sample.index == 0 else []
+    return Trajectory([*said, *([Segment.given(after)] if after else [])])
+"""
+
+
+def test_a_sample_whose_last_tokens_the_model_cannot_take_fails_and_is_never_trained_on(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "after.py").write_text(CODE)
+    rollout = {"custom_generate_function_path": f"{tmp_path / 'after.py'}:generate", "num_rollout": 1}
+    with tiny_context(str(tmp_path / "store"), tiny_config(tiny_assets, rollout=rollout)) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        rows = run.read(run.committed(0, Step.ROLLOUT, "00-000")).to_pylist()
+    errors = {row["group_id"]: row["error"] for row in rows}
+    assert errors[0] is None
+    assert next(row["response_ids"][-1] for row in rows if row["group_id"] == 0) == 5
+    assert "gave it token 1000000, outside the model's vocabulary of" in errors[1]
+    assert "gave it token -4, outside the model's vocabulary of" in errors[2]
+    assert "tokens long, more than the model's context of" in errors[3]
