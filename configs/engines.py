@@ -67,6 +67,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "algorithm.custom_tis_function_path",
         "algorithm.tis_clip",
         "algorithm.tis_clip_low",
+        "algorithm.custom_pg_loss_reducer_function_path",
         "algorithm.calculate_per_token_loss",
         "algorithm.loss_scale_factor",
         "rollout.rollout_temperature",

@@ -172,6 +172,13 @@ CORRECTION = Kind(
     "correct",
     (("tokens", "config"),),
 )
+AGGREGATION = Kind(
+    "aggregation",
+    ("algorithm.custom_pg_loss_reducer_function_path",),
+    "cairn.engines.training.aggregations",
+    "weigh",
+    (("counts", "config"),),
+)
 REWARD = Kind(
     "grader",
     ("reward.custom_rm_path",),
@@ -199,7 +206,7 @@ GENERATE = Kind(
     waits=True,
 )
 
-KINDS = (SOURCE, ESTIMATOR, LOSS, CORRECTION, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
+KINDS = (SOURCE, ESTIMATOR, LOSS, CORRECTION, AGGREGATION, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""

@@ -105,6 +105,11 @@ class AlgorithmConfig(Section):
     tis_clip_low: float = Field(0.0, ge=0)
     """Lower bound of the importance weight. slime: `--tis-clip-low`."""
 
+    custom_pg_loss_reducer_function_path: str = "mean"
+    """How the losses of tokens become that of the batch: `mean`, as the two options below say; or a function of your
+    own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
+    `--custom-pg-loss-reducer-function-path`."""
+
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the batch instead of over samples. slime: `--calculate-per-token-loss`."""
 
@@ -198,7 +203,8 @@ class AlgorithmConfig(Section):
             return
         why = f"loss_type is {self.loss_type}"
         if "advantages" not in ours.needs:
-            for name in type(self).model_fields.keys() - {"loss_type", "calculate_per_token_loss"}:
+            aggregated = {"custom_pg_loss_reducer_function_path", "calculate_per_token_loss"}
+            for name in type(self).model_fields.keys() - {"loss_type", *aggregated}:
                 yield name, why, "choose a loss that follows advantages"
         for name, losses in readers(LOSS).items():
             if self.loss_type not in losses:

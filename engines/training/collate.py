@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.kept import Kept
-from cairn.engines.training.losses.aggregate import Weight
 from cairn.engines.types import TrainBatch
 
 

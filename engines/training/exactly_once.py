@@ -14,9 +14,9 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import EngineError, WrongVersion
 from cairn.engines.fingerprint import TORCH, engine_environment
+from cairn.engines.training.aggregations import Weight, token_weights
 from cairn.engines.training.batching import MicroBatch, split_steps
 from cairn.engines.training.errors import NotFinite
-from cairn.engines.training.losses.aggregate import Weight, token_weights
 from cairn.engines.training.losses.metrics import over_steps
 from cairn.engines.training.needs import has_critic, scores_needed
 from cairn.engines.training.optimizer import learning_rate

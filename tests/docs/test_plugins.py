@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.view import UndeclaredRead
 from cairn.engines.errors import GenerationFailed
+from cairn.engines.training.aggregations import token_weights
 from cairn.engines.trajectories import call_seed
 from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration, last_selection
@@ -132,6 +134,22 @@ def test_an_off_policy_correction(folder: Path, tiny_assets: Path) -> None:
     for run in run_once(folder / "none", tiny_assets, algorithm=none):
         metrics = run.committed(0, Step.TRAIN).metrics
         assert (metrics["icepop_dropped"], metrics["grad_norm"]) == (pytest.approx(1), 0)
+
+
+def test_an_aggregation(folder: Path, tiny_assets: Path) -> None:
+    path = f"{folder / 'longest.py'}:weigh"
+    option = {"use_rollout_logprobs": True, "custom_pg_loss_reducer_function_path": path}
+    for run in run_once(folder, tiny_assets, algorithm=option):
+        advantages = arrays(run.read(run.committed(0, Step.ADVANTAGE)), "advantages")
+        sums, counts = [values.sum() for values in advantages], [len(values) for values in advantages]
+        trained = run.committed(0, Step.TRAIN)
+        assert len(set(counts)) > 1, "or it would be the mean"
+        assert trained.metrics["pg_loss"] == pytest.approx(-sum(sums) / (16 * max(counts)), abs=1e-4)
+        assert stale(run, "algorithm.custom_pg_loss_reducer_function_path") == {"train", "sync"}
+    (folder / "wrong.py").write_text("def weigh(counts, config):\n    return 1.0\n")
+    algorithm = AlgorithmConfig(custom_pg_loss_reducer_function_path=f"{folder / 'wrong.py'}:weigh")
+    with pytest.raises(BadPlugin, match=r"wrong.py:weigh' returned something else than a number for each of the 2"):
+        token_weights([3, 4], algorithm)
 
 
 def test_a_correction_that_returns_something_else_is_named(tiny_assets: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What a loss is.
 
-It gives every trained token a loss of its own, from which `cairn.engines.training.losses.aggregate` makes that of the
+It gives every trained token a loss of its own, from which `cairn.engines.training.aggregations` makes that of the
 batch, the same however samples are packed, cut into micro-batches and spread over ranks. Where it looks at the tokens
 of a sample together, such as for the ratio of a whole response, it asks `tokens` for sums and means over samples: those
 are exact and differentiable also where context parallelism leaves this process only a part of a sample.

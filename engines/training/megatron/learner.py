@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.batching import MicroBatch
-from cairn.engines.training.losses.aggregate import Weight
 from cairn.engines.training.megatron.model import Model, build_optimizer, clip_gradients, wrap
 from cairn.engines.training.megatron.passes import Objective, Passes, Reading
 from cairn.engines.training.megatron.state import State

@@ -10,9 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
-from cairn.engines.training.losses.aggregate import NO_WEIGHT, Weight
 from cairn.engines.training.losses.metrics import merge, merge_over_ranks, numbers
 from cairn.engines.training.megatron.packing import Packed, pack
 from cairn.engines.types import TrainBatch

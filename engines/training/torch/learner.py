@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.checkpoint import NamedTensors
-from cairn.engines.training.losses.aggregate import Weight
 from cairn.engines.training.losses.metrics import merge_over_ranks
 from cairn.engines.training.optimizer import MOMENTS, build_optimizer, set_learning_rate, set_position
 from cairn.engines.training.sharding import recompute_activations, whole

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
 from cairn.engines.training.kept import within
 from cairn.engines.training.log_probs import response_logits, token_log_probs
-from cairn.engines.training.losses.aggregate import NO_WEIGHT, Weight
 from cairn.engines.training.losses.metrics import merge, numbers
 from cairn.engines.types import TrainBatch
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
+from cairn.engines.training.aggregations import token_weights
 from cairn.engines.training.corrections.tis import importance_weights
-from cairn.engines.training.losses.aggregate import token_weights
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.policy_loss import policy_loss
 from cairn.engines.training.losses.value import value_loss

@@ -9,8 +9,8 @@ import torch
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.aggregations import token_weights
 from cairn.engines.training.collate import collate_trained
-from cairn.engines.training.losses.aggregate import token_weights
 from cairn.engines.training.losses.objective import loss_and_metrics
 from cairn.engines.training.needs import is_policy_gradient, loss_needs, scores_needed
 from cairn.engines.types import TrainBatch
