@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class Context:
         before = self._prompt if ids is self._sample.prompt_ids else np.asarray(ids, np.int32)
         params = self._params
         if max_new_tokens is not None:
-            params = replace(params, max_new_tokens=min(max_new_tokens, params.max_new_tokens))
+            params = replace(params, max_new_tokens=min(index(max_new_tokens), params.max_new_tokens))
         at_prompt = call == FIRST_CALL and (before is self._prompt or np.array_equal(before, self._prompt))
         begun = self._first if at_prompt else None
         if begun is None or begun.finish_reason == FinishReason.ABORT:

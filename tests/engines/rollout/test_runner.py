@@ -225,6 +225,16 @@ async def waits_for_what_was_cancelled() -> None:
     await task
 
 
+def test_a_number_of_tokens_that_is_none_fails_its_sample_alone(engine: TransformersEngine) -> None:
+    async def halves(ctx: Context, sample: SampleRequest) -> Trajectory:
+        most = ctx.max_new_tokens / (2 if sample.index else 4)  # 3.0 or 1.5
+        return Trajectory([await ctx.sample(sample.prompt_ids, max_new_tokens=most)])  # type: ignore[arg-type]
+
+    for sample in generated(engine, halves, requests(1, 2)):
+        assert sample.error is not None
+        assert "'float' object cannot be interpreted as an integer" in sample.error
+
+
 @pytest.mark.parametrize(
     ("does", "told"),
     [
