@@ -121,6 +121,20 @@ def test_a_loss(folder: Path, tiny_assets: Path) -> None:
         assert stale(run, "algorithm.loss_type") == {"train", "sync"}
 
 
+def test_a_loss_that_needs_a_teacher(folder: Path, tiny_assets: Path) -> None:
+    (folder / "taught.py").write_text(
+        "import cairn\n\n\n"
+        "@cairn.plugin(needs={'advantages', 'teacher_log_probs'})\n"
+        "def loss(log_probs, tokens, config):\n"
+        "    return (log_probs - tokens.teacher_log_probs) ** 2, {'apart': log_probs - tokens.teacher_log_probs}\n"
+    )
+    option = {"loss_type": f"{folder / 'taught.py'}:loss", "use_rollout_logprobs": True}
+    model = str(tiny_assets / "model")
+    for run in run_once(folder, tiny_assets, algorithm=option, model={"path": model, "teacher_path": model}):
+        assert run.committed(0, Step.TRAIN).metrics["apart"] == pytest.approx(0, abs=1e-5)
+        assert "teacher_log_probs" in run.read(run.committed(0, Step.SCORE)).column_names
+
+
 def test_an_off_policy_correction(folder: Path, tiny_assets: Path) -> None:
     path = f"{folder / 'icepop.py'}:correct"
     option = {"use_rollout_logprobs": False, "use_tis": True, "custom_tis_function_path": path, "tis_clip_low": 0.9}
