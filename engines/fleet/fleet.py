@@ -294,7 +294,8 @@ def _training_role(config: RunConfig, total_steps: int) -> ActorRole:
 def _object_store_memory(config: RunConfig) -> int:
     """Room for the publications that are kept in it, and for the one that takes the place of the oldest. Weights are
     published in the training's number format, which may be twice as wide as the model folder's."""
-    transport, lag = config.fleet.update_weight_transport, config.rollout.weights_lag
+    transport = config.fleet.update_weight_transport
+    lag = min(config.rollout.weights_lag, config.rollout.num_rollout)  # more is never published
     if transport == "disk" or (transport == "distributed" and not lag):
         return LEAST_OBJECT_STORE
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))

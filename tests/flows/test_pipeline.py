@@ -10,6 +10,7 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, PublicationGone, WeightsDiffer
+from cairn.engines.fleet.fleet import _object_store_memory
 from cairn.flows.iteration import iteration
 from cairn.flows.pipeline import Pipeline
 from cairn.flows.prefect_steps import Stopping
@@ -175,3 +176,8 @@ def test_a_publication_that_is_of_no_use_while_another_half_learns_is_named(
         monkeypatch.setattr(run.fleet, "serve", Mock(side_effect=WeightsDiffer("it holds other weights")))
         with pytest.raises(PublicationGone, match=r"version 1 was dropped \(it holds other weights\).*cairn resume"):
             serve(run, run.fleet.rollout[0], trained)
+
+
+def test_room_is_made_for_no_more_publications_than_a_run_makes(tiny_assets: Path) -> None:
+    rooms = [_object_store_memory(lagged(tiny_assets, lag)) for lag in (ITERATIONS, 10**6)]
+    assert rooms[0] == rooms[1]
