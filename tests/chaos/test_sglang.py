@@ -52,6 +52,7 @@ def sglang_config_file(tiny_assets: Path, tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_servers_killed_and_stopped_in_mid_rollout_cost_nothing_that_had_finished(
     sglang_config_file: Path, tmp_path: Path, api_url: str
