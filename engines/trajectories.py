@@ -2,12 +2,15 @@
 
 A trajectory begins after the sample's prompt and is made of segments, in order: tokens that the policy sampled, and
 tokens that the world gave (the result of a tool, the next question), which nothing is learnt from. Token ids go in and
-come out: text is never tokenised again.
+come out: text is never tokenised again. A sample may go through several, each after its prompt, as where an agent goes
+on with a part of its context, or hands work to another: they are graded as one, and trained on as sequences of their
+own.
 """
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -154,16 +157,29 @@ class GeneratedSample:
     group_id: int
     index: int
     trajectory: Trajectory
+    """Where it has several, the segments of all, one trajectory after the other."""
     finish_reason: FinishReason
     """Of the last segment that was sampled. ABORT: the sample was given up, and the trajectory holds what its first
     call has; ERROR: it failed."""
     error: str | None = None
     """Why it failed; None where it did not."""
+    lengths: tuple[int, ...] | None = None
+    """Where it has several trajectories, how many of the tokens each has."""
 
     @property
     def key(self) -> SampleKey:
         """Names it in its run."""
         return self.group_id, self.index
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """In order, each without segments of no token where it is one of several."""
+        if self.lengths is None:
+            return [self.trajectory]
+        segments = [segment for segment in self.trajectory.segments if len(segment)]
+        ends = np.cumsum([len(segment) for segment in segments])
+        cuts = np.searchsorted(ends, np.cumsum(self.lengths)) + 1
+        return [Trajectory(segments[start:end]) for start, end in pairwise((0, *cuts.tolist()))]
 
     @classmethod
     def failed(cls, request: SampleRequest, error: str) -> "GeneratedSample":

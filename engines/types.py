@@ -177,12 +177,20 @@ class TrainBatch:
     """[R_i] float32: what the critic learns."""
     groups: list[int] | None = None
     """The group of each sample; None where each is one by itself."""
+    samples: list[int] | None = None
+    """Where a sample has several trajectories, each of them is an entry of the fields above, in order, and this says
+    which sample it is of, from 0. None where each entry is a sample by itself."""
     kept: list[KeptTokens] | None = None
     """Of R_i tokens: what each was drawn from. Log-probs and entropies are those of the softmax over it, under every
     model. None where all were drawn from the whole vocabulary."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def sample_of(self) -> Sequence[int]:
+        """Which sample each entry is of, from 0."""
+        return range(len(self)) if self.samples is None else self.samples
 
 
 @dataclass(frozen=True)

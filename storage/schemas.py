@@ -91,9 +91,16 @@ KEPT = pa.field("kept_token_ids", pa.list_(pa.large_list(pa.int32())), nullable=
 the ids that were left to draw it from, ascending; empty where that was the whole vocabulary."""
 
 
-def rollout_schema(*, cut: bool) -> pa.Schema:
-    """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from."""
-    return ROLLOUT.append(KEPT) if cut else ROLLOUT
+TRAJECTORIES = pa.field("trajectories", pa.list_(pa.int32()), nullable=True)
+"""A column of `rollout`, of `eval` and of their write-ahead logs where a sample has several trajectories: how many
+tokens of its response each has, one after the other. Each is a sequence after the prompt, and the last one is what
+`response_text` tells. Null: it has one."""
+
+
+def rollout_schema(*, cut: bool, several: bool = False) -> pa.Schema:
+    """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from, `several`: with trajectories."""
+    schema = ROLLOUT.append(KEPT) if cut else ROLLOUT
+    return schema.append(TRAJECTORIES) if several else schema
 
 
 REWARD = _schema(
@@ -173,7 +180,7 @@ GENERATED_EVAL = _schema(
     ("finish_reason", pa.string()),
     ("error", pa.string()),
     nullable=frozenset({"segments", "error"}),
-)
+).append(TRAJECTORIES)
 """Of the write-ahead log of `eval`: what is generated, and graded when all is."""
 
 SCHEMAS: dict[str, pa.Schema] = {

@@ -8,9 +8,10 @@ import pyarrow as pa
 
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import KEPT
+from cairn.storage.schemas import KEPT, TRAJECTORIES
 from cairn.tasks.context import RunContext
 from cairn.tasks.selection import max_ages, trained_groups
+from cairn.tasks.sequences import several_trajectories, split_trajectories
 from cairn.tasks.versions import token_ages
 
 
@@ -32,7 +33,7 @@ def rows_of_groups(
     """One table a trained group, in the order of the batch, its samples by index. A column that a shard may lack is
     null where it does."""
     wanted = ["group_id", "sample_index", *columns]
-    tables = {(shard.iteration, shard.shard): _with_optional(run.read(shard), wanted) for shard in shards}
+    tables = {(shard.iteration, shard.shard): with_optional(run.read(shard), wanted) for shard in shards}
     starts: dict[tuple[int, str | None], dict[int, tuple[int, int]]] = {
         place: _group_slices(table) for place, table in tables.items()
     }
@@ -69,8 +70,9 @@ def train_batch(
     advantages: Commit | None = None,
     scores: Commit | None = None,
 ) -> TrainBatch:
-    """The batch of an iteration: trained groups in order, with advantages and scores where they are given."""
-    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions", KEPT.name]
+    """The batch of an iteration: trained groups in order, with advantages and scores where they are given; a sample
+    of several trajectories is as many sequences of it."""
+    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions", KEPT.name, TRAJECTORIES.name]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     prompts, responses = arrays(samples, "prompt_ids"), arrays(samples, "response_ids")
     loss_mask, _ = trained_tokens(run, selection, samples)
@@ -84,7 +86,7 @@ def train_batch(
         teacher_log_probs = optional_arrays(scored, "teacher_log_probs")
         values = optional_arrays(scored, "values")
     estimated = None if advantages is None else run.read(advantages)
-    return TrainBatch(
+    batch = TrainBatch(
         input_ids=[np.concatenate(pair) for pair in zip(prompts, responses, strict=True)],
         response_lengths=[len(response) for response in responses],
         loss_mask=loss_mask,
@@ -98,6 +100,8 @@ def train_batch(
         groups=samples.column("group_id").to_pylist(),
         kept=kept_tokens(samples, responses),
     )
+    trajectories = several_trajectories(samples)
+    return batch if trajectories is None else split_trajectories(batch, trajectories)
 
 
 def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
@@ -126,9 +130,11 @@ def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[Kept
     return found
 
 
-def _with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    if KEPT.name in columns and KEPT.name not in table.column_names:
-        table = table.append_column(KEPT, pa.nulls(table.num_rows, KEPT.type))
+def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a table; null those that a rollout writes where it has something to say."""
+    for field in (KEPT, TRAJECTORIES):
+        if field.name in columns and field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return table.select(list(columns))
 
 

@@ -17,12 +17,13 @@ from cairn.engines.fingerprint import combined
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import EVAL, GENERATED_EVAL, Status
+from cairn.storage.schemas import EVAL, GENERATED_EVAL, TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.benchmarks import SCORE, EvaluatedSample, measure
 from cairn.tasks.generation import generate_samples
-from cairn.tasks.groups import finished_samples, segments_value, status_of
+from cairn.tasks.groups import finished_samples, segments_value, status_of, trajectories_column, without_unused
 from cairn.tasks.reward import given_samples, grade_generated, graded_again
+from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
 from cairn.tasks.versions import version_of
@@ -98,7 +99,8 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         stop_token_ids=run.config.rollout.rollout_stop_token_ids,
     )
     samples = _generate(step, weights, requests, params).to_pylist()
-    texts = run.tokenizer.batch_decode([sample["response_ids"] for sample in samples], skip_special_tokens=True)
+    graded_ids = [last_trajectory(sample["response_ids"], sample[TRAJECTORIES.name]) for sample in samples]
+    texts = run.tokenizer.batch_decode(graded_ids, skip_special_tokens=True)
     asked = [rows[sample["group_id"]] for sample in samples]
     statuses = [status_of(sample["finish_reason"]) for sample in samples]
     errors = [sample["error"] for sample in samples]
@@ -117,6 +119,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
                 "finish_reason": [sample["finish_reason"] for sample in samples],
                 "status": statuses,
                 "segments": [sample["segments"] for sample in samples],
+                TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
             },
         ),
         errors,
@@ -132,12 +135,12 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
                 g.components,
                 g.error,
                 text,
-                len(sample["response_ids"]),
+                len(ids),
                 sample["finish_reason"] == FinishReason.LENGTH,
                 row.label,
                 row.metadata or {},
             )
-            for sample, text, row, g in zip(samples, texts, asked, graded, strict=True)
+            for sample, ids, text, row, g in zip(samples, graded_ids, texts, asked, graded, strict=True)
         ],
     )
     rewards = [g.reward for g in graded if g.reward is not None]
@@ -169,11 +172,12 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
             "error": [g.error for g in graded],
             "seed": [requests[sample["group_id"] * n + sample["sample_index"]].seed for sample in samples],
             "weight_version": [version] * len(samples),
+            TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
         },
-        EVAL,
+        EVAL.append(TRAJECTORIES),
     )
     return Outcome(
-        tables={"samples.parquet": table},
+        tables={"samples.parquet": without_unused(table)},
         values={"benchmark": name},
         metrics={
             name: measured.pop(SCORE),
@@ -229,6 +233,7 @@ def _table(samples: Sequence[GeneratedSample]) -> pa.Table:
             "segments": [segments_value(sample) for sample in samples],
             "finish_reason": [str(sample.finish_reason) for sample in samples],
             "error": [sample.error for sample in samples],
+            TRAJECTORIES.name: trajectories_column(samples),
         },
         GENERATED_EVAL,
     )

@@ -30,7 +30,7 @@ from typing import Protocol
 from cairn.configs.plugins import BadPlugin
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
 from cairn.engines.rollout.user_code import GenerateFunction
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit
 from cairn.storage.layout import commit_name
@@ -211,7 +211,11 @@ def generate_function(run: RunContext) -> GenerateFunction:
 def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, version: int, *, may_abort: bool) -> None:
     """Raise EngineError for a sample of other weights, or one that was aborted by somebody else."""
     carried = 0 if request.begun is None else len(request.begun)
-    others = sorted(set(sample.trajectory.weight_versions[carried:].tolist()) - {version})
+    sampled = set[int]()
+    for segment in sample.trajectory.segments:
+        if segment.weight_versions is not None:
+            sampled |= {*segment.weight_versions[carried if segment.call == FIRST_CALL else 0 :].tolist()}
+    others = sorted(sampled - {version})
     if others:
         raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {version}")
     if sample.finish_reason == FinishReason.ABORT and not may_abort:
@@ -219,22 +223,23 @@ def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, vers
 
 
 def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) -> GeneratedSample:
-    """The sample; failed, where the world gave it tokens after the last call, which no engine has seen, that the model
-    cannot take: it would be trained on as it is for ever."""
-    if not sample.trajectory.segments or sample.trajectory.segments[-1].call is not None:
-        return sample
-    context, vocabulary = _limits(run.config.model.path)
-    ids = sample.trajectory.response_ids
-    outside = ids[(ids < 0) | (ids >= vocabulary)]
-    length = len(request.prompt_ids) + len(ids)
-    if len(outside):
-        return GeneratedSample.failed(
-            request, f"generate gave it token {outside[0]}, outside the model's vocabulary of {vocabulary}"
-        )
-    if length > context:
-        return GeneratedSample.failed(
-            request, f"generate made it {length} tokens long, more than the model's context of {context}"
-        )
+    """The sample; failed, where the world gave it tokens after a trajectory's last call, which no engine has seen, that
+    the model cannot take: it would be trained on as it is for ever."""
+    for trajectory in sample.trajectories:
+        if not trajectory.segments or trajectory.segments[-1].call is not None:
+            continue
+        context, vocabulary = _limits(run.config.model.path)
+        ids = trajectory.response_ids
+        outside = ids[(ids < 0) | (ids >= vocabulary)]
+        length = len(request.prompt_ids) + len(ids)
+        if len(outside):
+            return GeneratedSample.failed(
+                request, f"generate gave it token {outside[0]}, outside the model's vocabulary of {vocabulary}"
+            )
+        if length > context:
+            return GeneratedSample.failed(
+                request, f"generate made it {length} tokens long, more than the model's context of {context}"
+            )
     return sample
 
 

@@ -15,11 +15,12 @@ import pyarrow as pa
 
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason, KeptTokens
-from cairn.storage.schemas import KEPT, ROLLOUT, Status, rollout_schema
+from cairn.storage.schemas import KEPT, ROLLOUT, TRAJECTORIES, Status, rollout_schema
 from cairn.tasks.batch import kept_column
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import DrawnRow
 from cairn.tasks.data.prompts import PromptRow
+from cairn.tasks.sequences import last_trajectory, several_trajectories
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def unfinished_group(rows: pa.Table) -> Group:
             sample["sample_index"],
             Trajectory(tuple(row_segments(sample))),
             FinishReason(sample["finish_reason"]),
+            lengths=None if sample.get(TRAJECTORIES.name) is None else tuple(sample[TRAJECTORIES.name]),
         )
         for sample in samples
     }
@@ -160,12 +162,27 @@ def segments_value(sample: GeneratedSample) -> list[dict[str, Any]] | None:
     ]
 
 
+def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
+    """Of `sample_table`: samples may have several trajectories where the user's code says what they go through, or did
+    when groups were begun that are continued."""
+    begun = any(part.lengths for group in groups.values() for part in group.parts.values())
+    several = begun or "." in run.config.rollout.custom_generate_function_path
+    return rollout_schema(cut=run.records_kept, several=several)
+
+
+def without_unused(samples: pa.Table) -> pa.Table:
+    """Rows of the rollout table as they are committed: the column of trajectories where a sample has several."""
+    if TRAJECTORIES.name in samples.column_names and several_trajectories(samples) is None:
+        return samples.drop_columns(TRAJECTORIES.name)
+    return samples
+
+
 def sample_table(
     run: RunContext, engine: str, groups: Mapping[int, Group], samples: Sequence[GeneratedSample]
 ) -> pa.Table:
     """The rows of samples that an engine generated, or continued. What the policy sampled may be trained on as far as
     the rollout knows; whether it is too old is seen when a batch is made of it (`cairn.tasks.batch`)."""
-    n, schema = run.config.rollout.n_samples_per_prompt, rollout_schema(cut=run.records_kept)
+    n, schema = run.config.rollout.n_samples_per_prompt, sample_schema(run, groups)
     drawn = [groups[sample.group_id].drawn for sample in samples]
     rows = {one.group_id: one.row for one in drawn}
     prompts = {id: np.asarray(row.prompt_ids, np.int32) for id, row in rows.items()}
@@ -182,7 +199,10 @@ def sample_table(
         "epoch": [one.epoch for one in drawn],
         "prompt_text": [one.row.prompt_text for one in drawn],
         "prompt_ids": [prompts[s.group_id] for s in samples],
-        "response_text": run.tokenizer.batch_decode([ids.tolist() for ids in responses], skip_special_tokens=True),
+        "response_text": run.tokenizer.batch_decode(
+            [last_trajectory(ids.tolist(), sample.lengths) for ids, sample in zip(responses, samples, strict=True)],
+            skip_special_tokens=True,
+        ),
         "response_ids": responses,
         "segments": [segments_value(s) for s in samples],
         "log_probs": [trajectory.log_probs for trajectory in trajectories],
@@ -201,7 +221,14 @@ def sample_table(
     arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
     if KEPT.name in schema.names:
         arrays[KEPT.name] = kept_column([trajectory.kept for trajectory in trajectories])
+    if TRAJECTORIES.name in schema.names:
+        arrays[TRAJECTORIES.name] = trajectories_column(samples)
     return pa.table(arrays, schema)
+
+
+def trajectories_column(samples: Sequence[GeneratedSample]) -> pa.Array:
+    """How many tokens each trajectory of each sample has, as `cairn.storage.schemas.TRAJECTORIES` has it."""
+    return pa.array([sample.lengths for sample in samples], TRAJECTORIES.type)
 
 
 def finished_samples(table: pa.Table) -> tuple[set[SampleKey], dict[int, str]]:

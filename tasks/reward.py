@@ -1,6 +1,7 @@
 """`reward`: grade the samples of one shard, while other shards still generate."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import pyarrow as pa
 
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import REWARD, Status
+from cairn.storage.schemas import REWARD, TRAJECTORIES, Status
+from cairn.tasks.batch import with_optional
 from cairn.tasks.rewards.pool import Graded, GraderPool
 from cairn.tasks.rewards.sample import ResponseSegment, Sample
+from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
 
 
@@ -26,7 +29,8 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
     if grader.sees_whole_samples:
         columns += ["response_ids", "prompt_text", "prompt_ids", "finish_reason", "segments"]
-    samples = step.run.read(rollout, columns).to_pydict()
+        columns.append(TRAJECTORIES.name)
+    samples = with_optional(step.run.read(rollout), columns).to_pydict()
     pairs = list(zip(samples["group_id"], samples["status"], strict=True))
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
@@ -66,36 +70,44 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
 
 def given_samples(grader: GraderPool, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
     """What the grader gets of samples: `response_text`, `label` and `metadata`, and if it sees whole samples
-    `response_ids`, `prompt_text`, `prompt_ids`, `finish_reason`, `status` and `segments` too."""
+    `response_ids`, `prompt_text`, `prompt_ids`, `finish_reason`, `status`, `segments` and `trajectories` too. Of
+    several trajectories the last one is the response."""
     simple = zip(columns["response_text"], columns["label"], columns["metadata"], strict=True)
     if not grader.sees_whole_samples:
         return [Sample(text, label, metadata) for text, label, metadata in simple]
-    texts = tokenizer.batch_decode([list(ids) for ids in columns["response_ids"]], skip_special_tokens=False)
+    lengths = columns[TRAJECTORIES.name]
+    responses = [list(last_trajectory(*one)) for one in zip(columns["response_ids"], lengths, strict=True)]
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=False)
     return [
         Sample(
             text,
             label,
             metadata,
             response_with_special_tokens=texts[i],
-            response_ids=tuple(map(int, columns["response_ids"][i])),
+            response_ids=tuple(map(int, responses[i])),
             prompt=columns["prompt_text"][i],
             prompt_ids=tuple(map(int, columns["prompt_ids"][i])),
             finish_reason=str(columns["finish_reason"][i]),
             status=str(columns["status"][i]),
-            segments=_segments(tokenizer, columns["response_ids"][i], columns["segments"][i]),
+            segments=_segments(tokenizer, columns["response_ids"][i], columns["segments"][i], lengths[i]),
         )
         for i, (text, label, metadata) in enumerate(simple)
     ]
 
 
 def _segments(
-    tokenizer: Any, response: Sequence[int], segments: Sequence[Mapping[str, Any]] | None
+    tokenizer: Any,
+    response: Sequence[int],
+    segments: Sequence[Mapping[str, Any]] | None,
+    trajectories: Sequence[int] | None,
 ) -> tuple[ResponseSegment, ...]:
     ends = accumulate(segment["tokens"] for segment in segments or ())
+    bounds = list(accumulate(trajectories or ()))
     found = []
     for segment, end in zip(segments or (), ends, strict=True):
         ids = tuple(map(int, response[end - segment["tokens"] : end]))
-        found.append(ResponseSegment(ids, tokenizer.decode(ids), segment["call"] is not None))
+        trajectory = bisect_left(bounds, end) if bounds else 0
+        found.append(ResponseSegment(ids, tokenizer.decode(ids), segment["call"] is not None, trajectory))
     return tuple(found)
 
 

@@ -16,12 +16,21 @@ import pyarrow.compute as pc
 from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import Status, rollout_schema
+from cairn.storage.schemas import TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.batch import with_optional
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import Draw, DrawnRow
 from cairn.tasks.generation import generate_samples
-from cairn.tasks.groups import Group, finished_samples, fresh_group, sample_table, unfinished_group
+from cairn.tasks.groups import (
+    Group,
+    finished_samples,
+    fresh_group,
+    sample_schema,
+    sample_table,
+    unfinished_group,
+    without_unused,
+)
 from cairn.tasks.selection import GroupPlace, unfinished_groups
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
@@ -78,7 +87,7 @@ def rollout(
 
     by_id = {group.drawn.group_id: group for group in groups}
     encode = partial(sample_table, run, engine.name, by_id)
-    schema = rollout_schema(cut=run.records_kept)
+    schema = sample_schema(run, by_id)
     earlier_inputs = step.earlier_digests
     with WriteAhead(
         step.attempt, step.input_digest, schema=schema, encode=encode, earlier_digests=earlier_inputs
@@ -103,7 +112,7 @@ def rollout(
         seconds = time.perf_counter() - began
         carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
-        samples = _whole_groups(pa.concat_tables(tables), by_id, encode)
+        samples = without_unused(_whole_groups(pa.concat_tables(tables), by_id, encode))
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
     return Outcome(
@@ -159,17 +168,22 @@ def _unfinished(samples: pa.Table) -> set[int]:
 
 def _given_tokens(samples: pa.Table, groups: Mapping[int, Group]) -> int:
     """Tokens that engines went on from, over all calls of the samples that got tokens in this shard."""
-    names = ("group_id", "sample_index", "segments")
-    columns = [samples.column(name).to_pylist() for name in names]
+    names = ["group_id", "sample_index", "segments", TRAJECTORIES.name]
+    columns = [column.to_pylist() for column in with_optional(samples, names).columns]
     lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
     given = 0
-    for group_id, index, segments, prompt, response in zip(*columns, *lengths, strict=True):
+    for group_id, index, segments, trajectories, prompt, response in zip(*columns, *lengths, strict=True):
         carried = groups[group_id].carried_tokens(index)
         if response > carried:
             given += prompt + carried
-            ends = accumulate((segment["tokens"] for segment in segments or ()), initial=0)
-            calls = [prompt + end for end, segment in zip(ends, segments or (), strict=False) if segment["call"]]
-            given += sum(calls[1:])
+            calls, start, end = dict[str, int](), 0, 0
+            begins = {0, *accumulate(trajectories or ())}
+            for segment in segments or ():
+                start = end if end in begins else start
+                if segment["call"]:
+                    calls.setdefault(segment["call"], prompt + end - start)
+                end += segment["tokens"]
+            given += sum([*calls.values()][1:])
     return given
 
 

@@ -12,6 +12,7 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import SCORE
 from cairn.tasks.batch import rows_of_groups, train_batch
 from cairn.tasks.recovery import prepare_trainer
+from cairn.tasks.sequences import of_samples
 from cairn.tasks.step import Outcome, StepCall, durable
 
 
@@ -29,10 +30,12 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     names = {column: "log_probs" if column == "old_log_probs" else column for column in needed}
     with run.weights_lock:
         prepare_trainer(run, weights)
-        scored = {names[column]: run.fleet.training.score(batch, role) for column, role in needed.items()}
+        scored = {
+            names[column]: of_samples(batch, run.fleet.training.score(batch, role)) for column, role in needed.items()
+        }
     keys = pa.concat_tables(rows_of_groups(run, selection, rollouts, []))
     columns: dict[str, Any] = {name: keys.column(name) for name in ("group_id", "sample_index")}
-    nothing = dict.fromkeys(("log_probs", "ref_log_probs"), [None] * len(batch))
+    nothing = dict.fromkeys(("log_probs", "ref_log_probs"), [None] * keys.num_rows)
     columns |= {name: pa.array(lists, SCORE.field(name).type) for name, lists in {**nothing, **scored}.items()}
     schema = pa.schema([field for field in SCORE if field.name in columns])
     return Outcome(

@@ -119,13 +119,29 @@ class Context:
         first = () if self._first is None else (self._first,)
         return GeneratedSample(*self._sample.key, Trajectory(first), FinishReason.ABORT)
 
-    def checked(self, returned: object) -> Trajectory:
-        """What `generate` returned, as the policy gave it: user code says what follows what, and what is trained on.
-        Raises BadTrajectory where that is not what the policy was asked for and sampled."""
-        (trajectory,) = returned if isinstance(returned, list | tuple) and len(returned) == 1 else (returned,)
-        if not isinstance(trajectory, Trajectory):
-            kind = f"{len(returned)} trajectories" if isinstance(returned, list) else type(returned).__name__
-            raise BadTrajectory(f"generate returned {kind} for a sample; return one cairn.Trajectory")
+    def checked(self, returned: object) -> GeneratedSample:
+        """The sample that `generate` returned, as the policy gave it: user code says what follows what, and what is
+        trained on. Raises BadTrajectory where that is not what the policy was asked for and sampled."""
+        trajectories = list(returned) if isinstance(returned, list | tuple) else [returned]
+        several = len(trajectories) > 1
+        parts = [
+            self._segments(one, f" of trajectory {number}" if several else "")
+            for number, one in enumerate(trajectories, 1)
+            if isinstance(one, Trajectory)
+        ]
+        if not parts or len(parts) < len(trajectories):
+            other = next((type(one).__name__ for one in trajectories if not isinstance(one, Trajectory)), None)
+            told = "an empty list" if other is None else f"a list with {other}" if several else other
+            raise BadTrajectory(f"generate returned {told} for a sample; return a cairn.Trajectory, or a list of them")
+        segments = [segment for part in parts for segment in part]
+        if several:
+            _check_trained_once(segments)
+        reasons = [segment.finish_reason for segment in segments if segment.finish_reason is not None]
+        lengths = tuple(sum(map(len, part)) for part in parts) if several else None
+        return GeneratedSample(*self._sample.key, Trajectory(segments), reasons[-1], lengths=lengths)
+
+    def _segments(self, trajectory: Trajectory, where: str) -> list[Segment]:
+        """Those of a trajectory; `where` names it among several."""
         before, segments = self._prompt, list[Segment]()
         for number, segment in enumerate(trajectory.segments, 1):
             if segments:
@@ -133,12 +149,12 @@ class Context:
             try:
                 segments.append(self._checked(segment, before))
             except BadTrajectory as problem:
-                raise BadTrajectory(f"segment {number} of what generate returned {problem}") from None
+                raise BadTrajectory(f"segment {number}{where} of what generate returned {problem}") from None
         if not any(segment.call is not None and len(segment) for segment in segments):
             raise BadTrajectory(
                 "generate returned a trajectory without a token that was sampled; where there is none, raise an error"
             )
-        return Trajectory(segments)
+        return segments
 
     def _checked(self, segment: object, before: np.ndarray) -> Segment:
         if not isinstance(segment, Segment):
@@ -166,3 +182,18 @@ class Context:
                 "trajectory; put there what ctx.sample was given"
             )
         return call.segment if call.segment is segment else replace(call.segment, loss_mask=mask.astype(np.uint8))
+
+
+def _check_trained_once(segments: Sequence[Segment]) -> None:
+    """Raise BadTrajectory where a token that was sampled once is trained on in two trajectories, which may share it."""
+    trained: dict[str, np.ndarray] = {}
+    for segment in segments:
+        if segment.call is None:
+            continue
+        mask, earlier = segment.loss_mask.astype(bool), trained.get(segment.call)
+        if earlier is not None and (earlier & mask).any():
+            raise BadTrajectory(
+                f"generate returned call {segment.call} of ctx.sample in two trajectories, and its loss_mask lets the "
+                "same tokens be trained on in both; set it to 0 in one of them"
+            )
+        trained[segment.call] = mask if earlier is None else earlier | mask

@@ -2,7 +2,7 @@
 
 | what happens to a sample | what becomes of it |
 |---|---|
-| `generate` returns | its trajectory, checked |
+| `generate` returns | its trajectory, or its trajectories, checked |
 | `generate` raises, or the engine refuses what it asks and it does not mind | it fails, with the error |
 | it is aborted | it is given back as far as its first call came |
 | what `generate` returned is no trajectory of the sample | BadTrajectory, for the whole call |
@@ -123,9 +123,7 @@ class Runner:
         begin_sample(sample.key)
         context = Context(sample, self._params, self._ask, self._tokenizer)
         try:
-            trajectory = context.checked(await self._generate(context, sample))
-            reasons = [segment.finish_reason for segment in trajectory.segments if segment.finish_reason is not None]
-            ended = GeneratedSample(*sample.key, trajectory, reasons[-1])
+            ended = context.checked(await self._generate(context, sample))
         except SampleAborted:
             ended = context.aborted()
         except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled

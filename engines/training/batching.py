@@ -1,7 +1,10 @@
 """Cutting a step's samples into micro-batches: of similar lengths where they are padded, equally full where packed."""
 
 import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -113,13 +116,17 @@ def _split_to_multiple(groups: list[list[int]], lengths: dict[int, int], world_s
         groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
 
 
-def split_steps(count: int, num_steps: int) -> list[range]:
-    """The samples of each optimizer step: equal contiguous parts, in order.
+def split_steps(samples: Sequence[int], num_steps: int) -> list[range]:
+    """The sequences of each optimizer step: contiguous parts, in order, of equally many samples.
+
+    Args:
+        samples: which sample each sequence is of, from 0, in order: those of one are trained on in one step.
 
     Raises:
-        ValueError: `count` samples are not divisible by `num_steps`.
+        ValueError: the samples are not divisible by `num_steps`.
     """
+    count = samples[-1] + 1 if samples else 0
     if num_steps < 1 or count == 0 or count % num_steps:
         raise ValueError(f"{count} samples cannot be cut into {num_steps} optimizer steps of equal size")
-    size: int = count // num_steps
-    return [range(start, start + size) for start in range(0, count, size)]
+    cuts = [bisect_left(samples, step * count // num_steps) for step in range(num_steps + 1)]
+    return [range(start, end) for start, end in pairwise(cuts)]

@@ -14,7 +14,7 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import EngineError, WrongVersion
 from cairn.engines.fingerprint import TORCH, engine_environment
-from cairn.engines.training.aggregations import Weight, token_weights
+from cairn.engines.training.aggregations import Weight, sequence_weights
 from cairn.engines.training.batching import MicroBatch, split_steps
 from cairn.engines.training.errors import NotFinite
 from cairn.engines.training.losses.metrics import over_steps
@@ -140,7 +140,8 @@ class ExactlyOnceEngine(ABC):
                 f"the training engine is at weight version {self._version}, not at {expected_version}; "
                 "nothing was changed"
             )
-        steps = split_steps(len(batch), num_steps)
+        check_batch(batch)
+        steps = split_steps(batch.sample_of, num_steps)
         check_trainable(batch, steps, self._algorithm)
         roles = [role for role in self._learners if train_actor or role != "actor"]
         if not roles:
@@ -197,7 +198,8 @@ class ExactlyOnceEngine(ABC):
         """One optimizer step of some learners; returns its metrics. No weight changes before all gradients are there
         and finite."""
         mask_sums = [int(batch.loss_mask[i].sum()) for i in samples]
-        weights = dict(zip(samples, token_weights(mask_sums, self._algorithm), strict=True))
+        own = batch.sample_of[samples.start : samples.stop]
+        weights = dict(zip(samples, sequence_weights(mask_sums, own, self._algorithm), strict=True))
         lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, mask_sums, strict=True) if count}
         micro_batches = self._plan(lengths)
         metrics: dict[str, float] = {}

@@ -35,6 +35,11 @@ def check_batch(batch: TrainBatch) -> None:
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries for {len(batch)} samples")
     if batch.groups is not None and len(batch.groups) != len(batch):
         raise ValueError(f"groups has {len(batch.groups)} entries for {len(batch)} samples")
+    if batch.samples is not None:
+        if len(batch.samples) != len(batch):
+            raise ValueError(f"samples has {len(batch.samples)} entries for {len(batch)} sequences")
+        if not set(np.diff(batch.samples, prepend=-1).tolist()) <= {0, 1} or batch.samples[0] != 0:
+            raise ValueError("samples does not count the samples from 0, one after the other")
     for sample, (ids, length) in enumerate(zip(batch.input_ids, batch.response_lengths, strict=True)):
         if not 0 <= length < len(ids):
             raise ValueError(
@@ -55,12 +60,12 @@ def check_batch(batch: TrainBatch) -> None:
 
 
 def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: AlgorithmConfig) -> None:
-    """Make sure that a batch holds what its loss reads, and every optimizer step something to train on.
+    """Make sure that a batch that passed `check_batch` holds what its loss reads, and every optimizer step something to
+    train on.
 
     Raises:
         ValueError: names the field or the step.
     """
-    check_batch(batch)
     for number, samples in enumerate(steps):
         if not any(batch.loss_mask[sample].any() for sample in samples):
             raise ValueError(

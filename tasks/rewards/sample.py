@@ -13,11 +13,14 @@ class ResponseSegment:
     """The tokens, special ones included."""
     sampled: bool
     """Whether the policy sampled them; else the world gave them, as the result of a tool or the next question."""
+    trajectory: int = 0
+    """Which of the sample's trajectories they are of, from 0."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated response and what it answers. Not one that failed or was left unfinished: nobody grades those."""
+    """One generated response and what it answers. Not one that failed or was left unfinished: nobody grades those. Of
+    several trajectories the last one is the response."""
 
     response: str
     """As text, without special tokens."""
@@ -39,7 +42,8 @@ class Sample:
     status: str = "completed"
     """`completed` or `truncated`: `cairn.storage.schemas.Status`."""
     segments: tuple[ResponseSegment, ...] = ()
-    """The whole trajectory after the prompt, in order; empty where the policy sampled the response at once."""
+    """All that came after the prompt, in order, of every trajectory; empty where the policy sampled the response at
+    once."""
 
     @property
     def length(self) -> int:

@@ -287,6 +287,28 @@ def test_a_benchmark_metric(folder: Path, tiny_assets: Path) -> None:
     assert problem.endswith("let it take (samples)")
 
 
+def test_a_generate_function_of_several_trajectories(folder: Path, tiny_assets: Path) -> None:
+    option = {"custom_generate_function_path": f"{folder / 'anew.py'}:generate"}
+    for run in run_once(folder, tiny_assets, rollout=option):
+        rows = run.read(run.committed(0, Step.ROLLOUT, "00-000")).to_pylist()
+        selection = last_selection(run, 0)
+        batch = train_batch(run, selection, trained_shards(run, selection)[0])
+        assert batch.samples == [sample for sample in range(16) for _ in range(2)]
+        sequences = iter(zip(batch.input_ids, batch.loss_mask, strict=True))
+        for row in rows:
+            length, rest = row["trajectories"]
+            first, second = row["response_ids"][:length], row["response_ids"][length:]
+            note = len(first[-4:])
+            assert second[:note] == first[-4:]
+            for expected, given in ((first, 0), (second, note)):
+                ids, mask = next(sequences)
+                assert ids.tolist() == row["prompt_ids"] + expected
+                assert mask.tolist() == [0] * given + [1] * (len(expected) - given)
+            assert row["response_text"] == run.tokenizer.decode(second, skip_special_tokens=True)
+            assert len(second) == rest
+        assert run.committed(0, Step.TRAIN).metrics["grad_norm"] > 0
+
+
 def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_weights(
     folder: Path, tiny_assets: Path
 ) -> None:

@@ -6,6 +6,7 @@ that is done.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,3 +50,18 @@ def token_weights(mask_sums: Sequence[int], algorithm: AlgorithmConfig) -> list[
     if algorithm.calculate_per_token_loss:
         return [Weight(loss, 1 / sum(mask_sums)) for loss in losses]
     return [Weight(loss, 1 / (samples * max(count, 1))) for loss, count in zip(losses, mask_sums, strict=True)]
+
+
+def sequence_weights(mask_sums: Sequence[int], samples: Sequence[int], algorithm: AlgorithmConfig) -> list[Weight]:
+    """The weight of each trained token of each sequence: its sample's, which counts once and has the tokens of all its
+    sequences.
+
+    Args:
+        mask_sums: trained tokens of every sequence of the optimizer step, over all ranks; at least one is positive.
+        samples: which sample each is of.
+    """
+    counts = Counter[int]()
+    for sample, trained in zip(samples, mask_sums, strict=True):
+        counts[sample] += trained
+    weights = dict(zip(counts, token_weights(list(counts.values()), algorithm), strict=True))
+    return [weights[sample] for sample in samples]

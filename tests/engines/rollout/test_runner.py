@@ -88,6 +88,28 @@ def test_a_second_turn_is_drawn_from_a_seed_of_its_own_after_all_that_came_befor
         assert trajectory.weight_versions.tolist() == [0] * sum(ends)
 
 
+def test_a_sample_may_have_several_trajectories_which_share_a_call_that_is_trained_on_once(
+    engine: TransformersEngine,
+) -> None:
+    async def anew(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
+        first, told, second = (await two_turns(ctx, sample)).segments
+        third = await ctx.sample([*sample.prompt_ids, *WORLD])
+        shared = replace(first, loss_mask=np.zeros(len(first), np.uint8))
+        return [Trajectory([first]), Trajectory([shared, told, second]), Trajectory([Segment.given(WORLD), third])]
+
+    one, several = (generated(engine, function, requests(1, 2)) for function in (two_turns, anew))
+    for plain, sample in zip(one, several, strict=True):
+        first, told, second = plain.trajectory.segments
+        third = sample.trajectory.segments[-1]
+        assert sample.finish_reason == third.finish_reason
+        assert sample.lengths == (len(first), len(plain.trajectory.response_ids), len(WORLD) + len(third))
+        parts = [part.response_ids.tolist() for part in sample.trajectories]
+        assert parts[:2] == [first.ids.tolist(), plain.trajectory.response_ids.tolist()]
+        assert parts[2] == [*WORLD, *third.ids.tolist()]
+        ends = [len(first), len(first) + len(told), len(second), len(WORLD), len(third)]
+        assert sample.trajectory.loss_mask.tolist() == np.repeat([1, 0, 1, 0, 1], ends).tolist()
+
+
 def test_calls_side_by_side_have_ids_of_their_tasks_whoever_asks_first(engine: TransformersEngine) -> None:
     async def side_by_side(ctx: Context, sample: SampleRequest) -> Trajectory:
         async def late() -> Segment:
@@ -145,6 +167,29 @@ async def no_segment(ctx: Context, sample: SampleRequest) -> Any:
     return Trajectory([await ctx.sample(sample.prompt_ids), WORLD])  # type: ignore[list-item]
 
 
+async def no_trajectories(ctx: Context, sample: SampleRequest) -> Any:
+    return []
+
+
+async def a_segment_among_them(ctx: Context, sample: SampleRequest) -> Any:
+    segment = await ctx.sample(sample.prompt_ids)
+    return [Trajectory([segment]), segment]
+
+
+async def one_without_tokens(ctx: Context, sample: SampleRequest) -> Any:
+    return [Trajectory([await ctx.sample(sample.prompt_ids)]), Trajectory([Segment.given(WORLD)])]
+
+
+async def one_after_another(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
+    first = await ctx.sample(sample.prompt_ids)
+    return [Trajectory([first]), Trajectory([await ctx.sample([*sample.prompt_ids, *WORLD])])]
+
+
+async def learns_twice(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
+    first, *rest = (await two_turns(ctx, sample)).segments
+    return [Trajectory([first]), Trajectory([first, *rest])]
+
+
 @pytest.mark.parametrize(
     ("function", "told"),
     [
@@ -156,7 +201,12 @@ async def no_segment(ctx: Context, sample: SampleRequest) -> Any:
         (weighs_tokens, "segment 1 .* has a loss_mask with other values than 0 and 1"),
         (a_batch_of_one, "segment 2 .* has ids of 2 dimensions; they have to be one list"),
         (no_segment, "segment 2 .* is of type list; it has to be a cairn.Segment"),
-        (no_trajectory, "generate returned Segment for a sample; return one cairn.Trajectory"),
+        (no_trajectory, "generate returned Segment for a sample; return a cairn.Trajectory, or a list of them"),
+        (no_trajectories, "generate returned an empty list for a sample; return a cairn.Trajectory"),
+        (a_segment_among_them, "generate returned a list with Segment for a sample; return a cairn.Trajectory"),
+        (one_without_tokens, "generate returned a trajectory without a token that was sampled"),
+        (one_after_another, "segment 1 of trajectory 2 .* was sampled after 6 tokens that are not the 3 before it"),
+        (learns_twice, "returned call 0 of ctx.sample in two trajectories, .*trained on in both; set it to 0 in one"),
     ],
 )
 def test_what_is_no_trajectory_of_the_sample_is_refused(engine: TransformersEngine, function: Any, told: str) -> None:

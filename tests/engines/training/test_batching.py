@@ -82,10 +82,14 @@ def test_packed_micro_batches_are_full_and_ranks_have_alike_many_tokens_and_squa
 
 
 def test_steps_are_equal_contiguous_parts() -> None:
-    assert split_steps(6, 3) == [range(2), range(2, 4), range(4, 6)]
+    assert split_steps(range(6), 3) == [range(2), range(2, 4), range(4, 6)]
+
+
+def test_steps_have_equally_many_samples_and_all_sequences_of_each() -> None:
+    assert split_steps([0, 0, 0, 1, 2, 3, 3], 2) == [range(4), range(4, 7)]
 
 
 @pytest.mark.parametrize("num_steps", [0, 4, 7])
 def test_samples_that_do_not_divide_into_the_steps_are_refused(num_steps: int) -> None:
     with pytest.raises(ValueError, match=f"6 samples cannot be cut into {num_steps}"):
-        split_steps(6, num_steps)
+        split_steps(range(6), num_steps)

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +49,14 @@ def train(engine: TorchEngine, batch: TrainBatch, steps: int = 1) -> dict[str, f
 def reference_update(
     folder: Path, batch: TrainBatch, algorithm: AlgorithmConfig, temperature: float, updates: int
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
-    """The same updates written out with loops: one sample at a time, unpadded, in plain PyTorch."""
+    """The same updates written out with loops: one sequence at a time, unpadded, in plain PyTorch."""
     model = load_causal_lm(folder, torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=EPS, weight_decay=0.0)
     history = []
+    samples = batch.samples or list(range(len(batch)))
+    of_sample: dict[int, int] = defaultdict(int)
+    for sample, mask in zip(samples, batch.loss_mask, strict=True):
+        of_sample[sample] += int(mask.sum())
     for _ in range(updates):
         optimizer.zero_grad()
         total, metrics = torch.tensor(0.0), dict.fromkeys(("pg_loss", "entropy_loss", "kl_loss", "ppo_kl", "tis"), 0.0)
@@ -77,9 +82,10 @@ def reference_update(
             pg = pg * tis.clamp(0.5, 1.5)
             kl = torch.exp(ref - logp) - 1 - (ref - logp)
             entropy = -(table.exp() * table).sum(-1)
-            mean = 1 / tokens if algorithm.calculate_per_token_loss else 1 / (len(batch) * max(1, int(mask.sum())))
+            of_mean = 1 / (len(of_sample) * max(1, of_sample[samples[i]]))
+            mean = 1 / tokens if algorithm.calculate_per_token_loss else of_mean
             constant = algorithm.loss_scale_factor
-            scale = mean if constant is None else 1 / (len(batch) * constant)
+            scale = mean if constant is None else 1 / (len(of_sample) * constant)
             per_token = pg - algorithm.entropy_coef * entropy + algorithm.kl_loss_coef * kl
             total = total + (per_token * mask).sum() * scale
             metrics["pg_loss"] += ((pg * mask).sum() * scale).item()
@@ -95,14 +101,17 @@ def reference_update(
 
 
 AGGREGATIONS = [{}, {"calculate_per_token_loss": True}, {"loss_scale_factor": 12}]
+FANNED = [0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7]
+"""Which of 8 samples each of 12 sequences is of."""
 
 
+@pytest.mark.parametrize("samples", [None, FANNED])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_updates_equal_those_written_out_in_plain_pytorch(
-    folder: Path, batch: TrainBatch, aggregation: dict[str, object], temperature: float
+    folder: Path, batch: TrainBatch, aggregation: dict[str, object], temperature: float, samples: list[int] | None
 ) -> None:
-    algorithm = FULL.model_copy(update=aggregation)
+    batch, algorithm = dataclasses.replace(batch, samples=samples), FULL.model_copy(update=aggregation)
     expected, history = reference_update(folder, batch, algorithm, temperature, updates=3)
     engine = make_engine(folder, algorithm=algorithm, temperature=temperature, max_tokens_per_gpu=150, adam_eps=EPS)
     for metrics in history:
@@ -175,6 +184,30 @@ def test_several_steps_are_contiguous_parts_of_the_batch_in_order(folder: Path, 
     assert together.state_digest() == apart.state_digest()
     assert result.weight_version == 3
     assert result.metrics["loss"] == pytest.approx(sum(part["loss"] for part in parts) / 3)
+
+
+def test_a_step_has_its_share_of_the_samples_with_all_sequences_of_each(folder: Path, batch: TrainBatch) -> None:
+    together, apart = make_engine(folder), make_engine(folder)
+    result = together.train(
+        dataclasses.replace(batch, samples=FANNED), num_steps=2, expected_version=0, input_digest="d"
+    )
+    for span, own in ((slice(7), FANNED[:7]), (slice(7, 12), [0, 1, 1, 2, 3])):
+        train(apart, dataclasses.replace(part_of(batch, span), samples=own))
+    assert together.state_digest() == apart.state_digest()
+    assert result.weight_version == 2
+    with pytest.raises(ValueError, match="8 samples cannot be cut into 3 optimizer steps"):
+        train(together, dataclasses.replace(batch, samples=FANNED), steps=3)
+
+
+@pytest.mark.parametrize("samples", [[1, *FANNED[1:]], [*FANNED[:-1], 8], [*FANNED[:-1], 2]])
+def test_samples_that_are_not_counted_one_after_the_other_are_refused(
+    folder: Path, batch: TrainBatch, samples: list[int]
+) -> None:
+    engine = make_engine(folder)
+    with pytest.raises(ValueError, match="samples does not count the samples from 0"):
+        train(engine, dataclasses.replace(batch, samples=samples))
+    with pytest.raises(ValueError, match="samples has 11 entries for 12 sequences"):
+        train(engine, dataclasses.replace(batch, samples=FANNED[:-1]))
 
 
 def test_without_old_log_probs_the_current_policy_stands_in_for_one_step_only(folder: Path, batch: TrainBatch) -> None:

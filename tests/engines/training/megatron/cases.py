@@ -27,6 +27,8 @@ PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo", "num_critic_onl
 SEQUENCES = ALGORITHM.model_copy(update={"loss_type": f"{Path(__file__).parents[1] / 'gspo.py'}:loss"})
 BATCH = replace(make_batch(14, old=True, rollout=True, ref=True), groups=[i // 4 for i in range(14)])
 CUT = cut_vocabulary(BATCH)
+SEVERAL = replace(BATCH, samples=[0, 0, 1, 1, 2, 2, 2, 3, 4, 5, 5, 6, 7, 7])
+"""As if some samples had several sequences."""
 UPDATES = 5
 TRAINING: dict[str, Any] = {
     "lr": 1e-3,
@@ -52,7 +54,7 @@ class Case:
     cut: bool = False
     """Whether most tokens were drawn from a part of the vocabulary."""
     sequences: bool = False
-    """Whether the loss is one of sequences, from outside the tree."""
+    """Whether the loss is one of sequences, from outside the tree; some samples then have several."""
     training: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -135,7 +137,7 @@ ALONE = "one rank"
 def five_updates(engine: Any, case: Case) -> dict[str, Any]:
     """What scores, metrics and first digests an engine gives; with a critic, which alone is trained first, its values
     too, before and after."""
-    batch = CUT if case.cut else BATCH
+    batch = CUT if case.cut else SEVERAL if case.sequences else BATCH
     roles = ["actor", *(["critic"] if case.critic else [])]
     report: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
     report["scores"] = [values.tolist() for role in roles for values in engine.score(batch, role)]

@@ -1,0 +1,71 @@
+"""The trajectories of samples as sequences of a batch, and back.
+
+Everywhere but in the training engine a sample is one row, whose tokens are those of its trajectories, one after the
+other. The model reads each trajectory by itself, after the prompt; what it says of the tokens is put together again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cairn.engines.training.validate import PER_TOKEN
+from cairn.engines.types import KeptTokens, TrainBatch
+from cairn.storage.schemas import TRAJECTORIES
+
+
+def several_trajectories(samples: pa.Table) -> list[list[int] | None] | None:
+    """Tokens of each trajectory of each sample, None for a sample that has one; None where all have."""
+    column = samples.column(TRAJECTORIES.name)
+    return None if column.null_count == len(column) else column.to_pylist()
+
+
+def last_trajectory(ids: Sequence[int], lengths: Sequence[int] | None) -> Sequence[int]:
+    """Of a response's tokens those of its last trajectory: what is graded, and shown as text."""
+    return ids if lengths is None else ids[len(ids) - lengths[-1] :]
+
+
+def split_trajectories(batch: TrainBatch, trajectories: Sequence[Sequence[int] | None]) -> TrainBatch:
+    """A batch of samples as one of their trajectories, in order.
+
+    Args:
+        trajectories: tokens of each one of each sample; None where it has one.
+    """
+    lengths = [one or [total] for one, total in zip(trajectories, batch.response_lengths, strict=True)]
+    spans = [list(pairwise(np.cumsum([0, *one]).tolist())) for one in lengths]
+    samples = [sample for sample, own in enumerate(spans) for _ in own]
+
+    def cut(name: str) -> list[Any] | None:
+        values = getattr(batch, name)
+        if values is None:
+            return None
+        return [_span(values[sample], *span) for sample, own in enumerate(spans) for span in own]
+
+    input_ids = []
+    for ids, total, own in zip(batch.input_ids, batch.response_lengths, spans, strict=True):
+        prompt, response = ids[: len(ids) - total], ids[len(ids) - total :]
+        input_ids += [np.concatenate([prompt, response[start:end]]) for start, end in own]
+    per_token: dict[str, Any] = {name: cut(name) for name in PER_TOKEN}
+    return replace(
+        batch,
+        input_ids=input_ids,
+        response_lengths=[length for one in lengths for length in one],
+        groups=None if batch.groups is None else [batch.groups[sample] for sample in samples],
+        samples=samples,
+        **per_token,
+    )
+
+
+def of_samples(batch: TrainBatch, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What an engine says of the tokens of each sequence, as one array a sample."""
+    if batch.samples is None:
+        return list(values)
+    starts = np.flatnonzero(np.diff(batch.samples, prepend=-1))
+    return [np.concatenate(values[start:end]) for start, end in pairwise([*starts.tolist(), len(values)])]
+
+
+def _span(values: np.ndarray | KeptTokens, start: int, end: int) -> np.ndarray | KeptTokens:
+    return values.at(np.arange(start, end)) if isinstance(values, KeptTokens) else values[start:end]
