@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from cairn.configs.engines import reader_of
@@ -86,6 +87,23 @@ class Calls:
 def calls(generate: Generate) -> Callable[[], Stream]:
     """What opens streams of calls of a function."""
     return lambda: Calls(generate)
+
+
+def dying_after(fleet: "LocalFleet", completions: int) -> "LocalFleet":
+    """The driver is interrupted when its rollout engine has made so many, one at a time."""
+    engine, left = fleet.rollout[0], completions
+    generate = engine.generate
+
+    def dying(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
+        nonlocal left
+        for completion in chain.from_iterable(generate(requests)):
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            yield [completion]
+
+    engine.open = calls(dying)  # type: ignore[method-assign]
+    return fleet
 
 
 class LocalRollout:

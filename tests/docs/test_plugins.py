@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from itertools import chain, combinations
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from cairn.configs.view import UndeclaredRead
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.training.aggregations import token_weights
 from cairn.engines.trajectories import call_seed
-from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration, last_selection
 from cairn.flows.validation import setup_problems
 from cairn.storage.commits import Step
@@ -26,7 +25,7 @@ from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import evaluate
 from cairn.tasks.stale_commits import stale_steps
-from tests.local_fleet import LocalFleet, calls
+from tests.local_fleet import LocalFleet, dying_after
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
@@ -338,18 +337,7 @@ def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_w
         assert mask.tolist() == [1] * start + [0] * len(world) + [1] * second["tokens"], "the world is not trained on"
     assert stale(whole, "rollout.custom_generate_function_path") >= {"rollout", "train", "sync"}
 
-    fleet = LocalFleet(config)
-    generate, left = fleet.rollout[0].generate, 16 + 6  # all first turns, and some second ones
-
-    def dying(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        nonlocal left
-        for completion in chain.from_iterable(generate(requests)):
-            if left == 0:
-                raise KeyboardInterrupt
-            left -= 1
-            yield [completion]
-
-    fleet.rollout[0].open = calls(dying)  # type: ignore[method-assign]
+    fleet = dying_after(LocalFleet(config), 16 + 6)  # all first turns, and some second ones
     store = str(folder / "killed")
     with tiny_context(store, config, fleet=fleet) as (run, _), pytest.raises(KeyboardInterrupt):
         iteration(run, DirectSteps(run), 0)

@@ -1,7 +1,6 @@
 """Samples of several trajectories: one row in every table, sequences of their own where they are trained on."""
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import Completion, GenerateRequest, KeptTokens, TrainBatch
+from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.flows.iteration import iteration, last_selection
 from cairn.flows.samples import iteration_samples
 from cairn.storage.commits import Step
@@ -21,7 +20,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import evaluate
 from cairn.tasks.groups import sample_table, unfinished_group
 from cairn.tasks.sequences import of_samples, split_trajectories
-from tests.local_fleet import LocalFleet, calls
+from tests.local_fleet import LocalFleet, dying_after
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 CODE = """
@@ -105,18 +104,7 @@ def test_a_run_of_them_that_is_killed_in_between_ends_in_the_undisturbed_weights
         assert shown[key].reward == sum(last) % 7
         assert shown[key].response_tokens == len(row["response_ids"])
 
-    fleet = LocalFleet(config)
-    generate, left = fleet.rollout[0].generate, 16 + 12 + 6  # all first and second turns, and some third ones
-
-    def dying(requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
-        nonlocal left
-        for completion in chain.from_iterable(generate(requests)):
-            if left == 0:
-                raise KeyboardInterrupt
-            left -= 1
-            yield [completion]
-
-    fleet.rollout[0].open = calls(dying)  # type: ignore[method-assign]
+    fleet = dying_after(LocalFleet(config), 16 + 12 + 6)  # all first and second turns, and some third ones
     store = str(tmp_path / "killed")
     with tiny_context(store, config, fleet=fleet) as (run, _), pytest.raises(KeyboardInterrupt):
         iteration(run, DirectSteps(run), 0)
