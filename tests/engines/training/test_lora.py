@@ -10,7 +10,6 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from safetensors.torch import load as load_safetensors
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
@@ -25,6 +24,7 @@ from cairn.engines.weights.checksum import weights_checksum
 from cairn.storage.store import Store, open_store
 from tests.engines.rollout.models import rollout_config
 from tests.engines.training.builders import make_batch, make_engine, model_folder, weights_of
+from tests.engines.training.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the launches
 
@@ -333,8 +333,6 @@ def ranks(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
     """What one rank reports, and both of two."""
     work = tmp_path_factory.mktemp("work")
     reports = [cases(folder, work, 0, 1)]
-    context = torch.multiprocessing.spawn(launched, args=(2, folder, work), nprocs=2, join=False)
-    while not context.join(timeout=180):
-        pass
+    run_ranks(launched, 2, folder, work, world_size=2)
     reports += [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
     return tuple({**report, "work": str(work)} for report in reports)

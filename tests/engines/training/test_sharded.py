@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from transformers import AutoModelForCausalLM
 
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.storage.store import open_store
 from tests.engines.training.builders import make_engine, model_folder
+from tests.engines.training.ranks import run_ranks
 from tests.engines.training.sharded_cases import ALGORITHM, CLIP, PPO, launched, run_cases
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch
@@ -38,9 +38,7 @@ def one(folder: Path, work: Path) -> Report:
 
 @pytest.fixture(scope="module")
 def both(one: Report, folder: Path, work: Path) -> list[Report]:
-    context = torch.multiprocessing.spawn(launched, args=(2, folder, work), nprocs=2, join=False)
-    while not context.join(timeout=180):
-        pass
+    run_ranks(launched, 2, folder, work, world_size=2)
     return [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 

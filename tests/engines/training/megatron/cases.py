@@ -3,15 +3,13 @@
 import gc
 import json
 import os
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
@@ -20,6 +18,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import cut_vocabulary, make_batch
+from tests.engines.training.ranks import fork_ranks
 
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
@@ -56,6 +55,8 @@ class Case:
     sequences: bool = False
     """Whether the loss is one of sequences, from outside the tree; some samples then have several."""
     training: dict[str, Any] = field(default_factory=dict)
+    quick: bool = False
+    """Whether it is among those that are run every time: each way to cut, each family, each kind of loss once."""
 
     @property
     def dtype(self) -> str:
@@ -84,50 +85,49 @@ ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {**ZERO, "overlap_grad_reduce": True, "bucket_size": 20000}
 
 CASES = [
-    Case("one rank", 1),
-    Case("one rank, Qwen2.5", 1, family="qwen2"),
-    Case("one rank, Llama 3", 1, family="llama"),
-    Case("one rank, Qwen3-MoE", 1, family="qwen3_moe"),
-    Case("one rank, GLM-4", 1, family="glm4"),
+    Case("one rank", 1, quick=True),
+    Case("one rank, Qwen2.5", 1, family="qwen2", quick=True),
+    Case("one rank, Llama 3", 1, family="llama", quick=True),
+    Case("one rank, Qwen3-MoE", 1, family="qwen3_moe", quick=True),
+    Case("one rank, GLM-4", 1, family="glm4", quick=True),
     Case("one rank, recompute, top-p", 1, cut=True, training={"gradient_checkpointing": True}),
     Case("TP 2", 2, TP),
-    Case("TP 2, SP, top-p", 2, SP, cut=True),
+    Case("TP 2, SP, top-p", 2, SP, cut=True, quick=True),
     Case("TP 2, SP, Qwen2.5", 2, SP, family="qwen2"),
     Case("TP 2, Llama 3", 2, TP, family="llama"),
     Case("TP 2, SP, recompute", 2, SP, training={"gradient_checkpointing": True}),
     Case("TP 2, SP, GLM-4", 2, SP, family="glm4"),
-    Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}),
+    Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}, quick=True),
     Case("DP 2, distributed optimizer, bfloat16", 2, ZERO, training={"dtype": "bfloat16"}),
     Case("PP 2", 2, PP),
-    Case("PP 2, Llama 3.1", 2, PP, family="llama3.1"),
+    Case("PP 2, Llama 3.1", 2, PP, family="llama3.1", quick=True),
     Case("PP 2, VPP 2, top-p", 2, VPP, cut=True),
     Case("DP 2", 2),
     Case("DP 2, loss per token", 2, per_token=True),
     Case("DP 2, distributed optimizer, top-p", 2, ZERO, cut=True),
-    Case("DP 2, distributed optimizer, overlap", 2, OVERLAP),
+    Case("DP 2, distributed optimizer, overlap", 2, OVERLAP, quick=True),
     Case("CP 2, top-p", 2, CP, cut=True),
-    Case("CP 2, loss per token", 2, CP, per_token=True),
+    Case("CP 2, loss per token", 2, CP, per_token=True, quick=True),
     Case("one rank, loss of sequences, small micro-batches", 1, sequences=True, training={"max_tokens_per_gpu": 64}),
     Case("DP 2, loss of sequences", 2, sequences=True),
-    Case("CP 2, loss of sequences", 2, CP, sequences=True),
+    Case("CP 2, loss of sequences", 2, CP, sequences=True, quick=True),
     Case("TP 2, SP, PPO", 2, SP, critic=True),
-    Case("PP 2, PPO", 2, PP, critic=True),
+    Case("PP 2, PPO", 2, PP, critic=True, quick=True),
     Case("DP 2, distributed optimizer, PPO", 2, ZERO, critic=True),
     Case("CP 2, PPO", 2, CP, critic=True),
     Case("EP 2, alltoall", 2, EP, family="qwen3_moe"),
-    Case("TP 2, SP, EP 2", 2, {**SP, **EP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
+    Case("TP 2, SP, EP 2", 2, {**SP, **EP, "expert_tensor_parallel_size": 1}, family="qwen3_moe", quick=True),
     Case("TP 2, SP, ETP 2", 2, SP, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
     Case("EP 2, Qwen3-MoE without norm_topk_prob", 2, EP, family="qwen3_moe_raw"),
-    Case("TP 2 × PP 2", 4, {**SP, **PP}),
+    Case("TP 2 × PP 2", 4, {**SP, **PP}, quick=True),
     Case("TP 2 × PP 2, VPP 2", 4, {**SP, **VPP}),
-    Case("TP 2 × DP 2", 4, {**SP, **ZERO}),
+    Case("TP 2 × DP 2", 4, {**SP, **ZERO}, quick=True),
     Case("TP 2 × CP 2, top-p", 4, {**SP, **CP}, cut=True),
     Case("PP 2 × DP 2", 4, {**PP, **ZERO}, per_token=True),
     Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe"),
 ]
 
-RANKS = max(case.ranks for case in CASES)
 WATCHED = "TP 2 × PP 2"
 """The case in which it is counted what rank 0 holds while it exports."""
 ALONE = "one rank"
@@ -204,28 +204,19 @@ def number_of_threads(after: Callable[[], None] = lambda: None) -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def launched(rank: int, models: Path, work: Path) -> None:
-    """Take part in all cases that have as many ranks, each in a process forked for it, which leaves a report and takes
-    with it what Megatron keeps: over gloo every process group has three threads."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
+def launched(models: Path, work: Path, cases: Sequence[Case]) -> None:
+    """Run these cases, every rank in a process forked for it, which leaves a report and takes with it what Megatron
+    keeps: over gloo every process group has three threads."""
     backend_for(torch.device("cpu"))
     import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
 
-    for case in CASES:
-        if rank < case.ranks:
-            process = torch.multiprocessing.get_context("fork").Process(
-                target=take_part, args=(case, models, work, rank)
-            )
-            process.start()
-            process.join()
-            assert process.exitcode == 0, f"rank {rank} of {case.name}"
+    for case in cases:
+        fork_ranks(take_part, case, models, work, world_size=case.ranks)
 
 
-def take_part(case: Case, models: Path, work: Path, rank: int) -> None:
+def take_part(rank: int, case: Case, models: Path, work: Path) -> None:
     from cairn.engines.training.megatron.model import join_groups
 
-    torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)  # with the launch, if another rank fails
     where = work / str(CASES.index(case))
     dist.init_process_group("gloo", init_method=f"file://{where}.rendezvous", rank=rank, world_size=case.ranks)
     report = run_case(case, models, work, rank)

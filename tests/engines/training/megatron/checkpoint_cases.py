@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import tempfile
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
@@ -246,7 +244,6 @@ def convert(folder: Path, work: Path) -> None:
 
 
 def launched(rank: int, folder: Path, work: Path) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{work}/rendezvous", rank=rank, world_size=2)
     (work / f"report-{rank}.json").write_text(json.dumps(cases(folder, work, rank)))
     dist.destroy_process_group()

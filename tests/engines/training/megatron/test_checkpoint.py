@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +16,7 @@ from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
 from tests.engines.training.megatron.checkpoint_cases import HANDED_ON, LAYOUTS, STAGING, launched
+from tests.engines.training.ranks import run_ranks
 from tests.small_disk import small_disk, why_not
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
@@ -33,9 +33,7 @@ def reports(work: Path) -> list[dict[str, Any]]:
     model_folder(work / "teacher", "llama", layers=3)
     model_folder(work / "experts", "qwen3_moe", layers=LAYERS)
     with nullcontext() if why_not() else small_disk(work / STAGING, 2**16):
-        context = torch.multiprocessing.spawn(launched, (folder, work), nprocs=2, join=False)
-        while not context.join(timeout=240):
-            pass
+        run_ranks(launched, folder, work, world_size=2)
     return [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing
 from safetensors.torch import load_file
 
 from tests.engines.training.builders import make_engine, model_folder
@@ -16,7 +15,6 @@ from tests.engines.training.megatron.cases import (
     ALONE,
     CASES,
     LAYERS,
-    RANKS,
     TRAINING,
     WATCHED,
     Case,
@@ -25,6 +23,7 @@ from tests.engines.training.megatron.cases import (
     weights_after,
 )
 from tests.engines.training.megatron.table import write_table
+from tests.engines.training.ranks import run_forking
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 
@@ -43,8 +42,6 @@ LOSSES, NORMS = ("loss", "value_loss"), ("grad_norm", "critic_grad_norm")
 
 References = dict[tuple[str, bool, bool, bool, bool, bool], dict[str, Any]]
 
-FAMILIES = sorted({case.family for case in CASES})
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -52,13 +49,19 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(work: Path) -> References:
+def cases(request: pytest.FixtureRequest) -> list[Case]:
+    """Those that are run this time, all in one launch."""
+    return [case for case in CASES if case.quick or request.config.option.markexpr != "not slow"]
+
+
+@pytest.fixture(scope="module")
+def reference(work: Path, cases: list[Case]) -> References:
     """What PyTorch makes of every family, number format and kind of loss."""
     threads = torch.get_num_threads()
     made = {}
-    for family in FAMILIES:
+    for family in sorted({case.family for case in cases}):
         model_folder(work / "models" / family, family, layers=LAYERS)
-    for case in CASES:
+    for case in cases:
         if (key := case.reference) not in made:
             made[key] = reference_run(case, work)
     torch.set_num_threads(threads)
@@ -77,14 +80,12 @@ def reference_run(case: Case, work: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reports(work: Path, reference: References) -> dict[str, list[dict[str, Any]]]:
+def reports(work: Path, cases: list[Case], reference: References) -> dict[str, list[dict[str, Any]]]:
     """Of every case, what each of its ranks reports."""
-    context = torch.multiprocessing.spawn(launched, (work / "models", work), nprocs=RANKS, join=False)
-    while not context.join(timeout=240):
-        pass
+    run_forking(launched, work / "models", work, cases)
     return {
-        case.name: [json.loads((work / f"{index}.{rank}.json").read_text()) for rank in range(case.ranks)]
-        for index, case in enumerate(CASES)
+        case.name: [json.loads((work / f"{CASES.index(case)}.{rank}.json").read_text()) for rank in range(case.ranks)]
+        for case in cases
     }
 
 
@@ -115,7 +116,9 @@ def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return math.sqrt(sum(float((one - other).square().sum()) for one, other in pairs))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[] if case.quick else pytest.mark.slow) for case in CASES]
+)
 def test_five_clipped_updates_are_those_of_pytorch(
     case: Case, reports: dict[str, list[dict[str, Any]]], reference: References, work: Path
 ) -> None:
@@ -146,13 +149,13 @@ def test_all_ranks_report_the_same(reports: dict[str, list[dict[str, Any]]]) -> 
 
 
 def test_digest_and_checksum_are_those_of_the_torch_engine_in_every_layout(
-    reports: dict[str, list[dict[str, Any]]], reference: References
+    reports: dict[str, list[dict[str, Any]]], reference: References, cases: list[Case]
 ) -> None:
-    for case in CASES:
+    for case in cases:
         if "moe" not in case.family:  # whose experts Transformers holds in one tensor
             for value in ("checksum",) if case.bfloat16 else ("digest", "checksum"):
                 assert reports[case.name][0][value] == reference[case.reference][value], case.name
-    assert len({reports[case.name][0]["digest"] for case in CASES if case.family == "qwen3_moe"}) == 1
+    assert len({reports[case.name][0]["digest"] for case in cases if case.family == "qwen3_moe"}) == 1
 
 
 def test_rank_0_holds_a_few_tensors_of_the_weights_it_exports(
@@ -164,6 +167,7 @@ def test_rank_0_holds_a_few_tensors_of_the_weights_it_exports(
     assert max(sizes) <= held <= 3 * max(sizes) < sum(sizes) / 3
 
 
+@pytest.mark.slow
 def test_the_documents_table_has_the_rows_of_the_one_that_is_written(
     reports: dict[str, list[dict[str, Any]]], reference: References, work: Path
 ) -> None:
