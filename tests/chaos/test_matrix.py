@@ -1,4 +1,4 @@
-"""Whatever is struck, whenever, the run ends as if nothing had happened: the part of the matrix that is quick.
+"""Whatever is struck, whenever, the run ends as if nothing had happened: a set with every step, moment and victim.
 
 `make chaos` executes the whole matrix, and random kills after it.
 """
@@ -39,6 +39,7 @@ def test_every_configuration_and_every_victim_is_in_the_matrix() -> None:
     assert len({plan.name for plan in plans}) == len(plans)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_struck_everywhere_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed, s3_server: S3Server

@@ -25,7 +25,7 @@ def short_run(disturbed: Disturbed, tiny_assets: Path) -> Disturbed:
     return disturbed
 
 
-@pytest.mark.parametrize("where", ["local", "s3"])
+@pytest.mark.parametrize("where", [pytest.param("local", marks=pytest.mark.slow), "s3"])
 def test_of_two_drivers_started_at_once_one_proceeds_and_the_other_names_it(
     short_run: Disturbed, where: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

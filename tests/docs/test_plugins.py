@@ -308,6 +308,7 @@ def test_a_generate_function_of_several_trajectories(folder: Path, tiny_assets: 
         assert run.committed(0, Step.TRAIN).metrics["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_generate_function_that_is_killed_in_between_ends_in_the_undisturbed_weights(
     folder: Path, tiny_assets: Path
 ) -> None:

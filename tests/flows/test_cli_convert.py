@@ -22,6 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("convert") / "model")
 
 
+@pytest.mark.slow
 def test_a_model_becomes_a_checkpoint_and_the_same_model_again(folder: Path) -> None:
     checkpoint, back = folder.parent / "checkpoint", folder.parent / "back"
     made = cairn("convert", folder, checkpoint)

@@ -62,6 +62,7 @@ def status(name: str) -> dict[str, Any]:
     return json.loads(read("status", name, "--json").stdout)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     tiny_assets: Path, folder: Path, api_url: str
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
     assert (again.exit_code, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
 
 
+@pytest.mark.slow
 def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     tiny_assets: Path, folder: Path, api_url: str
 ) -> None:

@@ -19,6 +19,7 @@ CAIRN = Path(sys.executable).with_name("cairn")
 REASON = "the driver of this machine's card is gone"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_without_any_server_says_why_and_resumes_when_there_is_one(
     tiny_assets: Path, tmp_path: Path, api_url: str

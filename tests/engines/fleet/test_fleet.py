@@ -324,6 +324,7 @@ def test_an_engine_that_holds_other_weights_than_were_published_serves_nothing(
     assert version not in fleet.published()
 
 
+@pytest.mark.slow
 def test_two_training_ranks_hold_one_state_and_die_together(ray_cluster: Cluster, model: Path, tmp_path: Path) -> None:
     config = fleet_config(model, training={"world_size": 2})
     single = TorchEngine(

@@ -69,6 +69,7 @@ def test_ranks_engines_and_guests_are_where_they_must_be_on_three_machines_of_ei
     require_nothing_shared(apart)
 
 
+@pytest.mark.slow
 def test_equal_bundles_keep_colocated_engines_beside_their_ranks_on_two_machines_of_twelve(machines: Machines) -> None:
     machines.have([12, 12])
     found = machines.do(slots, training=TP4, rollout=sglang(6, 4), fleet=COLOCATED)
@@ -182,6 +183,7 @@ def live_through_the_loss_of_a_machine() -> None:
     placement.remove(Deadline(60))
 
 
+@pytest.mark.slow
 def test_after_the_loss_of_a_machine_its_actors_alone_have_other_slots(machines: Machines) -> None:
     machines.have([4, 4])
     machines.do(live_through_the_loss_of_a_machine)
@@ -203,6 +205,7 @@ def learn_that_a_machine_is_drained() -> None:
     placement.remove(Deadline(60))
 
 
+@pytest.mark.slow
 def test_a_machine_that_ray_is_told_to_drain_is_known_with_the_seconds_that_are_left(machines: Machines) -> None:
     machines.have([4, 4])
     machines.do(learn_that_a_machine_is_drained)

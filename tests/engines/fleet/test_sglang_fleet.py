@@ -24,7 +24,7 @@ from tests.waiting import wait_for
 
 GROUPS, SAMPLES = 32, 2  # so many that no drawing of ports leaves a server without a group
 HANGS_AFTER = 15.0
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def requests(max_new_tokens: int = 8) -> list[GenerateRequest]:

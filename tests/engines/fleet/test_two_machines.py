@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 
 ASKED = [one for index in range(4) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def on_two_machines(config: RolloutConfig, gives_memory_away: bool) -> LaunchPlan:

@@ -250,6 +250,7 @@ def test_a_server_gives_and_takes_its_memory_in_slimes_order(fleet: Fleet, tmp_p
     ]
 
 
+@pytest.mark.slow
 def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
     engine: SGLangEngine, sglang_model: Path, ray_cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_server_that_runs_elsewhere_takes_broadcasts_and_folders(
     assert engine.get_weight_version() == version
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_an_update_is_replaced_and_joins_the_next_group(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
