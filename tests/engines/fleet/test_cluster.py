@@ -194,6 +194,7 @@ cluster.close()
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_a_head_that_was_given_up_is_not_taken_for_the_end_of_the_cluster(tmp_path: Path) -> None:
     stand_in = shutil.copy("/bin/sleep", tmp_path / "gcs_server")
     command = [sys.executable, "-c", AFTER_ANOTHER, str(stand_in)]
