@@ -7,6 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
+from prefect.utilities.annotations import opaque
 
 from cairn.storage.commits import Commit
 from cairn.tasks.context import RunContext
@@ -26,17 +27,23 @@ class PrefectSteps:
         self._tasks: dict[str, Task[..., Commit]] = {}
 
     def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
-        return self._task(step)(index, shard, *args, **kwargs)
+        return self._task(step)(index, shard, *map(_closed, args), **kwargs)
 
     def submit(
         self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any
     ) -> PrefectFuture[Commit]:
-        return self._task(step).submit(index, shard, *args, **kwargs)
+        return self._task(step).submit(index, shard, *map(_closed, args), **kwargs)
 
     def _task(self, step: DurableStep[Any]) -> "Task[..., Commit]":
         if step.name not in self._tasks:
             self._tasks[step.name] = step_task(self._run, step)
         return self._tasks[step.name]
+
+
+def _closed(argument: Any) -> Any:
+    """An argument of a task, for Prefect to resolve and to draw an edge from, but not to walk through. It would do so
+    twice a task."""
+    return [_closed(item) for item in argument] if isinstance(argument, list) else opaque(argument)
 
 
 def step_task(run: RunContext, step: DurableStep[Any]) -> "Task[..., Commit]":

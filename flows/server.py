@@ -25,15 +25,13 @@ Measured, with eight no-op steps an iteration, on two cores (see also `bench/orc
   Prefect's client sleeps about 2 s. On a slow machine that was every iteration. IMMEDIATE ones wait a few ms instead.
 - A listening socket made without `IPPROTO_TCP` gets no TCP_NODELAY from asyncio, and each request waits 40 ms more.
 - Task events recorded in batches instead of one by one: 260 -> 150 ms of the server's CPU time an iteration.
+- Events not compressed on their way over loopback: 10 ms of the driver's CPU time an iteration and 15 of the server's.
 - No event persister (the UI's event feed; runs, task runs, states and logs do not need it): 150 -> 115 ms, and 40
   instead of 160 kB of database an iteration.
 """
 
-import argparse
-import asyncio
 import atexit
 import contextlib
-import fcntl
 import os
 import socket
 import subprocess
@@ -43,7 +41,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import certifi
 import httpx
@@ -55,18 +52,15 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from cairn.engines.deferred import collecting_later
+from cairn.flows.server_process import STOP_TIMEOUT, database_url_in
 
 PREFECT_HOME = Path(".cairn/prefect")
 """Database and log of the embedded server, below the folder one stands in."""
 
-DATABASE = "prefect.db"
+CHILD = "cairn.flows.server_process"
 
 START_TIMEOUT = 120.0
 """Seconds a server may take to answer: 4 on an idle machine, 27 seen on a loaded one."""
-
-STOP_TIMEOUT = 10.0
-"""Seconds a server may take to write what it still holds and leave; then it is killed."""
 
 MOST_RESTARTS = 3
 """How often in a row a server that died is started again."""
@@ -164,7 +158,7 @@ class Server:
     def _spawn(self) -> "subprocess.Popen[bytes]":
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "cairn.flows.server", str(self._listener.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid())],
                 env=_environment(self.home, self.api_url),
                 pass_fds=[self._listener.fileno()],
                 stdin=subprocess.PIPE,
@@ -282,15 +276,11 @@ def _environment(home: Path, api_url: str) -> dict[str, str]:
     client_only = ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH")
     return {
         **_DEFAULTS,
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": _database_url(home),
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url_in(home),
         **{name: value for name, value in os.environ.items() if name not in client_only},
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_UI_API_URL": api_url,
     }
-
-
-def _database_url(home: Path) -> str:
-    return f"sqlite+aiosqlite:///{home / DATABASE}"
 
 
 def _smallest_trust_store(home: Path) -> Path:
@@ -302,68 +292,3 @@ def _smallest_trust_store(home: Path) -> Path:
         written.write_text(pem[pem.index(begin) : pem.index(end) + len(end)])
         written.rename(path)
     return path
-
-
-# ---------------------------------------------------------------------------- in the child process
-
-
-def _serve(listener: socket.socket, parent: int) -> None:
-    """Serve Prefect's application on `listener` until told to stop or until process `parent` is gone."""
-    server: Any = None
-
-    def leave_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        if server is not None and server.started:
-            server.should_exit = True  # it writes what it holds first
-            time.sleep(STOP_TIMEOUT)
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-
-    with collecting_later():
-        import uvicorn
-        from prefect.server.api.server import create_app
-        from prefect.server.database.configurations import AioSqliteConfiguration
-        from prefect.server.database.dependencies import set_database_config
-        from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL
-        from prefect.settings import PREFECT_HOME as SERVER_HOME
-
-        from cairn.flows.prefect_database import create
-
-    class ImmediateTransactions(AioSqliteConfiguration):
-        """Takes SQLite's write lock when a transaction begins, instead of failing when it first writes."""
-
-        def begin_transaction(self, session: Any, with_for_update: bool = False) -> Any:
-            return super().begin_transaction(session, with_for_update=True)
-
-    class OneAtATime(uvicorn.Server):
-        """Makes or migrates the database alone, whoever else starts over the same home."""
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            with (SERVER_HOME.value() / "start.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if database_url == _database_url(SERVER_HOME.value()):
-                    create(SERVER_HOME.value() / DATABASE)
-                await super().startup(sockets)
-
-    if not sys.stdin.buffer.read(1):
-        os._exit(1)  # nobody will tell it to serve any more
-    database_url = PREFECT_API_DATABASE_CONNECTION_URL.value()
-    if database_url.startswith("sqlite"):
-        set_database_config(ImmediateTransactions(database_url))
-    server = OneAtATime(uvicorn.Config(create_app(final=True), log_level="warning", timeout_graceful_shutdown=3))
-    asyncio.run(server.serve(sockets=[listener]))
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="cairn.flows.server")
-    parser.add_argument("listener", type=int, help="file descriptor of a listening socket")
-    parser.add_argument("parent", type=int, help="process id of the driver")
-    arguments = parser.parse_args()
-    with contextlib.suppress(KeyboardInterrupt):
-        _serve(socket.socket(fileno=arguments.listener), arguments.parent)
-
-
-if __name__ == "__main__":
-    _main()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,10 +21,11 @@ import prefect
 import prefect.runtime.flow_run
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowRunFilter, LogFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import LogSort
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Failed, State
 
 from cairn.configs.schema.operations import RetryConfig
 from cairn.engines.errors import EngineDied
@@ -100,8 +101,11 @@ class NamedStep:
         return self.body(*inputs)
 
 
+@dataclass(frozen=True)
 class Made:
-    """What a step returns."""
+    """What a step returns. No step could be given it if Prefect walked through it."""
+
+    inside: list[State[None]] = field(default_factory=lambda: [Failed()])
 
 
 def make(*inputs: Any) -> Made:
@@ -150,10 +154,10 @@ def script(tmp_path: Path) -> Path:
 def test_the_graph_of_an_iteration_shows_which_step_read_what(url: str, client: SyncPrefectClient) -> None:
     steps = prefect_steps()
 
-    def one_iteration(index: int) -> None:
+    def one_iteration(index: int) -> Made:
         shards = [steps.submit(NamedStep(Step.ROLLOUT, make), index, shard) for shard in ("00-000", "00-001")]
         selection = steps.call(NamedStep(Step.FILTER, make), index, None, [shard.result() for shard in shards])
-        steps.call(NamedStep(Step.TRAIN, make), index, None, selection)
+        return cast(Made, steps.call(NamedStep(Step.TRAIN, make), index, None, selection))
 
     @prefect.flow(persist_result=False)
     def train() -> UUID:
@@ -180,6 +184,9 @@ def test_the_graph_of_an_iteration_shows_which_step_read_what(url: str, client: 
         ("rollout 00-000", "filter"),
         ("rollout 00-001", "filter"),
     ]
+    found = LogFilter.model_validate({"flow_run_id": {"any_": [iteration.id]}})
+    logs = wait_for(lambda: (sent := client.read_logs(found)) and sent[-1].message.startswith("Finished") and sent)
+    assert all(log.task_run_id is None for log in logs)
     # A tagged task asks the API for a concurrency slot.
     assert [task_run.tags for task_run in task_runs(client, iteration.id)] == [[], [], [], []]
 

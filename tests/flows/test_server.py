@@ -44,7 +44,7 @@ with prefect_api(Path(sys.argv[1])):
 
 def servers_of(parent: int) -> list[psutil.Process]:
     """Server processes that a driver has started."""
-    return [child for child in psutil.Process(parent).children() if "cairn.flows.server" in child.cmdline()]
+    return [child for child in psutil.Process(parent).children() if "cairn.flows.server_process" in child.cmdline()]
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> Any:
@@ -197,7 +197,7 @@ def test_a_server_that_nobody_tells_to_serve_makes_no_database(tmp_path: Path) -
     environment = os.environ | {"PREFECT_HOME": str(tmp_path)}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", "cairn.flows.server", str(descriptor), str(os.getpid())]
+        command = [sys.executable, "-m", "cairn.flows.server_process", str(descriptor), str(os.getpid())]
         nobody = subprocess.DEVNULL
         ended = subprocess.run(command, env=environment, pass_fds=[descriptor], stdin=nobody, timeout=120)
     assert ended.returncode == 1
@@ -214,7 +214,7 @@ def test_a_server_whose_driver_is_gone_before_it_serves_ends_without_a_database(
     }
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", "cairn.flows.server", str(descriptor), str(gone.pid)]
+        command = [sys.executable, "-m", "cairn.flows.server_process", str(descriptor), str(gone.pid)]
         ended = subprocess.run(command, env=environment, pass_fds=[descriptor], timeout=120)
     assert ended.returncode == 1
     assert not database.exists()
