@@ -25,7 +25,7 @@ Measured, with eight no-op steps an iteration, on two cores (see also `bench/orc
   Prefect's client sleeps about 2 s. On a slow machine that was every iteration. IMMEDIATE ones wait a few ms instead.
 - A listening socket made without `IPPROTO_TCP` gets no TCP_NODELAY from asyncio, and each request waits 40 ms more.
 - Task events recorded in batches instead of one by one: 260 -> 150 ms of the server's CPU time an iteration.
-- Events not compressed on their way over loopback: 10 ms of the driver's CPU time an iteration and 15 of the server's.
+- Events not compressed on their way over loopback: 3 ms of the driver's CPU time an iteration, 2 of the server's.
 - No event persister (the UI's event feed; runs, task runs, states and logs do not need it): 150 -> 115 ms, and 40
   instead of 160 kB of database an iteration.
 """

@@ -74,7 +74,7 @@ def serve(listener: socket.socket, parent: int) -> None:
         create_app(final=True),
         log_level="warning",
         timeout_graceful_shutdown=3,
-        ws_per_message_deflate=False,  # of events that come over loopback: both sides would spend more than they send
+        ws_per_message_deflate=False,  # events come over loopback
     )
     server = OneAtATime(config)
     asyncio.run(server.serve(sockets=[listener]))
