@@ -114,6 +114,7 @@ def test_a_process_that_is_ended_with_its_cluster_leaves_no_shared_memory(tmp_pa
         process.kill()
 
 
+@pytest.mark.slow
 def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,6 +210,7 @@ def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_th
     assert capfd.readouterr().out == ""  # it belongs to the command
 
 
+@pytest.mark.slow
 def test_a_stopped_rollout_engine_is_a_timeout_and_is_killed_hard(fleet: Fleet, model: Path) -> None:
     engine = hasty(fleet, model, 1, timeout=600, call_timeout=2)
     process = psutil.Process(pid_of(fleet, 1))

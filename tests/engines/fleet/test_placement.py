@@ -54,6 +54,7 @@ def machines() -> Iterator[Machines]:
         yield machines
 
 
+@pytest.mark.slow
 def test_ranks_engines_and_guests_are_where_they_must_be_on_three_machines_of_eight(machines: Machines) -> None:
     machines.have([8, 8, 8])
     found = machines.do(slots, training=TP8, rollout=sglang(6, 4), fleet=COLOCATED)
