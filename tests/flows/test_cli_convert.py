@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.engines.training.builders import model_folder
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def cairn(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -22,7 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("convert") / "model")
 
 
-@pytest.mark.slow
 def test_a_model_becomes_a_checkpoint_and_the_same_model_again(folder: Path) -> None:
     checkpoint, back = folder.parent / "checkpoint", folder.parent / "back"
     made = cairn("convert", folder, checkpoint)

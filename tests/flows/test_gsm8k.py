@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 ROWS = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not ROWS.exists(), reason=f"GSM8K is not part of the project; put its train.jsonl at {ROWS}")
 def test_the_gsm8k_recipe_runs_on_all_rows_with_its_ledger_on_s3(
