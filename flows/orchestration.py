@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import Generic, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 from uuid import UUID
 
 import prefect
@@ -47,6 +47,7 @@ from prefect.context import FlowRunContext, TagsContext
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Cancelled, Crashed, State
+from prefect.utilities.annotations import opaque
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -83,32 +84,26 @@ def _says_more_than_the_state(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Finished in state Completed")
 
 
-class _Closed(Generic[Result]):
-    """What a flow returned, for Prefect not to walk through."""
-
-    def __init__(self, value: Result) -> None:
-        self.value = value
-
-
 def subflow(
     body: Callable[Parameters, Result], *, name: str, run_name: str, tags: Collection[str]
 ) -> Callable[Parameters, Result]:
     """Make every call of `body` a flow run with `tags`, named by `run_name`, a format string over its parameters.
 
-    The parameters are stored with the flow run: JSON values, and few. Task runs in it get none of the tags.
+    The parameters are stored with the flow run: JSON values, and few. What it returns Prefect does not walk through.
+    Task runs in it get none of the tags.
     """
 
     @wraps(body)
-    def untagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> _Closed[Result]:
+    def untagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> opaque:
         with TagsContext(current_tags=set()):
-            return _Closed(body(*args, **kwargs))
+            return opaque(body(*args, **kwargs))
 
     flow = prefect.Flow(untagged, name=name, flow_run_name=run_name, persist_result=False, validate_parameters=False)
 
     @wraps(body)
     def tagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with prefect.tags(*tags):
-            return flow(*args, **kwargs).value
+            return flow(*args, **kwargs).unwrap()
 
     return tagged
 

@@ -17,7 +17,9 @@ HARMLESS = {"in_the_common_part", "in_a_plan_of_the_metadata", "as_every_object"
 """Forgeries of what is never read."""
 
 
-@pytest.mark.parametrize("engine", [pytest.param("megatron", marks=pytest.mark.slow), "torch"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(engine, marks=pytest.mark.slow if engine == "megatron" else ()) for engine in FORGERIES]
+)
 def test_a_checkpoint_runs_nothing_through_resume_replay_fork_and_convert(engine: str, tmp_path: Path) -> None:
     # Where pickles are read unless a caller says otherwise, ours say so.
     environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}

@@ -24,6 +24,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, LogFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.sorting import LogSort
+from prefect.futures import PrefectFuture
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Failed, State
 
@@ -154,15 +155,17 @@ def script(tmp_path: Path) -> Path:
 def test_the_graph_of_an_iteration_shows_which_step_read_what(url: str, client: SyncPrefectClient) -> None:
     steps = prefect_steps()
 
-    def one_iteration(index: int) -> Made:
+    def one_iteration(index: int) -> list[Any]:
         shards = [steps.submit(NamedStep(Step.ROLLOUT, make), index, shard) for shard in ("00-000", "00-001")]
         selection = steps.call(NamedStep(Step.FILTER, make), index, None, [shard.result() for shard in shards])
-        return cast(Made, steps.call(NamedStep(Step.TRAIN, make), index, None, selection))
+        steps.call(NamedStep(Step.TRAIN, make), index, None, selection)
+        return shards
 
     @prefect.flow(persist_result=False)
     def train() -> UUID:
         with driving("graph", ".") as tags:
-            subflow(one_iteration, name="iteration", run_name="graph {index:06d}", tags=tags)(41)
+            returned = subflow(one_iteration, name="iteration", run_name="graph {index:06d}", tags=tags)(41)
+        assert all(isinstance(shard, PrefectFuture) for shard in returned), "Prefect walked through it, to their states"
         return UUID(prefect.runtime.flow_run.id)
 
     def nodes(flow_run: UUID) -> list[Any]:

@@ -56,7 +56,7 @@ class Case:
     """Whether the loss is one of sequences, from outside the tree; some samples then have several."""
     training: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
-    """Whether it is among those that are run every time: each way to cut, each family, each kind of loss once."""
+    """Whether `make test` runs it too: all kinds of parallelism and of losses, and most families, are among these."""
 
     @property
     def dtype(self) -> str:
