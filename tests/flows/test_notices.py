@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def config(tiny_assets: Path) -> RunConfig:
-    """With groups that finish one after the other, and no checkpoint due before the end."""
-    rollout = {"rollout_batch_size": 6, "n_samples_per_prompt": 4, "max_running_requests": 4}
+    """With rollouts of a second, whose groups finish one after the other, and no checkpoint due before the end."""
+    rollout = {"rollout_batch_size": 48, "n_samples_per_prompt": 4, "max_running_requests": 4}
     return tiny_config(tiny_assets, rollout={"num_rollout": LONG, **rollout})
 
 
@@ -53,11 +53,15 @@ def write_recipe(folder: Path, config: RunConfig, **sections: dict[str, Any]) ->
 
 
 def within_a_rollout(folder: Path, driver: Background | None = None) -> None:
-    """Wait until groups of iteration 1 have finished, or the driver has ended."""
+    """Wait until groups of a later iteration than the first have finished; a driver that has ended says why."""
     parts = folder / "runs/whole/iterations"
-    wait_for(
-        lambda: list(parts.glob("000001/rollout/*/write_ahead/*.arrow")) or (driver and driver.poll() is not None), 400
-    )
+
+    def finished() -> bool:
+        if driver and driver.poll() is not None:
+            raise AssertionError("the driver has ended: " + "".join(driver.communicate(timeout=60)))
+        return any(parts.glob("*[1-9]/rollout/*/write_ahead/*.arrow"))
+
+    wait_for(finished, 400)
 
 
 @contextmanager
@@ -103,11 +107,11 @@ def test_sigterm_ends_a_driver_in_a_scripts_background_and_the_run_is_resumed_to
             driver.send_signal(signal.SIGTERM)
             out, errors = driver.communicate(timeout=120)
     assert_says_so(driver, out, errors)
-    assert assert_preempted(tmp_path) == 0
+    saved = assert_preempted(tmp_path)
     with in_background(CAIRN, "resume", "whole", cwd=tmp_path, PREFECT_API_URL=api_url) as driver:
         out, errors = driver.communicate(timeout=400)
     assert driver.returncode == 0, out + errors
-    assert "from the checkpoint of iteration 0; 0 committed step(s) to replay" in out
+    assert f"from the checkpoint of iteration {saved}; 0 committed step(s) to replay" in out
     ledger = Ledger.open(open_store(str(tmp_path)), "whole")
     trained = [ledger.find(index, Step.TRAIN) for index in range(3)]
     assert [commit and commit.state_digest for commit in trained] == undisturbed
