@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import psutil
@@ -52,16 +52,18 @@ def write_recipe(folder: Path, config: RunConfig, **sections: dict[str, Any]) ->
     return "whole.yaml"
 
 
-def within_a_rollout(folder: Path, driver: Background | None = None) -> None:
-    """Wait until groups of a later iteration than the first have finished; a driver that has ended says why."""
+def within_a_rollout(folder: Path, driver: Background | None = None) -> int:
+    """Wait until groups of a later iteration than the first have finished, and return which; a driver that has ended
+    says why."""
     parts = folder / "runs/whole/iterations"
 
-    def finished() -> bool:
+    def rolling() -> int:
         if driver and driver.poll() is not None:
             raise AssertionError("the driver has ended: " + "".join(driver.communicate(timeout=60)))
-        return any(parts.glob("*[1-9]/rollout/*/write_ahead/*.arrow"))
+        found = parts.glob("*/rollout/*/write_ahead/*.arrow")
+        return max((int(part.relative_to(parts).parts[0]) for part in found), default=0)
 
-    wait_for(finished, 400)
+    return cast(int, wait_for(rolling, 400))
 
 
 @contextmanager
@@ -102,12 +104,13 @@ def test_sigterm_ends_a_driver_in_a_scripts_background_and_the_run_is_resumed_to
         undisturbed = train_digests(run, range(3))
     recipe = write_recipe(tmp_path, config)
     with in_background(CAIRN, "train", recipe, cwd=tmp_path, PREFECT_API_URL=api_url) as driver:
-        within_a_rollout(tmp_path, driver)
+        interrupted = within_a_rollout(tmp_path, driver)
         with everything_ends(tmp_path):
             driver.send_signal(signal.SIGTERM)
             out, errors = driver.communicate(timeout=120)
     assert_says_so(driver, out, errors)
     saved = assert_preempted(tmp_path)
+    assert saved == interrupted - 1, "it waits for no rollout to end"
     with in_background(CAIRN, "resume", "whole", cwd=tmp_path, PREFECT_API_URL=api_url) as driver:
         out, errors = driver.communicate(timeout=400)
     assert driver.returncode == 0, out + errors
