@@ -21,6 +21,7 @@ pytest_plugins = [
     "tests.ray_fixtures",
     "tests.sglang_server",
     "tests.prefect_server",
+    "tests.browser",
 ]
 
 
