@@ -14,7 +14,7 @@ from prefect.exceptions import TerminationSignal
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.divergence import fork_after_divergence
-from cairn.flows.events import Event, IterationDone, OnEvent, RunDone, RunStarted
+from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
 from cairn.flows.orchestration import (
     confirm_cancel,
     current_flow_run,
@@ -28,7 +28,8 @@ from cairn.flows.preemption import Ending, Preempted, ending_in_order
 from cairn.flows.prefect_steps import PrefectSteps
 from cairn.flows.server import PREFECT_HOME, prefect_api
 from cairn.flows.session import open_run
-from cairn.flows.tracking import tracked
+from cairn.flows.trackers import trackers
+from cairn.flows.watchers import Watcher, Watchers
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.retention import retire
@@ -105,21 +106,22 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
 
 @contextmanager
 def opened(
-    store: Store, run: str, config: RunConfig | None, takeover: bool, watcher: OnEvent, ending: Ending
-) -> Iterator[tuple[RunContext, OnEvent]]:
-    """A run and whom to tell what happens: its TensorBoard files and the watcher."""
+    store: Store, run: str, config: RunConfig | None, takeover: bool, teller: OnEvent, ending: Ending
+) -> Iterator[tuple[RunContext, Watchers]]:
+    """A run and whom to tell what happens: the teller, and whoever watches it."""
+    tell = Watchers(teller)
     with (
         ending.in_order(),
-        open_run(store, run, config, takeover=takeover, emit=watcher, on_lease=ending.owns) as context,
+        open_run(store, run, config, takeover=takeover, emit=tell, on_lease=ending.owns) as context,
         ending.in_order(),
-        tracked(context.ledger, context.config) as board,
+        tell.joined_by(watchers(context)),
     ):
-
-        def tell(event: Event) -> None:
-            board(event)
-            watcher(event)
-
         yield context, tell
+
+
+def watchers(run: RunContext) -> dict[str, Watcher]:
+    """All that watch the run, by their names. Raises ConfigError if one that it asks for cannot be used."""
+    return {**trackers(run.ledger, run.config)}
 
 
 def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.Event) -> float | None:
@@ -131,8 +133,9 @@ def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.E
     return inf
 
 
-def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
-    """Execute every iteration that is not complete, each as a flow run of its own below the current one.
+def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
+    """Execute every iteration that is not complete, each as a flow run of its own below the current one. Returns when
+    those who watch have seen all of it, while Prefect's server is still there for them.
 
     The newest iterations are entered again even if all their steps are there: which of them are, the steps find out.
     """
@@ -172,6 +175,7 @@ def drive(run: RunContext, on_event: OnEvent, ending: Ending) -> None:
     assert trained.state_digest is not None
     retries = run.ledger.store.retries
     on_event(RunDone(run.ledger.run, trained.weight_version_out, trained.state_digest, retries))
+    on_event.settle()
 
 
 def remove_old_files(run: RunContext, index: int) -> None:

@@ -1,0 +1,156 @@
+"""Who watches a run: trackers, alarms, what shows it elsewhere. They take the driver's events and change nothing.
+
+| a watcher that | costs the run |
+|---|---|
+| is slow | nothing: it has a thread and a queue of its own |
+| is very slow | the same; of more than `QUEUE` events that wait the oldest go. What they told is in the ledger |
+| raises | one warning; it is told nothing more |
+| does not come to its end | `CLOSE_SECONDS`, or `STOP_SECONDS` of a driver that ends early, and one warning |
+
+The person at the terminal is told first, in the thread that tells.
+"""
+
+import contextvars
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Protocol
+
+from cairn.flows.events import Event, Message, OnEvent
+
+QUEUE = 4096
+"""Events that wait for one watcher at most: some iterations of a hundred shards."""
+
+CLOSE_SECONDS = 60.0
+STOP_SECONDS = 3.0
+
+
+class Watcher(Protocol):
+    """Takes the events of `cairn.flows.events` in their order, then one of `close` and `stop`, all in one thread.
+
+    Events may be missing where it was too slow. Each is handled in the context of who told it, so that Prefect's client
+    finds the flow run there.
+    """
+
+    def __call__(self, event: Event) -> None:
+        """Handle an event."""
+
+    def close(self) -> None:
+        """The run has come to its last iteration: finish what is left."""
+
+    def stop(self) -> None:
+        """The driver ends before that, or the watcher has failed: let go of what is held, and do no work."""
+
+
+class Watchers:
+    """Tells `teller` at once and everybody else beside the run. Thread-safe."""
+
+    def __init__(self, teller: OnEvent) -> None:
+        self._teller = teller
+        self._posts: list[_Post] = []
+
+    def __call__(self, event: Event) -> None:
+        self._teller(event)
+        context = contextvars.copy_context()
+        for post in self._posts:
+            post.put(partial(context.copy().run, post.watcher, event))
+
+    @contextmanager
+    def joined_by(self, watchers: Mapping[str, Watcher]) -> Iterator[None]:
+        """Tell these too, by the names under which warnings speak of them, for the length of the block. What it raises
+        stops them; its good end closes them."""
+        self._posts = [_Post(name, watcher, self) for name, watcher in watchers.items()]
+        try:
+            yield
+        except BaseException:
+            self._end(STOP_SECONDS, _Post.stop)
+            raise
+        self._end(CLOSE_SECONDS, _Post.close)
+
+    def settle(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Return when everybody has handled what was told so far, or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        for post in self._posts:
+            post.wait(deadline)
+
+    def _end(self, seconds: float, end: "Callable[[_Post], None]") -> None:
+        deadline = time.monotonic() + seconds
+        for post in self._posts:
+            end(post)
+        for post in self._posts:
+            if not post.join(deadline):
+                text = f"{post.name} has not come to its end within {seconds:.0f} s and is left as it is"
+                self._teller(Message(text, "warning"))
+        self._posts = []
+
+
+class _Post:
+    """The queue and the thread of one watcher."""
+
+    def __init__(self, name: str, watcher: Watcher, tell: OnEvent) -> None:
+        self.name, self.watcher = name, watcher
+        self._tell = tell
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._end: Callable[[], None] | None = None
+        self._changed = threading.Condition()
+        self._busy = self._over = False
+        self._thread = threading.Thread(target=self._work, name=f"watcher-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        with self._changed:
+            if self._over or self._end is not None:
+                return
+            if len(self._jobs) >= QUEUE:
+                self._jobs.popleft()
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._end = self.watcher.close
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._jobs.clear()
+            self._end = self.watcher.stop
+            self._changed.notify_all()
+
+    def wait(self, deadline: float) -> None:
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: self._over or not (self._jobs or self._busy), left)
+
+    def join(self, deadline: float) -> bool:
+        """Whether it has ended by then."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                job()
+            assert self._end is not None
+            self._end()
+        except (Exception, SystemExit) as error:
+            with self._changed:
+                self._over = True
+                self._jobs.clear()
+                self._changed.notify_all()
+            with suppress(Exception, SystemExit):
+                self.watcher.stop()
+            why = f"{error}" if str(error) else type(error).__name__
+            self._tell(Message(f"{self.name} is off for the rest of this driver: {why}. The run goes on", "warning"))
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next job, waited for; None when the end is due."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: bool(self._jobs) or self._end is not None)
+            self._busy = bool(self._jobs)
+            return self._jobs.popleft() if self._jobs else None

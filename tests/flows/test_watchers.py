@@ -1,0 +1,139 @@
+"""Whoever watches a run sees all of it in order, and can neither end it nor slow it."""
+
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+
+import pytest
+
+from cairn.flows import watchers
+from cairn.flows.events import Event, Message, RunStarted, StepStarted
+from cairn.flows.watchers import Watchers
+from cairn.storage.commits import Step
+
+STARTED = RunStarted("toy", 1, 0, 3)
+BLOCKED = 20.0
+"""Seconds after which a test that would wait for ever fails."""
+
+
+class Recorder:
+    """Notes what it is told, after `first` was done to it."""
+
+    def __init__(self, first: Callable[[], None] = lambda: None) -> None:
+        self.seen: list[Event | str] = []
+        self._first = first
+
+    def __call__(self, event: Event) -> None:
+        self._first()
+        self.seen.append(event)
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+    def stop(self) -> None:
+        self.seen.append("stopped")
+
+
+def started(iteration: int) -> StepStarted:
+    return StepStarted(iteration, Step.ROLLOUT)
+
+
+def broken() -> None:
+    raise ConnectionError("no route to host")
+
+
+@pytest.fixture
+def told() -> list[Event]:
+    """What the person at the terminal is told."""
+    return []
+
+
+def test_all_are_told_all_in_order_and_then_closed(told: list[Event]) -> None:
+    one, other = Recorder(), Recorder()
+    tell = Watchers(told.append)
+    with tell.joined_by({"one": one, "other": other}):
+        events = [STARTED, *map(started, range(100))]
+        for event in events:
+            tell(event)
+    assert one.seen == other.seen == [*events, "closed"]
+    assert told == events
+
+
+def test_a_run_that_fails_stops_them_without_the_rest(told: list[Event]) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        assert go_on.wait(BLOCKED)
+
+    slow, tell = Recorder(hold), Watchers(told.append)
+
+    def failing() -> None:
+        with tell.joined_by({"slow": slow}):
+            tell(STARTED)
+            assert entered.wait(BLOCKED)
+            tell(started(0))
+            threading.Timer(0.05, go_on.set).start()
+            raise ValueError("of the run")
+
+    with pytest.raises(ValueError, match="of the run"):
+        failing()
+    assert slow.seen == [STARTED, "stopped"]
+
+
+def test_one_that_fails_is_told_once_and_hears_nothing_more(told: list[Event]) -> None:
+    bad, good = Recorder(broken), Recorder()
+    tell = Watchers(told.append)
+    with tell.joined_by({"The board": bad, "good": good}):
+        tell(STARTED)
+        tell.settle()
+        tell(started(0))
+    (warning,) = [event for event in told if isinstance(event, Message)]
+    assert warning.level == "warning"
+    assert warning.text == "The board is off for the rest of this driver: no route to host. The run goes on"
+    assert bad.seen == ["stopped"]
+    assert good.seen == [STARTED, warning, started(0), "closed"]
+
+
+def test_one_that_hangs_holds_up_neither_events_nor_the_end_for_long(
+    told: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchers, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(watchers, "QUEUE", 10)
+    go_on = threading.Event()
+    hanging, tell = Recorder(lambda: bool(go_on.wait(BLOCKED)) or None), Watchers(told.append)
+    with tell.joined_by({"The board": hanging}):
+        for iteration in range(50):
+            tell(started(iteration))
+    go_on.set()
+    assert isinstance(told[-1], Message)
+    assert "The board has not come to its end" in told[-1].text
+
+
+def test_of_more_events_than_are_kept_the_newest_stay(told: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers, "QUEUE", 10)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        assert go_on.wait(BLOCKED)
+
+    slow, tell = Recorder(hold), Watchers(told.append)
+    with tell.joined_by({"slow": slow}):
+        tell(STARTED)
+        assert entered.wait(BLOCKED)
+        for iteration in range(50):
+            tell(started(iteration))
+        go_on.set()
+    assert slow.seen == [STARTED, *map(started, range(40, 50)), "closed"]
+
+
+def test_an_event_is_handled_in_the_context_of_who_told_it(told: list[Event]) -> None:
+    flow: ContextVar[str] = ContextVar("flow")
+    seen = []
+    tell = Watchers(told.append)
+    with tell.joined_by({"one": Recorder(lambda: seen.append(flow.get()))}):
+        for name in ("train", "iteration"):
+            flow.set(name)
+            tell(STARTED)
+    assert seen == ["train", "iteration"]
