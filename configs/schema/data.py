@@ -13,7 +13,7 @@ class RowFormat(Section):
     """Where rows come from, and how one becomes a prompt, a label and metadata."""
 
     data_source_path: str = "files"
-    """What gives the rows of `path`: `files` reads JSONL and Parquet; or a function of your own,
+    """What gives the rows of `path`: `files` reads JSONL and Parquet, `csv` CSV; or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--data-source-path`."""
 
     input_key: str = "prompt"

@@ -9,8 +9,8 @@ class RewardConfig(Section):
     """The grader and its limits."""
 
     rm_type: str = "math"
-    """Built-in grader: `math` (math-verify), `exact_match` or `random`; see docs/rewards.md for the answer that counts.
-    slime: `--rm-type`."""
+    """Built-in grader: `math` (math-verify), `exact_match`, `random`, or one of a benchmark, such as `gsm8k`; see
+    docs/rewards.md for the answer that counts. slime: `--rm-type`."""
 
     custom_rm_path: str | None = None
     """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`); it takes

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,17 +41,17 @@ def is_parquet(url: str) -> bool:
     return _suffix(url) == ".parquet"
 
 
-def open_file(url: str) -> Binary:
-    """The bytes of a JSONL or Parquet file: a local one itself, else an unnamed temporary copy. Raises BadData, and
-    NoSpace where the copy does not fit on this machine."""
-    if _suffix(url) not in (".jsonl", ".parquet"):
-        raise BadData(f"{url} is neither a .jsonl nor a .parquet file: convert it to one of them")
+def open_file(url: str, kinds: Sequence[str] = (".jsonl", ".parquet")) -> Binary:
+    """The bytes of a file whose name ends in one of `kinds`: a local one itself, else an unnamed temporary copy. Raises
+    BadData, and NoSpace where the copy does not fit on this machine."""
+    if _suffix(url) not in kinds:
+        raise BadData(f"{url} is neither a {' nor a '.join(kinds)} file: convert it to one of them")
     try:
         return _local_copy(url)
     except FileNotFoundError:
         raise BadData(f"{url} does not exist: correct the path") from None
     except IsADirectoryError:
-        raise BadData(f"{url} is a folder: give the path of a .jsonl or .parquet file") from None
+        raise BadData(f"{url} is a folder: give the path of a {' or '.join(kinds)} file") from None
     except NoSpace:
         raise
     # Every file system of fsspec raises exceptions of its own, and so do the libraries below it.

@@ -3,13 +3,13 @@
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
 from cairn.configs.schema.data import RowFormat
 from cairn.tasks.data.errors import BadData, BadPrompt
-from cairn.tasks.data.rows import RowFile, open_rows
+from cairn.tasks.data.rows import open_rows
 
 Messages = list[dict[str, Any]]
 
@@ -30,10 +30,27 @@ class PromptRow:
     """As the row has it; with tools, they are added under `tools`, as in slime."""
 
 
+class Rows(Protocol):
+    """What prompts are made of: a `RowFile`, or rows that are made of one."""
+
+    @property
+    def path(self) -> str:
+        """The data, as messages name it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of all that there is."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> dict[str, Any]:
+        """The row at `index`, from 0."""
+
+
 class PromptData:
     """The prompts of one data set. Holds the place of every row, and no row. Thread-safe."""
 
-    def __init__(self, rows: RowFile, format: RowFormat, tokenizer: Any) -> None:
+    def __init__(self, rows: Rows, format: RowFormat, tokenizer: Any) -> None:
         self._rows = rows
         self._format = format
         self._tokenizer = tokenizer

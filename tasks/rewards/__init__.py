@@ -29,6 +29,8 @@ _LIBRARIES = {"math": "math-verify"}
 """Of the graders that rest on another distribution, which."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
+_OTHERS = {"gsm8k_strict": ("gsm8k",)}
+"""Of the graders that rest on other modules of this package, which."""
 
 
 class TryAgain(Exception):
@@ -80,7 +82,7 @@ def _version_of_source(path: str) -> str:
 
 def _version_of_built_in(name: str) -> str:
     digest = hashlib.sha256()
-    for module in (name, *_SHARED):
+    for module in (name, *_SHARED, *_OTHERS.get(name, ())):
         spec = importlib.util.find_spec(f"cairn.tasks.rewards.{module}")
         assert spec is not None
         assert spec.origin is not None

@@ -8,7 +8,7 @@ import yaml
 
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.rewards import exact_match, get_grader, math, random
+from cairn.tasks.rewards import aime, exact_match, get_grader, gsm8k, gsm8k_strict, math, multiple_choice, random
 from cairn.tasks.rewards.boxed import UnclosedBox, after_thinking, last_boxed
 from cairn.tasks.rewards.sample import Sample
 
@@ -167,5 +167,88 @@ def test_a_grader_of_ones_own_has_the_version_of_its_source(tmp_path):
 
 
 def test_an_unknown_grader_is_named_beside_the_known_ones():
-    with pytest.raises(BadPlugin, match="no grader 'maths': set rm_type to one of exact_match, math, random"):
+    with pytest.raises(BadPlugin, match=r"no grader 'maths': set rm_type to one of aime, .*, math, .*random, or"):
         get_grader(RewardConfig(rm_type="maths"))
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "flexible", "strict"),
+    [
+        ("She makes 9 * 2 = $18 every day.\n#### 18", "18", 1, 1),
+        ("It is $1,250.", "1250", 1, 0),
+        ("#### 18\nThat is all, in 2 steps.", "18", 0, 1),
+        ("#### 18.\n", "… so it is 18\n#### 18", 1, 1),
+        ("#### 17\n#### 18", "18", 1, 0),
+        ("It is -3.", "-3", 1, 0),
+        ("It is 18.00", "18", 0, 0),
+        ("<think>#### 18", "18", 0, 0),
+        ("<think>17</think>18", "18", 1, 0),
+        ("no idea", "18", 0, 0),
+    ],
+)
+def test_gsm8k_takes_the_last_number_and_tells_the_marked_one(response, label, flexible, strict):
+    found = gsm8k.grade(Sample(response, label))
+    assert (found["reward"], found["flexible"], found["strict"]) == (flexible, flexible, strict)
+    assert gsm8k_strict.grade(Sample(response, label))["reward"] == strict
+
+
+def test_gsm8k_takes_no_last_number_of_a_response_that_was_cut_off():
+    assert gsm8k.grade(Sample("18", "18", finish_reason="length"))["reward"] == 0
+    assert gsm8k_strict.grade(Sample("#### 18\nand", "18", finish_reason="length"))["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    "response", [r"\boxed{033}", r"\boxed{33}", r"$\boxed{n = 33}$", r"\boxed{33^\circ}", "It is $33$."]
+)
+def test_aime_takes_an_integer(response):
+    assert aime.grade(Sample(response, "033")) == {"reward": 1.0, "answer": "33"}
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{66/2}",
+        r"\boxed{1033}",
+        r"\boxed{-33}",
+        r"\boxed{33.0}",
+        r"33 \boxed{34}",
+        "33 or 34",
+        "3.33",
+        "33^2",
+        "",
+    ],
+)
+def test_aime_takes_nothing_else(response):
+    assert aime.grade(Sample(response, "33"))["reward"] == 0
+
+
+def test_aime_takes_no_last_integer_of_a_response_that_was_cut_off():
+    assert aime.grade(Sample("It is 33", "33", finish_reason="length"))["answer"] is None
+    assert aime.grade(Sample(r"\boxed{33} and", "33", finish_reason="length"))["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("(A) is wrong, so the answer is (B).", "B"),
+        ("The answer is B", "B"),
+        ("**Answer:** (B)", "B"),
+        (r"The answer is $\boxed{\text{B}}$", "B"),
+        (r"Not (A). \boxed{B}", "B"),
+        (r"Not (A). \boxed{(B)}", "B"),
+        ("Not (A) but (B), as I said", "B"),
+        ("The answer is (A). No: the answer is (B).", "B"),
+        ("The answer is a matter of taste: (B)", "B"),
+        ("The answer is (E), I mean (B)", "B"),
+        ("<think>The answer is (A)</think>(B)", "B"),
+        ("B", None),
+        (r"\boxed{7}, not (B)", "B"),
+    ],
+)
+def test_multiple_choice_takes_the_letter_that_is_said_to_be_the_answer(response, answer):
+    sample = Sample(response, "B", {"choices": ["w", "x", "y", "z"]})
+    assert multiple_choice.grade(sample) == {"reward": float(answer == "B"), "answer": answer}
+
+
+def test_multiple_choice_takes_no_last_letter_of_a_response_that_was_cut_off():
+    assert multiple_choice.grade(Sample("(B)", "B", finish_reason="length"))["reward"] == 0

@@ -1,0 +1,141 @@
+"""From a row of a benchmark to what the model reads.
+
+A rendered row is `{"prompt": …, "label": …, "metadata": …}`, as training data is: everything that takes prompts takes
+those of a benchmark. Its metadata has the row's `id` and the columns that the benchmark names.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cairn.configs.schema.benchmark import TEMPLATES, Benchmark
+from cairn.configs.schema.data import RowFormat
+from cairn.tasks.benchmarks.source import require_data
+from cairn.tasks.data.errors import BadData
+from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.rows import FILES, RowFile, open_rows
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+"""Of choices, in order."""
+
+
+class BenchmarkRows:
+    """The rendered rows of a benchmark, read by index. Thread-safe."""
+
+    def __init__(self, benchmark: Benchmark, rows: RowFile) -> None:
+        self._benchmark = benchmark
+        self._rows = rows
+
+    @classmethod
+    def open(cls, benchmark: Benchmark) -> "BenchmarkRows":
+        """Find the rows, and render each once: see `require_data` and `open_rows`. Raises BadData."""
+        path = require_data(benchmark)
+        columns, source = benchmark.columns, "csv" if _url(path).endswith(".csv") else FILES
+        required = dict.fromkeys(columns.choices, "columns.choices")
+        required |= dict.fromkeys(columns.metadata, "columns.metadata")
+        named = {"columns.id": columns.id, "columns.label": columns.label, "prompt.column": benchmark.prompt.column}
+        required |= {name: option for option, name in named.items() if name is not None}
+        rows = open_rows(source, path, required, _Everything(), lambda row, where: rendered(benchmark, row, 0, where))
+        return cls(benchmark, rows)
+
+    @property
+    def path(self) -> str:
+        """The data, as messages name it."""
+        return self._rows.path
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of the whole file."""
+        return self._rows.fingerprint
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> dict[str, Any]:
+        """The rendered row at `index`, from 0."""
+        return rendered(self._benchmark, self._rows.read(index), index, f"{self.path}, row {index + 1}")
+
+
+def open_prompts(benchmark: Benchmark, tokenizer: Any) -> PromptData:
+    """The benchmark's prompts for a Hugging Face tokenizer. Raises BadData where there are no rows, one does not fit
+    the benchmark, or the tokenizer has no chat template and the prompts want one."""
+    chat = benchmark.prompt.style == "chat"
+    if chat and not tokenizer.chat_template:
+        raise BadData(
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, and {benchmark.name} asks "
+            "in chat style: take a benchmark with plain prompts, or a model whose tokenizer has one"
+        )
+    format = RowFormat(label_pattern=benchmark.columns.label_pattern, apply_chat_template=chat)
+    if benchmark.columns.label is None and not benchmark.columns.choices:
+        format = format.model_copy(update={"label_key": None})
+    return PromptData(BenchmarkRows.open(benchmark), format, tokenizer)
+
+
+def rendered(benchmark: Benchmark, row: Mapping[str, Any], index: int, where: str) -> dict[str, Any]:
+    """What becomes of a row. Raises BadData, which names it by `where`, if it does not fit."""
+    columns = benchmark.columns
+    id = str(index) if columns.id is None else str(row[columns.id])
+    label = None if columns.label is None else row[columns.label]
+    names = dict(row)
+    if columns.choices:
+        texts = [str(row[name]).strip() for name in columns.choices]
+        order = choice_order(id if columns.id is not None else json.dumps(texts), len(texts))
+        names["choices"], label = [texts[i] for i in order], LETTERS[order.index(0)]
+    metadata = {name: row[name] for name in columns.metadata}
+    return {
+        "prompt": _prompt(benchmark, names, where),
+        "label": label if label is None or isinstance(label, str) else json.dumps(label),
+        "metadata": {"id": id, **metadata, **({"choices": names["choices"]} if columns.choices else {})},
+    }
+
+
+def choice_order(key: str, count: int) -> list[int]:
+    """A permutation of `count` choices that follows from `key` alone: by SHA-256, on every machine and version."""
+    return sorted(range(count), key=lambda i: hashlib.sha256(f"{key}\n{i}".encode()).digest())
+
+
+def graded_part(benchmark: Benchmark, response: str) -> str:
+    """Of a response, what is graded: all up to the first of `prompt.until`."""
+    ends = [end for stop in benchmark.prompt.until if (end := response.find(stop)) >= 0]
+    return response[: min(ends, default=None)]
+
+
+def _prompt(benchmark: Benchmark, names: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
+    prompt = benchmark.prompt
+    question = names[prompt.column] if prompt.column is not None else _filled(str(prompt.template), names, where)
+    if prompt.style == "plain":
+        if not isinstance(question, str):
+            raise BadData(f"{where}: {prompt.column!r} is no string, and the benchmark's prompts are plain")
+        shown = [f"{example.question}{prompt.delimiter}{example.answer}" for example in prompt.examples]
+        return prompt.separator.join([*shown, question])
+    system = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    turns = [
+        {"role": role, "content": text}
+        for example in prompt.examples
+        for role, text in (("user", example.question), ("assistant", example.answer))
+    ]
+    asked = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    return [*system, *turns, *asked]
+
+
+def _filled(template: str, names: Mapping[str, Any], where: str) -> str:
+    try:
+        return TEMPLATES.from_string(template).render({**names, "row": names})
+    except TemplateError as error:
+        raise BadData(
+            f"{where} does not fit the benchmark's prompt ({error}); it has {', '.join(map(str, names))}"
+        ) from None
+
+
+def _url(path: str) -> str:
+    return path.partition("@[")[0]
+
+
+class _Everything(frozenset[str]):
+    """A template may name any column."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
