@@ -7,7 +7,7 @@
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -147,16 +147,32 @@ def read_sealed(store: Store, folder: str, name: str, kind: type[Description], f
         raise Damaged(f"checkpoint {path} is damaged: {error}") from error
 
 
-def read_state(store: Store, folder: str, state: TrainingState, kinds: dict[str, NamedTensors]) -> None:
+def actors_parameters(kind: str, name: str) -> bool:
+    """Whether a tensor of a state is a parameter of the actor: all that a model folder or an adapter needs of it."""
+    return kind == "parameters" and not name.startswith("critic.")
+
+
+def read_state(
+    store: Store,
+    folder: str,
+    state: TrainingState,
+    kinds: dict[str, NamedTensors],
+    wanted: Callable[[str, str], bool] = lambda kind, name: True,
+) -> None:
     """Fill tensors, or this rank's parts of them, from the files; each file is checked before a value of it is used.
+    Tensors whose kind and name are not `wanted` are passed over, and files that hold no other one are not read.
 
     Raises:
         Damaged: a file is missing or altered, or tensors are missing, unknown, or of another shape: it names them.
     """
     targets = {kind: dict(named_tensors) for kind, named_tensors in kinds.items()}
     for file in state.files:
+        if not any(wanted(file.kind, name) for name in file.tensors):
+            continue
         path = f"{folder}/{file.name}"
         for name, value in _read_file(store, path, file).items():
+            if not wanted(file.kind, name):
+                continue
             target = targets.get(file.kind, {}).pop(name, None)
             if target is None:
                 raise Damaged(f"checkpoint file {path} holds {file.kind} of {name}, which the model does not have")

@@ -2,6 +2,7 @@
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.convert import convert
+from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
 from cairn.flows.cli.reading import runs, show, status, verify
@@ -9,5 +10,6 @@ from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-for command in (train, resume, validate, fork, runs, status, show, verify, replay, diff, convert, gc, delete, up):
+looking = (runs, status, show, verify)
+for command in (train, resume, validate, fork, *looking, replay, diff, convert, export, gc, delete, up):
     app.command()(command)

@@ -40,7 +40,10 @@ def write_model_folder(
     if len(files) == 1:
         (folder / next(iter(files))).rename(folder / WEIGHTS)
     else:
-        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        final = {name: f"{name.removesuffix('.safetensors')}-of-{len(files):05d}.safetensors" for name in files}
+        for name, whole_name in final.items():
+            (folder / name).rename(folder / whole_name)
+        weight_map = {tensor: final[name] for name, tensors in files.items() for tensor in tensors}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     config = AutoConfig.from_pretrained(source, local_files_only=True)
     config.dtype = dtype

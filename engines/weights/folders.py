@@ -1,0 +1,25 @@
+"""What the weight files of a folder in Hugging Face format hold."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from cairn.engines.models import load_causal_lm
+from cairn.engines.weights.checksum import weights_checksum
+
+
+def tensors_of(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of safetensors files, one in memory at a time."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no mapping
+                yield name, file.get_tensor(name)
+
+
+def checksums_as(folder: Path, files: Iterable[Path], dtype: torch.dtype) -> Iterator[str]:
+    """`weights_checksum` of a model folder's weights in `dtype`: by the names that its files have, and then, loaded, by
+    those that the model has, which differ for some families."""
+    yield weights_checksum((name, tensor.to(dtype)) for name, tensor in tensors_of(files))
+    yield weights_checksum(load_causal_lm(folder, dtype).named_parameters())
