@@ -10,6 +10,9 @@ With a lag of k an iteration is collected with weights k iterations older than t
     learn of i      the batch of i, and all of `learn` of i-1
     evaluation of i its weights; it has the rollout engines to itself
 
+Before an iteration is collected, somebody may have to let it begin (`cairn.flows.approval`); halves of earlier ones go
+on meanwhile.
+
 So k + 1 iterations are open at a time, each in a flow run and a thread of its own; the next one's is made ahead and
 waits. Nothing that a half reads depends on which of them is faster: `cairn.flows.iteration` gives each its inputs by
 their numbers. A half that fails stops all others.
@@ -22,6 +25,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from cairn.flows.approval import Withheld
 from cairn.flows.iteration import StepRunner, collect, evaluate_after, learn
 from cairn.flows.prefect_steps import Stopping
 from cairn.storage.commits import Commit
@@ -42,15 +46,17 @@ class Pipeline:
         *,
         learned: Callable[[int], None],
         stop: Callable[[], None],
+        admit: Callable[[int], None] = lambda index: None,
     ) -> None:
         """
         Args:
             first: all iterations before are complete.
+            admit: returns when an iteration may begin; raises Withheld if it may not.
             learned: called when an iteration's weights are published, before the next update begins.
             stop: ends what the halves are doing, soon.
         """
         self._run, self._steps = run, steps
-        self._learned, self._stop = learned, stop
+        self._learned, self._stop, self._admit = learned, stop, admit
         self._lag = run.config.rollout.weights_lag
         self._changed = threading.Condition()
         self._sampling = threading.Lock()
@@ -63,8 +69,10 @@ class Pipeline:
     def iterate(self, index: int) -> list[Commit]:
         """Execute one iteration, each half when it may begin. The body of its flow run."""
         run, steps = self._run, self._steps
-        with self._half("collect", index, after={"collect": index - 1, "all": index - 1 - self._lag}), self._sampling:
-            collected = collect(run, steps, index)
+        with self._half("collect", index, after={"collect": index - 1, "all": index - 1 - self._lag}):
+            self._begin(index)
+            with self._sampling:
+                collected = collect(run, steps, index)
         with self._half("learn", index, after={"learn": index - 1}):
             learned = learn(run, steps, index)
             self._learned(index)
@@ -106,18 +114,28 @@ class Pipeline:
             raise (self._failed or error) from None
         pool.shutdown()
 
+    def _begin(self, index: int) -> None:
+        try:
+            self._admit(index)
+        except Withheld:
+            self._wait({"all": index - 1}, f"iteration {index}")  # what came before is to be done
+            raise
+
     @contextmanager
     def _half(self, name: str, index: int, *, after: dict[str, int]) -> Iterator[None]:
+        self._wait(after, f"{name} of iteration {index}")
+        yield
+        with self._changed:
+            self._last[name] = index
+            self._changed.notify_all()
+
+    def _wait(self, after: dict[str, int], what: str) -> None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failed is not None or all(self._last[half] >= least for half, least in after.items())
             )
             if self._failed is not None:
-                raise Stopping(f"the driver ends: {name} of iteration {index} does not begin")
-        yield
-        with self._changed:
-            self._last[name] = index
-            self._changed.notify_all()
+                raise Stopping(f"the driver ends: {what} does not begin")
 
     def _watch(self, future: "Future[list[Commit]]") -> None:
         if not future.cancelled() and (error := future.exception()) is not None:

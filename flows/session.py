@@ -14,12 +14,14 @@ from types import TracebackType
 from cairn.configs.loader import in_recorded_words
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
+from cairn.flows.approval import Withheld, require_not_withheld
 from cairn.flows.events import Event
 from cairn.flows.preemption import OnLease, Preempted
 from cairn.flows.restore_point import make_restore_point, needs_restore_point
 from cairn.flows.sources import Sources, open_graders
 from cairn.flows.starting import fleet_name, starting_fleet, total_steps
 from cairn.flows.trust import recorded_config
+from cairn.flows.views import stands_in
 from cairn.storage import layout
 from cairn.storage.commits import FORMAT
 from cairn.storage.errors import RunDiffers, StoreError
@@ -53,7 +55,7 @@ def open_run(
 
     `store` can carry runs (`cairn.storage.store.open_for_runs`). `config` creates the run, or must equal the
     configuration it has; None goes on with the ledger's. Raises ConfigError, BadData, BadPlugin, RunDiffers and
-    LeaseHeld before anything starts.
+    LeaseHeld before anything starts, and Withheld where somebody is to approve the run first.
     """
     given = config
     began = FORMAT
@@ -64,6 +66,7 @@ def open_run(
     sources = Sources.open(config, began)
     with telling_what_is_stale(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
+    require_not_withheld(ledger, config, stands_in(ledger, config))
     with ExitStack() as stack:
         lease = ledger.acquire(takeover)
         stack.push(_releasing(lease))
@@ -133,4 +136,5 @@ def _outcome(kind: type[BaseException] | None) -> Outcome:
         return Outcome.COMPLETED
     if issubclass(kind, Preempted):
         return Outcome.PREEMPTED
-    return Outcome.FAILED if issubclass(kind, Exception) else Outcome.STOPPED
+    failed = issubclass(kind, Exception) and not issubclass(kind, Withheld)
+    return Outcome.FAILED if failed else Outcome.STOPPED

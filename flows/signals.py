@@ -12,6 +12,9 @@ EXIT_CODE = 75
 """Of a preempted driver. sysexits.h calls it EX_TEMPFAIL: try again later. 143 would not tell a driver that ended in
 order from one that had no chance to."""
 
+WITHHELD = 3
+"""Of one whose run may not go on until a person approves it."""
+
 INTERRUPTED = 130
 """Of one that was stopped by SIGINT, as shells have it."""
 

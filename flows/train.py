@@ -13,9 +13,11 @@ from prefect import Flow, flow
 from prefect.exceptions import TerminationSignal
 
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.approval import admit
 from cairn.flows.divergence import fork_after_divergence
 from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
 from cairn.flows.orchestration import (
+    awaiting_approval,
     confirm_cancel,
     current_flow_run,
     driving,
@@ -54,7 +56,8 @@ def start(
     name of the run that was trained: that of a fork where `recovery.on_divergence` made one.
 
     `config` creates the run or must equal the one it has; None takes the ledger's. Raises what `open_run` raises, and
-    what a step raised after its last try. Raises Preempted if the driver was told to end; see cairn.flows.preemption.
+    what a step raised after its last try. Raises Withheld if the run may not go on until somebody approves it, and
+    Preempted if the driver was told to end; see cairn.flows.approval and cairn.flows.preemption.
     """
     silence_console()
     try:
@@ -153,7 +156,12 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
         if run.config.self_tests and index == first and index + 1 < total:
             self_test_once(run, run.committed(index, Step.TRAIN))
 
-    pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work)
+    driver = current_flow_run()
+
+    def admitted(index: int) -> None:
+        admit(run, index, lambda gate, sentence: awaiting_approval(driver, run.ledger.run, gate, sentence))
+
+    pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, admit=admitted)
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
         """The DAG of flows/iteration.py."""

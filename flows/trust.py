@@ -195,6 +195,7 @@ _ROW: dict[str, Rule] = {
 }
 
 RULES: Mapping[str, Rule] = {
+    "approval.eval_drop.benchmark": _anything,
     **dict.fromkeys(OPTIONS, _code),
     "model.path": _model_folder,
     "model.ref_path": _model_folder,

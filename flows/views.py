@@ -13,8 +13,10 @@ from pydantic import Field
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.gates import holding
 from cairn.flows.scores import Scores, evaluations, first_and_last_scores, generated_reward
 from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.decisions import GateStanding, GateState
 from cairn.storage.errors import BeingDeleted, Damaged
 from cairn.storage.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.ledger import Ledger
@@ -46,6 +48,10 @@ class RunState(StrEnum):
     """Its driver was stopped or killed; `cairn resume` goes on from the last commit."""
     PREEMPTED = "preempted"
     """Its driver was told to end because the machine was wanted, and did; `cairn resume` goes on from there."""
+    WAITING = "waiting"
+    """It stands at a gate until a person decides, with its driver or without: `cairn approve` or `cairn reject`."""
+    REJECTED = "rejected"
+    """A person has decided at a gate that it shall not go on."""
     DAMAGED = "damaged"
     """A piece of the ledger is missing or altered; `cairn verify` says which."""
     DELETED = "deleted"
@@ -125,6 +131,8 @@ class RunStatus(Record):
     last_commit: str | None = None
     last_commit_at: float | None = None
     driver: Driver | None = None
+    gate: GateStanding | None = None
+    """Where it waits, or was rejected."""
     written_by: tuple[WrittenBy, ...] = ()
     """The versions of the code, in their order."""
 
@@ -140,9 +148,10 @@ def run_status(store: Store, run: str) -> RunStatus:
     trained = _newest(ledger, Step.TRAIN, last, commits)
     graded = _newest(ledger, Step.ADVANTAGE, last, commits)
     newest = max(commits, key=lambda commit: commit.committed_at, default=None)
+    gate = None if iteration is None else holding(ledger, iteration)
     return RunStatus(
         run=run,
-        state=_state(lease, done=iteration is None),
+        state=_state(lease, gate, done=iteration is None),
         parent=ledger.manifest.parent,
         iterations=config.rollout.num_rollout if iteration is None else iteration,
         num_rollout=config.rollout.num_rollout,
@@ -159,8 +168,15 @@ def run_status(store: Store, run: str) -> RunStatus:
         last_commit=newest.name if newest else None,
         last_commit_at=newest.committed_at if newest else None,
         driver=_driver(lease),
+        gate=gate,
         written_by=_written_by(ledger),
     )
+
+
+def stands_in(ledger: Ledger, config: RunConfig) -> int | None:
+    """The iteration in which a run stands: its oldest that is not complete; None when all are."""
+    last = ledger.last_iteration()
+    return _place(ledger, config, last, [] if last is None else ledger.commits(last))[0]
 
 
 def _same_bits(ledger: Ledger, config: RunConfig, trained: Commit | None) -> bool | None:
@@ -268,7 +284,9 @@ def _retries(commits: Sequence[Commit]) -> Retries:
     return Retries(by_error=dict(sorted(by_error.items())), samples=graded, waited=waited)
 
 
-def _state(lease: LeaseState | None, done: bool) -> RunState:
+def _state(lease: LeaseState | None, gate: GateStanding | None, done: bool) -> RunState:
+    if gate is not None:
+        return RunState.REJECTED if gate.state is GateState.REJECTED else RunState.WAITING
     if lease is None:
         return RunState.NEW
     if not lease.looks_over():

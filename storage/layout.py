@@ -8,6 +8,7 @@ runs/<run>/leases/<epoch>.renewed.json                      rewritten every few 
 runs/<run>/leases/<epoch>.end.json                          how the owner ended
 runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
 runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt of a step wrote
+runs/<run>/decisions/<number>.json                          what a person decided, see `cairn.storage.decisions`
 runs/<run>/retired/<iteration>.<kind>.json                  whose files retention removed; the commits stay
 self-tests/<fingerprint>.json                               whether a kind of machine gives the same bits twice
 ```
@@ -113,6 +114,16 @@ def upgrade(name: str, number: int) -> str:
     return f"{run(name)}/upgrades/{digits(number, 'upgrade')}.json"
 
 
+def decisions(name: str) -> str:
+    """The folder of what people decided about a run."""
+    return f"{run(name)}/decisions"
+
+
+def decision(name: str, number: int) -> str:
+    """One decision, counted from 1."""
+    return f"{decisions(name)}/{digits(number, 'decision')}.json"
+
+
 def leases(name: str) -> str:
     """The folder of a run's leases."""
     return f"{run(name)}/leases"
@@ -183,6 +194,12 @@ def parse_lease(name: str) -> int | None:
     """The epoch of the lease that an entry of `leases` is; renewals and ends are none."""
     epoch = name.removesuffix(".json")
     return int(epoch) if name.endswith(".json") and _NUMBER.fullmatch(epoch) else None
+
+
+def parse_decision(name: str) -> int | None:
+    """The number of the decision that an entry of `decisions` is."""
+    number = name.removesuffix(".json")
+    return int(number) if name.endswith(".json") and _NUMBER.fullmatch(number) else None
 
 
 def parse_retired(name: str) -> tuple[int, Kind] | None:

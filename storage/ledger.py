@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from cairn.configs.schema.rollout import lag_of
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.decisions import Decisions
 from cairn.storage.errors import Damaged, LeaseLost, RunDiffers, StoreError
 from cairn.storage.iterations import iterations_with_files, newest_iteration_with_files
 from cairn.storage.leases import Lease
@@ -41,6 +42,8 @@ class Ledger:
         self.manifest = manifest
         self.run = manifest.run
         self._terms = RunTerms(store, manifest)
+        self.decisions = Decisions(store, manifest)
+        """What people decided about the run, its own alone."""
         self._forks: tuple[str, ...] = ()
         """The runs by whose parent this ledger was opened, a fork of it the last."""
         self.lease: Lease | None = None

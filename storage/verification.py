@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Commit, OutputFile, Record
+from cairn.storage.decisions import read_decision
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
 from cairn.storage.snapshots import is_retired
@@ -45,10 +46,10 @@ class Finding(Record):
 
 
 class Verified(Record):
-    """What reading one commit (or the manifest, or the terms of an upgrade) and its files again found."""
+    """What reading one commit (or the manifest, the terms of an upgrade, a decision) and its files again found."""
 
     name: str
-    """`run.json`, `upgrades/000001.json`, or the commit as `000042/rollout.00-000`."""
+    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, or the commit as `000042/rollout.00-000`."""
     files: int
     """Files read, the marker included."""
     bytes: int
@@ -64,6 +65,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     store = ledger.store
     yield _verify_manifest(store, ledger.run)
     yield from _verify_upgrades(store, ledger.run)
+    yield from _verify_decisions(ledger)
     digests: dict[str, str] = {}
     with ThreadPoolExecutor(_REQUESTS) as readers:
         # Newest first: a driver that is at work commits what is read before what is made from it.
@@ -108,6 +110,36 @@ def _verify_upgrades(store: Store, run: str) -> Iterator[Verified]:
         except FileNotFoundError:
             return
         yield _verify_sealed(path.removeprefix(f"{layout.run(run)}/"), path, data)
+
+
+def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
+    """Each decision by itself, and that they follow each other."""
+    store, run = ledger.store, ledger.run
+    names = store.list(layout.decisions(run))
+    numbers = [number for name in names if (number := layout.parse_decision(name)) is not None]
+    before: str | None = None
+    for number in range(1, max(numbers, default=0) + 1):
+        path, name = layout.decision(run, number), f"decisions/{number:06d}.json"
+        try:
+            data = store.read(path)
+            decision = read_decision(data, path)
+            if decision.previous != before:
+                message = f"{path} follows a decision with digest {decision.previous}, the one before it has {before}"
+                yield Verified(
+                    name=name,
+                    files=1,
+                    bytes=len(data),
+                    findings=(Finding(fault=Fault.INPUT_DIFFERS, path=path, message=message),),
+                )
+            else:
+                yield Verified(name=name, files=1, bytes=len(data))
+            before = decision.digest
+        except FileNotFoundError:
+            finding = Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing, though later ones are there")
+            yield Verified(name=name, files=0, bytes=0, findings=(finding,))
+        except Damaged as error:
+            finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
+            yield Verified(name=name, files=1, bytes=0, findings=(finding,))
 
 
 def _verify_sealed(name: str, path: str, data: bytes) -> Verified:

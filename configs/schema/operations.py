@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Section
 
@@ -214,3 +214,38 @@ class OperationsConfig(Section):
     """Seconds that a driver may take to end in order when it is told to (SIGTERM, SIGUSR1, or Ray drains a machine of
     it): it stops its work, saves the weights where that fits in, and gives the run back. At their end it ends at once.
     Less than what the scheduler leaves between its notice and SIGKILL."""
+
+
+class EvalDrop(Section):
+    """How far a score may fall before somebody is asked."""
+
+    benchmark: str
+    """Name of one of `eval.benchmarks`."""
+
+    drop: float = Field(gt=0)
+    """Distance from the best score since a person last approved such a fall, from which on the run waits."""
+
+
+class ApprovalConfig(Section):
+    """Where a run waits until a person lets it go on: `cairn approve`. See docs/decisions.md."""
+
+    before: tuple[int, ...] = ()
+    """Iterations before which it waits, from 0."""
+
+    every: int | None = Field(None, ge=1)
+    """It waits before every iteration whose number is a multiple of this, but for the first."""
+
+    eval_drop: EvalDrop | None = None
+    """It waits when the score of a benchmark has fallen: before the first iteration that is sampled from weights with
+    that evaluation."""
+
+    wait: bool = True
+    """The driver waits, and keeps its engines and GPUs; false ends it in order, with exit code 3, and `cairn resume`
+    goes on when the run is approved."""
+
+    @field_validator("before")
+    @classmethod
+    def _are_iterations(cls, before: tuple[int, ...]) -> tuple[int, ...]:
+        if any(iteration < 0 for iteration in before):
+            raise ValueError(f"before is {list(before)}: iterations are counted from 0")
+        return before

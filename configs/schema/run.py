@@ -8,6 +8,7 @@ from cairn.configs.schema.base import Section, is_recorded
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import EvalConfig
 from cairn.configs.schema.operations import (
+    ApprovalConfig,
     CheckpointConfig,
     FleetConfig,
     OperationsConfig,
@@ -67,6 +68,7 @@ class RunConfig(Section):
     retry: RetryConfig = RetryConfig()
     tracking: TrackingConfig = TrackingConfig()
     operations: OperationsConfig = OperationsConfig()
+    approval: ApprovalConfig = ApprovalConfig()
 
     @property
     def self_tests(self) -> bool:
@@ -129,6 +131,24 @@ class RunConfig(Section):
                 f"rollout.{option} is {value}: tokens that older weights sampled are trained on, and nothing corrects "
                 f"for the difference; set algorithm.use_tis=true or algorithm.use_rollout_logprobs=true, or {out}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_asked_about_happens(self) -> "RunConfig":
+        approval, total = self.approval, self.rollout.num_rollout
+        if approval.before and max(approval.before) >= total:
+            raise ValueError(
+                f"approval.before names iteration {max(approval.before)}, but rollout.num_rollout is {total}: the last "
+                f"iteration is {total - 1}"
+            )
+        fall = approval.eval_drop
+        if fall is not None and fall.benchmark not in {benchmark.name for benchmark in self.eval.benchmarks}:
+            raise ValueError(
+                f"approval.eval_drop.benchmark is {fall.benchmark!r}, which is none of eval.benchmarks: nothing would "
+                "ever fall"
+            )
+        if fall is not None and self.eval.eval_interval is None:
+            raise ValueError("approval.eval_drop needs evaluations: set eval.eval_interval, or leave it out")
         return self
 
     @model_validator(mode="after")

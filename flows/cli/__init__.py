@@ -2,6 +2,7 @@
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.convert import convert
+from cairn.flows.cli.decisions import approve, reject
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
@@ -10,6 +11,10 @@ from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-looking = (runs, status, show, verify)
-for command in (train, resume, validate, fork, *looking, replay, diff, convert, export, gc, delete, up):
+LOOKING = (runs, status, show, verify, replay, diff)
+WORKING = (train, resume, validate, fork, convert, export, up)
+DECIDING = (approve, reject)
+REMOVING = (gc, delete)
+
+for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):
     app.command()(command)

@@ -1,7 +1,7 @@
 """The application that commands register with, the options that they share, and how errors end a command.
 
-Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 75 preempted (`cairn resume` goes on),
-130 interrupted, 143 `cairn up` was terminated.
+Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 3 the run waits for a person's approval or was
+rejected, 75 preempted (`cairn resume` goes on), 130 interrupted, 143 `cairn up` was terminated.
 """
 
 import json

@@ -18,7 +18,7 @@ def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
 
     States: *new* (a fork that no driver has owned), *running* (a live driver owns it), *completed*, *failed*,
     *interrupted* (stopped or killed; `cairn resume` goes on), *preempted* (the machine was wanted; the same),
-    *damaged* (see `cairn verify`).
+    *waiting* (for a person: `cairn approve`), *rejected* (by one), *damaged* (see `cairn verify`).
 
     Examples:
 
@@ -102,9 +102,11 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     findings = [finding for check in checks for finding in check.findings]
     if json:
         upgrades = sum(check.name.startswith("upgrades/") for check in checks)
+        decisions = sum(check.name.startswith("decisions/") for check in checks)
         counts = {
-            "commits": len(checks) - 1 - upgrades,
+            "commits": len(checks) - 1 - upgrades - decisions,
             "upgrades": upgrades,
+            "decisions": decisions,
             "files": sum(c.files for c in checks),
             "bytes": sum(c.bytes for c in checks),
             "retired": sum(c.retired for c in checks),

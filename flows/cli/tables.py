@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cairn.flows.scores import Scores
     from cairn.flows.views import Groups, Retries, RunStatus
     from cairn.storage.collector import Garbage
+    from cairn.storage.decisions import GateStanding
     from cairn.storage.retention import Retirement
     from cairn.storage.verification import Verified
     from cairn.tasks.stale_commits import StaleStep
@@ -25,6 +26,8 @@ _STATE_STYLES = {
     "failed": "red",
     "interrupted": "yellow",
     "preempted": "yellow",
+    "waiting": "magenta",
+    "rejected": "red",
     "damaged": "red",
     "deleted": "red",
 }
@@ -79,6 +82,8 @@ def print_status(status: "RunStatus") -> None:
     for name, scores in status.eval.items():
         facts[f"eval {name}"] = _change(scores)
     facts["last commit"] = f"{status.last_commit or '–'}, {age(status.last_commit_at)}"
+    if status.gate is not None:
+        facts["gate"] = _gate(status.run, status.gate)
     if status.driver is not None:
         driver, ended = status.driver, f", {status.driver.outcome}" if status.driver.outcome else ""
         facts["driver"] = f"pid {driver.pid} on {driver.host}, epoch {driver.epoch}, began {age(driver.since)}{ended}"
@@ -152,10 +157,14 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
         say(f"{finding.fault}: {finding.message}")
     size = sum(check.bytes for check in checks)
     upgrades = sum(check.name.startswith("upgrades/") for check in checks)
-    read = f"{len(checks) - 1 - upgrades} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
+    decisions = sum(check.name.startswith("decisions/") for check in checks)
+    commits = len(checks) - 1 - upgrades - decisions
+    read = f"{commits} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
     retired = sum(check.retired for check in checks)
     if retired:
         read += f" ({retired} older files are retired)"
+    if decisions:
+        read += f", {decisions} decision{'s' if decisions > 1 else ''} of people"
     if upgrades:
         read += f", {upgrades} upgrade{'s' if upgrades > 1 else ''} to another version of the code"
     verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
@@ -243,6 +252,16 @@ def age(moment: float | None) -> str:
 def _chosen(status: "RunStatus") -> str:
     """The reward of what was trained on, where it is not that of all samples."""
     return "" if status.trained_reward == status.reward else f" ({_number(status.trained_reward)} of those trained on)"
+
+
+def _gate(run: str, gate: "GateStanding") -> str:
+    from cairn.flows.gates import asking
+
+    if gate.state == "open" or gate.verdict is None:
+        since = f", since {age(gate.gate.at)}" if gate.gate else ""
+        return asking(gate, run) + since
+    why = f": {gate.verdict.why}" if gate.verdict.why else ""
+    return f"rejected before iteration {gate.iteration} by {gate.verdict.by} {age(gate.verdict.at)}{why}"
 
 
 def _change(scores: "Scores") -> str:

@@ -26,7 +26,7 @@ from cairn.flows.cli.app import (
     tell,
 )
 from cairn.flows.cli.tables import print_summary
-from cairn.flows.signals import EXIT_CODE, NOTICES, mind_notices
+from cairn.flows.signals import EXIT_CODE, NOTICES, WITHHELD, mind_notices
 
 if TYPE_CHECKING:
     from cairn.configs.schema.run import RunConfig
@@ -201,6 +201,7 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
             tell(f"run {run} has all its iterations; nothing is left to do")
             return
     with collecting_later():
+        from cairn.flows.approval import Withheld
         from cairn.flows.events import RunStarted
         from cairn.flows.preemption import Preempted
         from cairn.flows.progress import Progress
@@ -223,6 +224,9 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
             signal.signal(signum, lambda signum, frame: os._exit(EXIT_CODE))
         tell(f"preempted; nothing committed is lost. Go on with: {again}")
         raise typer.Exit(EXIT_CODE) from None
+    except Withheld as error:
+        tell(str(error))
+        raise typer.Exit(WITHHELD) from None
     except KeyboardInterrupt:
         tell(f"interrupted; nothing committed is lost. Go on with: {again}")
         raise typer.Exit(INTERRUPTED) from None

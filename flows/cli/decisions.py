@@ -1,0 +1,88 @@
+"""Commands by which people decide about a run: approve, reject."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say
+from cairn.flows.cli.reading import open_ledger
+from cairn.storage.layout import LAST_NUMBER
+
+if TYPE_CHECKING:
+    from cairn.storage.decisions import Decision
+
+GateArgument = Annotated[
+    int | None,
+    typer.Argument(
+        metavar="[ITER]", min=0, max=LAST_NUMBER, help="The iteration that waits; by default the one that does.",
+        show_default=False,
+    ),
+]  # fmt: skip
+WhyOption = Annotated[str | None, typer.Option("--why", metavar="TEXT", help="The reason, for who reads the ledger.")]
+AsOption = Annotated[str | None, typer.Option("--as", metavar="NAME", help="Who decides, instead of user@host.")]
+
+
+def approve(
+    run: RunArgument,
+    iteration: GateArgument = None,
+    why: WhyOption = None,
+    by: AsOption = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Let a run go on that waits for a person before an iteration; `approval` in its recipe says where it does.
+
+    The verdict is a commit in the run's ledger, with who gave it, when and why. A driver that waits begins the
+    iteration within seconds; one that has ended is started by `cairn resume`. A gate that was rejected may be approved
+    later, and one that is yet to come ahead of time; it is not asked again.
+
+    Examples:
+
+    - `cairn approve quickstart --why "rewards look sound"`
+    - `cairn approve quickstart 20` before the run comes to iteration 20
+    """
+    _verdict(run, iteration, approved=True, why=why, by=by, json=json, store=store)
+
+
+def reject(
+    run: RunArgument,
+    iteration: GateArgument = None,
+    why: WhyOption = None,
+    by: AsOption = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Let a run end that waits for a person before an iteration. Its driver ends in order, with exit code 3.
+
+    Nothing committed is lost: `cairn fork` goes on from any iteration with other options, and `cairn approve` changes
+    the verdict.
+
+    Examples:
+
+    - `cairn reject quickstart --why "answers got shorter and shorter"`
+    """
+    _verdict(run, iteration, approved=False, why=why, by=by, json=json, store=store)
+
+
+def _verdict(
+    run: str, iteration: int | None, *, approved: bool, why: str | None, by: str | None, json: bool, store: str
+) -> None:
+    from cairn.configs.loader import from_manifest
+    from cairn.flows.gates import decide
+    from cairn.storage.decisions import Verdict
+
+    ledger = open_ledger(store, run)
+    try:
+        decision = decide(ledger, from_manifest(ledger.manifest.config), iteration, approved=approved, why=why, by=by)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    assert isinstance(decision.what, Verdict)
+    word = "approved" if approved else "rejected"
+    _print(decision, f"run {run} is {word} before iteration {decision.what.iteration}, by {decision.by}", json)
+
+
+def _print(decision: "Decision", sentence: str, json: bool) -> None:
+    if json:
+        print_json(decision.model_dump(mode="json") | {"digest": decision.digest})
+    else:
+        say(f"{sentence} (decision {decision.number})")

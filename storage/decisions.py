@@ -1,0 +1,215 @@
+"""What people decide about a run: commits beside those of its steps, in one order.
+
+```
+runs/<run>/decisions/000001.json    created exclusively, sealed with its digest, naming the digest of the one before
+runs/<run>/decisions/000002.json
+```
+
+| kind | says | who reads it |
+|---|---|---|
+| `gate` | the run waits before an iteration, since then and for that reason | its driver, before the iteration |
+| `verdict` | the gate before an iteration is approved or rejected; the newest counts | the same |
+
+Whoever records a decision makes it from all that were there, and its number is the next: of two people at once one is
+first, and the other decides again with that in view. So every reader finds the same history, and none that was recorded
+can be taken out: the one after it names its digest.
+"""
+
+import getpass
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Record
+from cairn.storage.errors import Damaged
+from cairn.storage.manifest import Manifest, read_manifest
+from cairn.storage.store import Store
+
+FORMAT = 1
+_REQUESTS = 8
+
+
+class Gate(Record):
+    """A run waits before an iteration until somebody says whether it may go on."""
+
+    kind: Literal["gate"] = "gate"
+    iteration: int = Field(ge=0)
+    cause: Literal["before", "every", "eval_drop", "asked"]
+    """The option of `approval` that asks for it; `asked`: somebody, or another program, did."""
+
+
+class Verdict(Record):
+    """Whether the run may go on at the gate before an iteration."""
+
+    kind: Literal["verdict"] = "verdict"
+    iteration: int = Field(ge=0)
+    approved: bool
+
+
+What = Annotated[Gate | Verdict, Field(discriminator="kind")]
+
+
+class Decision(Record):
+    """One decision, and who took it."""
+
+    schema_version: int = FORMAT
+    run: str
+    identity: str
+    """Of the run's manifest: a run that is made under the name of a deleted one has none of its decisions."""
+    number: int = Field(ge=1)
+    previous: str | None
+    """Digest of the decision before; None in the first."""
+    what: What
+    by: str
+    """`user@host`, or the name that was given."""
+    at: float
+    """Unix seconds."""
+    why: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of the canonical JSON of all fields."""
+        return canonical.digest(self.model_dump(mode="json"))
+
+
+class GateState(StrEnum):
+    """Where a gate stands."""
+
+    OPEN = "open"
+    """Nobody has decided."""
+    APPROVED = "approved"
+    REJECTED = "rejected"
+
+
+class GateStanding(Record):
+    """A gate with its newest verdict."""
+
+    iteration: int
+    state: GateState
+    gate: Decision | None
+    """None where the verdict came before the run did."""
+    verdict: Decision | None
+
+
+Decide = Callable[[tuple[Decision, ...]], Gate | Verdict]
+"""Makes a decision from all that were taken so far; what it raises is raised, and nothing is recorded."""
+
+
+class Decisions:
+    """The decisions about one run. Safe to use from several threads: what is there is never changed."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store = store
+        self._run, self._identity = manifest.run, manifest.identity
+        self._known: tuple[Decision, ...] | None = None
+
+    def all(self) -> tuple[Decision, ...]:
+        """Every decision, in their order. The first time a request for each decision and two, then one and those that
+        are new. Raises Damaged."""
+        known = self._known
+        if known is None:
+            names = self._store.list(layout.decisions(self._run))
+            numbers = [number for name in names if (number := layout.parse_decision(name)) is not None]
+            with ThreadPoolExecutor(_REQUESTS) as readers:
+                known = tuple(readers.map(self._require, range(1, max(numbers, default=0) + 1)))
+        while (newer := self._read(len(known) + 1)) is not None:  # a listing may lag behind
+            known = (*known, newer)
+        for before, after in zip((None, *known), known, strict=False):
+            if after.previous != (before.digest if before else None):
+                path = layout.decision(self._run, after.number)
+                raise Damaged(f"{path} does not follow the decision before it: one of the two is not what was recorded")
+        self._known = known
+        return known
+
+    def record(
+        self,
+        decide: Decide,
+        *,
+        by: str | None = None,
+        why: str | None = None,
+        guard: Callable[[], None] = lambda: None,
+    ) -> Decision:
+        """Take a decision. `by`: the process's user by default. `guard` is called right before each try; what it raises
+        ends the recording."""
+        while True:
+            so_far = self.all()
+            decision = Decision(
+                run=self._run,
+                identity=self._identity,
+                number=len(so_far) + 1,
+                previous=so_far[-1].digest if so_far else None,
+                what=decide(so_far),
+                by=by or this_user(),
+                at=time.time(),
+                why=why,
+            )
+            path = layout.decision(self._run, decision.number)
+            read_manifest(self._store, self._run)  # raises where the run is being deleted
+            if self._store.create(path, canonical.seal(decision.model_dump(mode="json")), guard):
+                return decision
+
+    def gates(self) -> dict[int, GateStanding]:
+        """Every gate of the run, by the iteration that it stands before."""
+        return gates(self.all())
+
+    def _require(self, number: int) -> Decision:
+        found = self._read(number)
+        if found is None:
+            raise Damaged(f"{layout.decision(self._run, number)} is missing, though there are later decisions")
+        return found
+
+    def _read(self, number: int) -> Decision | None:
+        path = layout.decision(self._run, number)
+        try:
+            data = self._store.read(path)
+        except FileNotFoundError:
+            return None
+        decision = read_decision(data, path)
+        if (decision.run, decision.identity, decision.number) != (self._run, self._identity, number):
+            raise Damaged(f"{path} belongs to another place: it is number {decision.number} of a run {decision.run!r}")
+        return decision
+
+
+def read_decision(data: bytes, path: str) -> Decision:
+    """A decision from its file. Raises Damaged, naming `path`, unless its bytes are those that were recorded."""
+    try:
+        fields = canonical.unseal(data)
+        if fields.get("schema_version") != FORMAT:
+            raise ValueError(f"it has format {fields.get('schema_version')}, this Cairn reads format {FORMAT}")
+        del fields["digest"]
+        return Decision.model_validate(fields)
+    except (ValueError, ValidationError) as error:
+        raise Damaged(f"decision {path} cannot be trusted: {error}") from None
+
+
+def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStanding]:
+    """See `Decisions.gates`."""
+    found: dict[int, GateStanding] = {}
+    for decision in decisions:
+        match decision.what:
+            case Gate(iteration=iteration):
+                found[iteration] = GateStanding(iteration=iteration, state=GateState.OPEN, gate=decision, verdict=None)
+            case Verdict(iteration=iteration, approved=approved):
+                before = found.get(iteration)
+                found[iteration] = GateStanding(
+                    iteration=iteration,
+                    state=GateState.APPROVED if approved else GateState.REJECTED,
+                    gate=before.gate if before else None,
+                    verdict=decision,
+                )
+    return found
+
+
+def this_user() -> str:
+    """`user@host` of this process."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user that nobody has named
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}"
