@@ -90,13 +90,22 @@ class LeaseState(Record):
 
 def newest_lease(store: Store, run: str) -> LeaseState | None:
     """The lease with the newest epoch, or None if no driver ever owned the run. Raises Damaged."""
-    names = store.list(layout.leases(run))
-    epochs = [epoch for name in names if (epoch := layout.parse_lease(name)) is not None]
-    epoch = max(epochs, default=0)
+    epoch = max(_epochs(store, run), default=0)
     while store.exists(layout.lease(run, epoch + 1)):  # a listing may lag behind
         epoch += 1
-    if not epoch:
-        return None
+    return _state(store, run, epoch) if epoch else None
+
+
+def all_leases(store: Store, run: str) -> list[LeaseState]:
+    """Every lease of a run, the oldest first. Three requests each. Raises Damaged."""
+    return [_state(store, run, epoch) for epoch in sorted(_epochs(store, run))]
+
+
+def _epochs(store: Store, run: str) -> list[int]:
+    return [epoch for name in store.list(layout.leases(run)) if (epoch := layout.parse_lease(name)) is not None]
+
+
+def _state(store: Store, run: str, epoch: int) -> LeaseState:
     fields = _read(store, layout.lease(run, epoch))
     fields["renewed_at"] = fields["acquired_at"]
     for path in (layout.lease_renewal(run, epoch), layout.lease_end(run, epoch)):

@@ -2,6 +2,7 @@
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.convert import convert
+from cairn.flows.cli.costs import costs
 from cairn.flows.cli.decisions import approve, reject
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
@@ -11,7 +12,7 @@ from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, verify, replay, diff)
+LOOKING = (runs, status, show, verify, costs, replay, diff)
 WORKING = (train, resume, validate, fork, convert, export, up)
 DECIDING = (approve, reject)
 REMOVING = (gc, delete)
