@@ -1,10 +1,9 @@
 """`cairn`: the command line. Importing it is quick: what a command needs is imported when it runs."""
 
 from cairn.flows.cli.app import app
-from cairn.flows.cli.benchmarks import benchmarks
 from cairn.flows.cli.convert import convert
-from cairn.flows.cli.costs import costs
 from cairn.flows.cli.decisions import approve, reject
+from cairn.flows.cli.evaluation import evaluate
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
@@ -13,10 +12,11 @@ from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, verify, costs, replay, diff, benchmarks)
+LOOKING = (runs, status, show, verify, replay, diff)
 WORKING = (train, resume, validate, fork, convert, export, up)
 DECIDING = (approve, reject)
 REMOVING = (gc, delete)
 
 for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):
     app.command()(command)
+app.command("eval")(evaluate)
