@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from cairn.engines.trajectories import SampleRequest as SampleRequest
     from cairn.engines.trajectories import Segment as Segment
     from cairn.engines.trajectories import Trajectory as Trajectory
+    from cairn.flows.opened import opened
+    from cairn.storage.query.errors import BadQuery as BadQuery
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
     from cairn.tasks.benchmarks.sample import EvaluatedSample as EvaluatedSample
     from cairn.tasks.buffers.group import JudgedGroup as JudgedGroup
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
     from cairn.tasks.rewards.sample import Sample as Sample
 
     file_rows = files.rows
+    open = opened
 
 _PLACES = {
+    "BadQuery": "cairn.storage.query.errors",
     "AlgorithmConfig": "cairn.configs.schema.algorithm",
     "Context": "cairn.engines.rollout.context",
     "EvaluatedSample": "cairn.tasks.benchmarks.sample",
@@ -40,6 +44,7 @@ _PLACES = {
     "Trajectory": "cairn.engines.trajectories",
     "TryAgain": "cairn.tasks.rewards",
     "file_rows": "cairn.tasks.data.files:rows",
+    "open": "cairn.flows.opened:opened",
     "plugin": "cairn.configs.kinds",
 }
 

@@ -1,4 +1,5 @@
-"""Write docs/configuration.md, docs/metrics.md and a section of docs/recovery.md: `python docs/generate.py`."""
+"""Write docs/configuration.md, docs/metrics.md, docs/views.md and a section of docs/recovery.md:
+`python docs/generate.py`."""
 
 import json
 import runpy
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from cairn.configs.options import LIST_ITEM, Option, options
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.metrics import METRICS
+from cairn.storage.query import VIEWS
 
 DOCS = Path(__file__).parent
 GENERATED = "<!-- Written by docs/generate.py; change the code, not this file. -->"
@@ -64,6 +66,24 @@ sizes of their files.
     return f"{intro}\n{_table(['metric', 'unit', 'source', 'meaning'], rows)}"
 
 
+def views() -> str:
+    """Every view of the ledger and its columns."""
+    intro = f"""\
+# Views of the ledger
+
+{GENERATED}
+
+What [`cairn sql`](sql.md) and `cairn.open(…).sql` ask; `cairn sql --schema` prints the same, and `--json` for machines.
+Types are DuckDB's. Times are in UTC, durations in seconds.
+"""
+    parts = [intro]
+    for view in VIEWS.values():
+        rows = [[f"`{name}`", column.type, column.about] for name, column in view.columns.items()]
+        table = _table(["column", "type", "meaning"], rows)
+        parts.append(f"## `{view.name}`\n\nA row is {view.about}.\n\n{table}")
+    return "\n".join(parts)
+
+
 def recovery() -> str:
     """The page with the tally of random kills as it is now; the rest is written by hand."""
     tally = runpy.run_path(str(DOCS.parent / "tests" / "chaos" / "tally.py"), run_name="tally")
@@ -75,6 +95,7 @@ def recovery() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "metrics.md": metrics,
+    "views.md": views,
     "recovery.md": recovery,
 }
 

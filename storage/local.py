@@ -143,6 +143,12 @@ class LocalStore:
         with _reading(target):
             return target.read_bytes()
 
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        target = self._path(path)
+        with _reading(target), open(target, "rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+
     def write(self, path: str, data: bytes) -> None:
         target = self._path(path)
         with _named_errors("write", target), self._replacing(target) as temporary:

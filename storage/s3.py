@@ -101,6 +101,10 @@ class S3Store:
     def read(self, path: str) -> bytes:
         return self._retrying(lambda: self._get(path))
 
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        part = {"start": start, "end": end}
+        return self._retrying(lambda: self._call(path, self._s3.cat_file, self._full(path), **part))
+
     def write(self, path: str, data: bytes) -> None:
         self._retrying(lambda: self._call(path, self._s3.pipe_file, self._full(path), data))
 
@@ -249,8 +253,7 @@ class S3Store:
         size = self._size(path)
 
         def read(start: int) -> bytes:
-            part = {"start": start, "end": min(start + _CHUNK, size)}
-            return self._retrying(lambda: self._call(path, self._s3.cat_file, self._full(path), **part))
+            return self.read_range(path, start, min(start + _CHUNK, size))
 
         with ThreadPoolExecutor(_PARTS_AT_A_TIME) as readers:
             starts = iter(range(0, size, _CHUNK))

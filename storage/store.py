@@ -45,9 +45,9 @@ class Store(Protocol):
     (a new try helps when somebody has freed some) or StoreError (no right answer after bounded retries). A store may be
     pickled; the copy opens connections of its own. Calls are safe from several threads.
 
-    What costs what: on an object store `read`, `exists`, `create`, `delete` and a small `write` are one request each,
-    `list` and `find` one request a thousand entries, and `put_file` one request a part. Nothing is cached: a call sees
-    what other processes did before it.
+    What costs what: on an object store `read`, `read_range`, `exists`, `create`, `delete` and a small `write` are one
+    request each, `list` and `find` one request a thousand entries, and `put_file` one request a part. Nothing is
+    cached: a call sees what other processes did before it.
 
     `list`, `page` and `find` leave out what has no usable path, such as the markers that file browsers make of folders.
     """
@@ -63,6 +63,9 @@ class Store(Protocol):
 
     def read(self, path: str) -> bytes:
         """All bytes of a file. Raises FileNotFoundError."""
+
+    def read_range(self, path: str, start: int, end: int) -> bytes:
+        """The bytes of a file from `start` up to `end`, which must lie within it. Raises FileNotFoundError."""
 
     def write(self, path: str, data: bytes) -> None:
         """Write or replace a file. Atomic: a reader sees the old bytes or the new. Durable when it returns. Of several

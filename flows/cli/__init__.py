@@ -3,20 +3,19 @@
 from cairn.flows.cli.app import app
 from cairn.flows.cli.convert import convert
 from cairn.flows.cli.decisions import approve, reject
-from cairn.flows.cli.evaluation import evaluate
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
+from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import runs, show, status, verify
 from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, verify, replay, diff)
+LOOKING = (runs, status, show, sql, verify, replay, diff)
 WORKING = (train, resume, validate, fork, convert, export, up)
 DECIDING = (approve, reject)
 REMOVING = (gc, delete)
 
 for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):
     app.command()(command)
-app.command("eval")(evaluate)

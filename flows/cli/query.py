@@ -1,0 +1,188 @@
+"""`cairn sql`: the ledger as a database."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, say, tell
+from cairn.flows.cli.reading import answering_store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_ROWS = 100
+"""That people are shown unless they ask for more."""
+_WIDE = 60
+"""Characters of a column that is folded."""
+
+
+def sql(
+    query: Annotated[
+        str | None, typer.Argument(metavar="QUERY", help="One SELECT over the views; `--schema` lists these.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Only this run, with what it shares with its parents.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", metavar="N", min=1, help=f"At most N rows; {_ROWS} in a table, else all of them."),
+    ] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="List the views and their columns.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV; lists and maps are JSON in it.")] = False,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Ask the ledger by SQL: `runs`, `steps`, `groups`, `samples`, `segments`, `rewards`, `advantages`, `tokens`,
+    `evals` and `costs` are views over its commits and Parquet files, on local files and on S3.
+
+    Nothing is copied and nothing can be changed: of the files, those are read that the query needs. The dialect is
+    DuckDB's.
+
+    Examples:
+
+    - `cairn sql "SELECT iteration, avg(reward) FROM rewards WHERE run = 'quickstart' GROUP BY 1 ORDER BY 1"`
+    - `cairn sql "SELECT reason, count(*) FROM groups WHERE disposition = 'drop' GROUP BY 1" --run quickstart`
+    - `cairn sql "SELECT * FROM samples WHERE reward = 0" --limit 20 --json`
+    - `cairn sql --schema`
+    """
+    if json and csv:
+        raise BadInput("give --json or --csv, not both")
+    if schema:
+        _print_schema(json)
+        return
+    if query is None:
+        raise BadInput('give a query, as in `cairn sql "SELECT * FROM runs"`; `cairn sql --schema` lists the views')
+    from cairn.storage.query import BadQuery, open_query
+
+    try:
+        asked = open_query(answering_store(store), run)
+        found = asked.sql(query)
+    except (FileNotFoundError, ValueError, BadQuery) as error:
+        raise BadInput(str(error)) from None
+    for note in asked.notes:
+        tell(note)
+    shown = found.slice(0, limit or (found.num_rows if json or csv else _ROWS))
+    if json:
+        print_json([dict(zip(found.column_names, row, strict=True)) for row in _rows(shown)])
+    elif csv:
+        _print_csv(shown)
+    else:
+        _print_table(shown, found.num_rows)
+
+
+def _rows(table: "pa.Table") -> list[list[Any]]:
+    import pyarrow as pa
+
+    columns = [
+        [
+            _plain(dict(value) if pa.types.is_map(column.type) and value is not None else value)
+            for value in column.to_pylist()
+        ]
+        for column in table.columns
+    ]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: maps as objects, times in ISO 8601, numbers that are none as text."""
+    import datetime
+    import decimal
+    import math
+
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _text(value: Any, null: str) -> str:
+    from json import dumps
+
+    if value is None:
+        return null
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else dumps(value, ensure_ascii=False)
+
+
+def _print_table(table: "pa.Table", total: int) -> None:
+    """A line a row, or where that is too wide a line a value."""
+    import pyarrow as pa
+    from rich.table import Table
+    from rich.text import Text
+
+    from cairn.flows.cli.tables import new_console
+    from cairn.flows.terminal import printable
+
+    names = [printable(name) for name in table.column_names]
+    rows = [[printable(_text(value, "–")) for value in row] for row in _rows(table)]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    out = new_console()
+    if sum(min(width, _WIDE) + 3 for width in widths) > out.width:
+        longest = max(map(len, names), default=0)
+        for number, row in enumerate(rows):
+            out.print(Text(f"row {number} ".ljust(80, "─"), "dim"))
+            for name, value in zip(names, row, strict=True):
+                out.print(Text.assemble((name.ljust(longest + 3), "dim"), value), soft_wrap=True)
+    else:
+        printed = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        for name, field in zip(names, table.schema, strict=True):
+            kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+            number = any(is_kind(field.type) for is_kind in kinds)
+            printed.add_column(Text(name), justify="right" if number else "left", overflow="fold")
+        for row in rows:
+            printed.add_row(*map(Text, row))
+        out.print(printed)
+    if table.num_rows < total:
+        say(f"{table.num_rows} of {total} rows; --limit shows more")
+
+
+def _print_csv(table: "pa.Table") -> None:
+    import csv
+    import io
+
+    from cairn.flows.terminal import printable
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(table.column_names)
+    for row in _rows(table):
+        writer.writerow([repr(value) if isinstance(value, float) else _text(value, "") for value in row])
+    print(printable(out.getvalue()), end="")
+
+
+def _print_schema(json: bool) -> None:
+    from rich.table import Table
+
+    from cairn.flows.cli.tables import new_console
+    from cairn.storage.query.schema import VIEWS
+
+    if json:
+        print_json(
+            {
+                view.name: {
+                    "row": view.about,
+                    "columns": {name: {"type": c.type, "about": c.about} for name, c in view.columns.items()},
+                }
+                for view in VIEWS.values()
+            }
+        )
+        return
+    for view in VIEWS.values():
+        say(f"{view.name}: a row is {view.about}")
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), show_header=False)
+        for name, column in view.columns.items():
+            table.add_row(name, column.type, column.about)
+        new_console().print(table)
+        say("")

@@ -1,0 +1,13 @@
+"""The ledger as a database: SQL over the commits and tables of all runs of a store. See `docs/sql.md` for its views.
+
+    open_query(open_store("s3://bucket/prefix")).sql("select iteration, avg(reward) from rewards group by 1")
+
+Nothing is copied: DuckDB reads the Parquet files where they lie, and of these only the files and columns that a query
+names. What is kept of commits between queries (`cairn.storage.query.index`) is disposable.
+"""
+
+from cairn.storage.query.database import Query, open_query
+from cairn.storage.query.errors import BadQuery
+from cairn.storage.query.schema import VIEWS, Column, View
+
+__all__ = ["VIEWS", "BadQuery", "Column", "Query", "View", "open_query"]
