@@ -11,6 +11,9 @@ runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one att
 runs/<run>/decisions/<number>.json                          what a person decided, see `cairn.storage.decisions`
 runs/<run>/retired/<iteration>.<kind>.json                  whose files retention removed; the commits stay
 self-tests/<fingerprint>.json                               whether a kind of machine gives the same bits twice
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/result.json      what weights got at a benchmark, from any run
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/claims/<epoch>…  who was to find it out, as leases of a run
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/<attempt>/…      files that one attempt at it wrote
 ```
 Iterations and epochs have six digits, so that names sort like numbers. An attempt is named
 `[<shard>.]<epoch>-<random>`.
@@ -30,6 +33,10 @@ _NUMBER = re.compile(r"\d{6}")
 _MARKER = re.compile(r"([a-z]+)(?:\.([A-Za-z0-9][A-Za-z0-9._-]*))?\.json")
 _ATTEMPT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*\.)?\d{6}-[0-9a-f]+")
 _FILE = re.compile(r"iterations/(\d{6})/([a-z]+)/((?:[A-Za-z0-9._-]+\.)?\d{6}-[0-9a-f]+)/.+")
+_EVALUATED = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+_EVALUATION = re.compile(r".+-[0-9a-f]{16}")
+_SHORT = 16
+"""Characters of a digest in the names of folders; what lies there holds the whole digest."""
 _LONGEST_NAME = 100
 _LONGEST_ATTEMPT = _LONGEST_NAME + len(".000000-0123456789ab")
 LAST_NUMBER = 999_999
@@ -99,6 +106,44 @@ def self_test(fingerprint: str) -> str:
     return f"{self_tests()}/{check_name(fingerprint, 'fingerprint')}.json"
 
 
+def evals() -> str:
+    """The folder of all results of evaluations."""
+    return "evals"
+
+
+def evaluated(weights: str, tokenizer: str) -> str:
+    """The folder of the results of one model, by the digests of its weights and of its tokenizer."""
+    return f"{evals()}/{_short(weights)}-{_short(tokenizer)}"
+
+
+def evaluation(weights: str, tokenizer: str, benchmark: str, settings: str) -> str:
+    """The folder of one result. `settings`: digest of all that it depends on besides the model."""
+    return f"{evaluated(weights, tokenizer)}/{check_name(f'{benchmark}-{_short(settings)}', 'benchmark')}"
+
+
+def evaluation_result(folder: str) -> str:
+    """The commit of an evaluation, in its folder."""
+    return f"{folder}/result.json"
+
+
+def evaluation_claims(folder: str) -> str:
+    """The folder of the leases on an evaluation."""
+    return f"{folder}/claims"
+
+
+def parse_evaluated(name: str) -> str | None:
+    """The folder of a model's results that an entry of `evals` is."""
+    known = name.endswith("/") and _EVALUATED.fullmatch(name.removesuffix("/"))
+    return f"{evals()}/{name.removesuffix('/')}" if known else None
+
+
+def parse_evaluation(model: str, name: str) -> str | None:
+    """The folder of a result that an entry of a model's folder, as `parse_evaluated` gives it, is."""
+    own = name.removesuffix("/")
+    known = name.endswith("/") and is_name(own) and _EVALUATION.fullmatch(own)
+    return f"{model}/{own}" if known else None
+
+
 def in_run(name: str, path: str) -> str:
     """Store path of a path that is relative to a run's folder, as in `OutputFile.path`."""
     return f"{run(name)}/{check_path(path)}"
@@ -129,19 +174,24 @@ def leases(name: str) -> str:
     return f"{run(name)}/leases"
 
 
+def lease_file(folder: str, epoch: int, sign: str = "") -> str:
+    """A lease in a folder of leases, or a sign of its owner: `.renewed` or `.end`."""
+    return f"{folder}/{digits(epoch, 'epoch')}{sign}.json"
+
+
 def lease(name: str, epoch: int) -> str:
     """The marker by which a driver owns the run."""
-    return f"{leases(name)}/{digits(epoch, 'epoch')}.json"
+    return lease_file(leases(name), epoch)
 
 
 def lease_renewal(name: str, epoch: int) -> str:
     """The sign of life of a lease's owner."""
-    return f"{leases(name)}/{digits(epoch, 'epoch')}.renewed.json"
+    return lease_file(leases(name), epoch, ".renewed")
 
 
 def lease_end(name: str, epoch: int) -> str:
     """The marker by which an owner gives the run back."""
-    return f"{leases(name)}/{digits(epoch, 'epoch')}.end.json"
+    return lease_file(leases(name), epoch, ".end")
 
 
 def iterations(name: str) -> str:
@@ -250,3 +300,9 @@ def attempt_shard(attempt: str) -> str | None:
 def attempt_epoch(attempt: str) -> int:
     """The epoch of the driver that made an attempt."""
     return int(attempt.rpartition(".")[2].partition("-")[0])
+
+
+def _short(digest: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise ValueError(f"{digest!r} is no SHA-256 in hexadecimal")
+    return digest[:_SHORT]

@@ -29,7 +29,7 @@ import threading
 import time
 from contextlib import suppress
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -61,10 +61,30 @@ class Outcome(StrEnum):
     """The machine was wanted for something else: it was told to end, and did so in order."""
 
 
+class Owned(NamedTuple):
+    """What a lease is on: a run, unless said."""
+
+    folder: str
+    """Store path of the folder of its leases."""
+    name: str
+    """As the leases and messages name it."""
+    kind: str = "run"
+    """As messages name it."""
+
+    def path(self, epoch: int, sign: str = "") -> str:
+        """Of a lease, or of a sign of its owner: `.renewed` or `.end`."""
+        return layout.lease_file(self.folder, epoch, sign)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r}"
+
+
 class LeaseState(Record):
-    """A run's newest lease as the store has it. Times are Unix seconds by the holder's clock."""
+    """The newest lease of a run, or of something else, as the store has it. Times are Unix seconds by the holder's
+    clock."""
 
     run: str
+    """The name of what it is on."""
     epoch: int
     holder: Holder
     acquired_at: float
@@ -88,18 +108,24 @@ class LeaseState(Record):
         return f"pid {self.holder.pid} on {self.holder.host} since {since}"
 
 
-def newest_lease(store: Store, run: str) -> LeaseState | None:
-    """The lease with the newest epoch, or None if no driver ever owned the run. Raises Damaged."""
-    names = store.list(layout.leases(run))
+def on_run(run: str) -> Owned:
+    """What a driver's lease is on."""
+    return Owned(layout.leases(run), run)
+
+
+def newest_lease(store: Store, run: str | Owned) -> LeaseState | None:
+    """The lease with the newest epoch, or None if nobody ever owned the run, or what is given. Raises Damaged."""
+    owned = on_run(run) if isinstance(run, str) else run
+    names = store.list(owned.folder)
     epochs = [epoch for name in names if (epoch := layout.parse_lease(name)) is not None]
     epoch = max(epochs, default=0)
-    while store.exists(layout.lease(run, epoch + 1)):  # a listing may lag behind
+    while store.exists(owned.path(epoch + 1)):  # a listing may lag behind
         epoch += 1
     if not epoch:
         return None
-    fields = _read(store, layout.lease(run, epoch))
+    fields = _read(store, owned.path(epoch))
     fields["renewed_at"] = fields["acquired_at"]
-    for path in (layout.lease_renewal(run, epoch), layout.lease_end(run, epoch)):
+    for path in (owned.path(epoch, ".renewed"), owned.path(epoch, ".end")):
         with suppress(FileNotFoundError):
             sign = _read(store, path)
             # A driver of a deleted run may have written it beside the lease of the run that has its name now.
@@ -108,7 +134,7 @@ def newest_lease(store: Store, run: str) -> LeaseState | None:
     try:
         return LeaseState.model_validate(fields)
     except ValidationError as error:
-        raise Damaged(f"lease {layout.lease(run, epoch)} cannot be read: {error}") from None
+        raise Damaged(f"lease {owned.path(epoch)} cannot be read: {error}") from None
 
 
 def _read(store: Store, path: str) -> dict[str, Any]:
@@ -121,14 +147,16 @@ def _read(store: Store, path: str) -> dict[str, Any]:
 
 
 class Lease:
-    """The right to commit to a run, held by this process until `release` or until a newer epoch takes it."""
+    """The right to commit to a run, held by this process until `release` or until a newer epoch takes it. The same of
+    anything else that one process at a time is to make, such as the result of an evaluation."""
 
-    def __init__(self, store: Store, state: LeaseState, renewal_interval: float):
+    def __init__(self, store: Store, owned: Owned, state: LeaseState, renewal_interval: float):
         """Use `Lease.acquire`."""
         self.run = state.run
         self.epoch = state.epoch
         self.holder = state.holder
         self._store = store
+        self._owned = owned
         self._time_to_live = state.time_to_live
         self._interval = renewal_interval
         self._renewed = time.monotonic()
@@ -142,7 +170,7 @@ class Lease:
     def acquire(
         cls,
         store: Store,
-        run: str,
+        run: str | Owned,
         takeover: bool = False,
         *,
         time_to_live: float = TIME_TO_LIVE,
@@ -150,12 +178,13 @@ class Lease:
     ) -> "Lease":
         """Own the run from now on. Raises LeaseHeld if a live driver owns it, unless `takeover`, and if another driver
         was faster. Takes the holder's time to live where it lived on another machine and has not said that it ended."""
-        newest = newest_lease(store, run)
+        owned = on_run(run) if isinstance(run, str) else run
+        newest = newest_lease(store, owned)
         if newest is not None and not takeover:
-            newest = _require_over(store, newest)
+            newest = _require_over(store, owned, newest)
         now = time.time()
         state = LeaseState(
-            run=run,
+            run=owned.name,
             epoch=newest.epoch + 1 if newest else 1,
             holder=Holder.this_process(),
             acquired_at=now,
@@ -163,30 +192,28 @@ class Lease:
             renewed_at=now,
         )
         marker = canonical.seal(state.model_dump(mode="json", include=_MARKER))
-        if not store.create(layout.lease(run, state.epoch), marker):
-            winner = newest_lease(store, run)
+        if not store.create(owned.path(state.epoch), marker):
+            winner = newest_lease(store, owned)
             assert winner is not None
-            raise _held(winner)
-        return cls(store, state, renewal_interval)
+            raise _held(owned, winner)
+        return cls(store, owned, state, renewal_interval)
 
     def check(self) -> None:
         """Raise LeaseLost if this driver does not own the run any more, StoreError if its signs of life have not
         reached the store for longer than the time to live. Two requests."""
         if self._ended.is_set():
-            raise LeaseLost(f"this driver has given run {self.run!r} back")
-        if self._store.exists(layout.lease(self.run, self.epoch + 1)):
-            newest = newest_lease(self._store, self.run)
-            raise LeaseLost(
-                f"run {self.run!r} was taken over by {newest}; this driver stops, nothing committed is lost"
-            )
+            raise LeaseLost(f"this driver has given {self._owned} back")
+        if self._store.exists(self._owned.path(self.epoch + 1)):
+            newest = newest_lease(self._store, self._owned)
+            raise LeaseLost(f"{self._owned} was taken over by {newest}; this driver stops, nothing committed is lost")
         silent = time.monotonic() - self._renewed
         if silent > self._time_to_live and self._failure is not None:
             raise StoreError(
-                f"the lease on run {self.run!r} could not be renewed for {silent:.0f} s: {self._failure}"
+                f"the lease on {self._owned} could not be renewed for {silent:.0f} s: {self._failure}"
             ) from self._failure
         if not self._is_there():
             self._ended.set()  # no sign of life of this driver belongs to that epoch
-            raise LeaseLost(f"run {self.run!r} was deleted while this driver had it; this driver stops")
+            raise LeaseLost(f"{self._owned} was deleted while this driver had it; this driver stops")
 
     def release(self, outcome: Outcome) -> None:
         """Give the run back and say how it went. A second call does nothing."""
@@ -196,13 +223,13 @@ class Lease:
         self._renewer.join(self._interval)
         end = canonical.seal({"outcome": outcome, "renewed_at": time.time(), "holder_id": self.holder.id})
         if self._is_there():
-            self._store.create(layout.lease_end(self.run, self.epoch), end)
+            self._store.create(self._owned.path(self.epoch, ".end"), end)
 
     def _is_there(self) -> bool:
         """Whether the epoch is still this driver's. Deleting a run ends its epochs, and the next run of its name begins
         with the first again."""
         try:
-            holder: str = _read(self._store, layout.lease(self.run, self.epoch))["holder"]["id"]
+            holder: str = _read(self._store, self._owned.path(self.epoch))["holder"]["id"]
         except FileNotFoundError:
             return False
         return holder == self.holder.id
@@ -215,29 +242,29 @@ class Lease:
             try:
                 if not self._is_there():
                     return  # what is there is another run's; `check` says so
-                self._store.write(layout.lease_renewal(self.run, self.epoch), sign)
+                self._store.write(self._owned.path(self.epoch, ".renewed"), sign)
                 self._renewed, self._failure = time.monotonic(), None
             except Exception as error:  # `check` raises it when it lasts; until then the next renewal may succeed
                 self._failure = error
 
 
-def _require_over(store: Store, newest: LeaseState) -> LeaseState | None:
+def _require_over(store: Store, owned: Owned, newest: LeaseState) -> LeaseState | None:
     """The newest lease, once its holder owns the run no more. Raises LeaseHeld where it does."""
     over = newest.is_over()
     watched = over is None
     if watched:
-        over = _is_silent(store, newest)
+        over = _is_silent(store, owned, newest)
     if not over:
-        raise _held(newest)
+        raise _held(owned, newest)
     if not watched:
         return newest
-    later = newest_lease(store, newest.run)
+    later = newest_lease(store, owned)
     if later is not None and later.outcome is None and later.holder.id != newest.holder.id:
-        raise _held(later)
+        raise _held(owned, later)
     return later
 
 
-def _is_silent(store: Store, seen: LeaseState) -> bool:
+def _is_silent(store: Store, owned: Owned, seen: LeaseState) -> bool:
     """Whether a holder elsewhere leaves its lease as it is for as long as it may. Raises LeaseHeld if another driver
     takes the run meanwhile."""
     end = time.monotonic() + seen.time_to_live
@@ -245,16 +272,16 @@ def _is_silent(store: Store, seen: LeaseState) -> bool:
     while began < end:  # a look that takes long tells what was at its beginning
         time.sleep(min(WATCH_INTERVAL, seen.time_to_live))
         began = time.monotonic()
-        now = newest_lease(store, seen.run)
+        now = newest_lease(store, owned)
         if now is not None and now.outcome is None and now.holder.id != seen.holder.id:
-            raise _held(now)
+            raise _held(owned, now)
         if now != seen:
             return now is None or now.outcome is not None
     return True
 
 
-def _held(state: LeaseState) -> LeaseHeld:
+def _held(owned: Owned, state: LeaseState) -> LeaseHeld:
     return LeaseHeld(
-        f"run {state.run!r} is driven by {state}; wait until it ends, stop it, or take the run over with --takeover",
+        f"{owned} is driven by {state}; wait until it ends, stop it, or take the run over with --takeover",
         state.holder,
     )

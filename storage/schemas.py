@@ -183,6 +183,46 @@ GENERATED_EVAL = _schema(
 ).append(TRAJECTORIES)
 """Of the write-ahead log of `eval`: what is generated, and graded when all is."""
 
+EVALUATED = _schema(
+    ("benchmark", pa.string()),
+    ("prompt_index", pa.int64()),  # row of the benchmark, from 0
+    ("prompt_id", pa.string()),  # what names the row; its number where nothing does
+    ("sample_index", pa.int32()),
+    ("prompt_text", pa.string()),
+    ("prompt_ids", _IDS),
+    ("response_text", pa.string()),
+    ("response_ids", _IDS),
+    ("log_probs", _FLOATS),  # of the response tokens; null: taken over from a run that did not keep them
+    ("answer", pa.string()),  # what the grader took for the answer, where it says
+    ("reward", pa.float32()),  # null: failed
+    ("components", pa.string()),  # JSON object of what else the grader said
+    ("label", pa.string()),
+    ("metadata", pa.string()),  # JSON object of the row
+    ("grader", pa.string()),
+    ("grader_version", pa.string()),
+    ("finish_reason", pa.string()),
+    ("status", pa.string()),  # Status
+    ("error", pa.string()),
+    ("seed", pa.uint64()),
+    ("seconds", pa.float32()),  # from the sample's admission to its end
+    nullable=frozenset(
+        {"prompt_ids", "log_probs", "answer", "reward", "components", "label", "metadata", "error", "seconds"}
+    ),
+)
+"""Of a result in `evals/`: one row a sample, question after question."""
+
+GENERATED_EVALUATION = _schema(
+    ("group_id", pa.int64()),  # the question's row
+    ("sample_index", pa.int32()),
+    ("response_ids", _IDS),
+    ("log_probs", _FLOATS),
+    ("finish_reason", pa.string()),
+    ("error", pa.string()),
+    ("seconds", pa.float32()),
+    nullable=frozenset({"error"}),
+)
+"""Of the write-ahead log of a result: what is generated, and graded when all is."""
+
 SCHEMAS: dict[str, pa.Schema] = {
     Step.ROLLOUT: ROLLOUT,
     Step.REWARD: REWARD,

@@ -18,20 +18,20 @@ PARTS = "write_ahead"
 """Folder within an attempt's, of groups that are finished: see `cairn.storage.write_ahead`."""
 
 
-class Attempt:
-    """A fresh folder for the files of one attempt at a step."""
+class AttemptFolder:
+    """A fresh folder for the files of one attempt at something that is committed."""
 
-    def __init__(self, store: Store, run: str, iteration: int, step: str, shard: str | None, name: str):
+    def __init__(self, store: Store, beside: str, name: str, *, root: str, shard: str | None = None):
         self.store = store
-        self.run = run
-        self.iteration = iteration
-        self.step = step
-        self.shard = shard
+        self.beside = beside
+        """Store path of the folder that all attempts lie in, those of a step's shards included."""
         self.name = name
-        self.folder = layout.attempt(run, iteration, step, name)
+        self.shard = shard
+        self.folder = f"{beside}/{layout.check_name(name, 'attempt')}"
         """Store path of the folder, for engines that write files of their own."""
         self.superseded: list[str] = []
         """Store paths of write-ahead parts that nobody needs once this attempt is committed."""
+        self._root = root
 
     def path(self, name: str) -> str:
         """Store path of a file of this attempt."""
@@ -42,7 +42,9 @@ class Attempt:
         data, content = tables.to_parquet(table), tables.content_digest(table)
         self.store.write(self.path(name), data)
         sha256 = hashlib.sha256(data).hexdigest()
-        return OutputFile(path=self._in_run(name), bytes=len(data), rows=table.num_rows, sha256=sha256, content=content)
+        return OutputFile(
+            path=self._within_root(name), bytes=len(data), rows=table.num_rows, sha256=sha256, content=content
+        )
 
     def adopt(self, file: StoredFile) -> OutputFile:
         """Describe a file that someone else, such as an engine, wrote into the folder. It is not read: a checkpoint may
@@ -50,7 +52,7 @@ class Attempt:
         name = file.path.removeprefix(f"{self.folder}/")
         if not self.store.exists(self.path(name)):
             raise FileNotFoundError(f"{self.path(name)} is not in the store, although its writer says so")
-        return OutputFile(path=self._in_run(name), bytes=file.bytes, sha256=file.sha256)
+        return OutputFile(path=self._within_root(name), bytes=file.bytes, sha256=file.sha256)
 
     def discard_superseded(self) -> None:
         """Remove the write-ahead parts that a commit made useless, in the background and as far as it succeeds:
@@ -72,8 +74,19 @@ class Attempt:
                     self.store.discard(write)
             self.store.remove_empty_folders(self.folder)
 
-    def _in_run(self, name: str) -> str:
-        return self.path(name).removeprefix(f"{layout.run(self.run)}/")
+    def _within_root(self, name: str) -> str:
+        return self.path(name).removeprefix(f"{self._root}/")
+
+
+class Attempt(AttemptFolder):
+    """That of one attempt at a step of a run."""
+
+    def __init__(self, store: Store, run: str, iteration: int, step: str, shard: str | None, name: str):
+        beside = layout.attempts(run, iteration, step)
+        super().__init__(store, beside, name, root=layout.run(run), shard=shard)
+        self.run = run
+        self.iteration = iteration
+        self.step = step
 
 
 def _delete_all(store: Store, paths: list[str]) -> None:

@@ -33,7 +33,7 @@ from cairn.storage import layout, tables
 from cairn.storage.commits import Step
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.schemas import ROLLOUT, complete
-from cairn.storage.snapshots import PARTS, Attempt
+from cairn.storage.snapshots import PARTS, AttemptFolder
 from cairn.storage.store import Store
 
 _INPUTS_KEY = b"inputs_digest"
@@ -97,7 +97,7 @@ class WriteAhead:
 
     def __init__(
         self,
-        attempt: Attempt,
+        attempt: AttemptFolder,
         inputs_digest: str,
         *,
         schema: pa.Schema = ROLLOUT,
@@ -167,7 +167,7 @@ class WriteAhead:
     def recover(self) -> pa.Table:
         """The rows that earlier attempts at this shard finished from the same inputs; perhaps none."""
         attempt = self._attempt
-        folder = layout.attempts(attempt.run, attempt.iteration, attempt.step)
+        folder = attempt.beside
         paths = []
         for name in map(layout.parse_attempt, attempt.store.list(folder)):
             if name is not None and name != attempt.name and layout.attempt_shard(name) == attempt.shard:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
 
-from cairn.engines.models import load_causal_lm
+from cairn.engines.models import check_model_folder, load_causal_lm, parameter_names, weight_files
 from cairn.engines.weights.checksum import weights_checksum
 
 
@@ -16,6 +17,15 @@ def tensors_of(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no mapping
                 yield name, file.get_tensor(name)
+
+
+def folder_checksum(folder: str | Path, dtype: Literal["float32", "bfloat16"]) -> str:
+    """`weights_checksum` of a model folder's weights in `dtype`, by the names that its files have, tied ones once: that
+    of a run's publication of the same weights, whatever folder they lie in. Raises BadModel."""
+    check_model_folder(folder)
+    names, target = parameter_names(folder), getattr(torch, dtype)
+    files = weight_files(Path(folder))
+    return weights_checksum((name, tensor.to(target)) for name, tensor in tensors_of(files) if name in names)
 
 
 def checksums_as(folder: Path, files: Iterable[Path], dtype: torch.dtype) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from cairn.flows.cli.app import app
 from cairn.flows.cli.convert import convert
 from cairn.flows.cli.decisions import approve, reject
+from cairn.flows.cli.evaluation import evaluate
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
@@ -19,3 +20,4 @@ REMOVING = (gc, delete)
 
 for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):
     app.command()(command)
+app.command("eval")(evaluate)

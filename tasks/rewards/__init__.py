@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 Grader = Callable[..., float | Mapping[str, Any]]
 
-_LIBRARIES = {"math": "math-verify"}
+_LIBRARIES = {"math": "math-verify", "math500": "math-verify"}
 """Of the graders that rest on another distribution, which."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
-_OTHERS = {"gsm8k_strict": ("gsm8k",)}
+_OTHERS = {"gsm8k_strict": ("gsm8k",), "math500": ("math",)}
 """Of the graders that rest on other modules of this package, which."""
 
 

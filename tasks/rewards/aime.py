@@ -1,8 +1,9 @@
 r"""The answer to a problem of AIME is right if it is the label, an integer from 0 to 999.
 
 It stands in the last `\boxed{…}`; without one it is the last integer of a response that was not cut off. Leading zeros,
-units and `x =` before it do not count; an expression that is still to be computed is no integer. lm-evaluation-harness's
-tasks `aime24` and `aime25` (version 0.0) look into the same box and leave out the same; they take no last integer.
+units and `x =` before it do not count; an expression that is still to be computed is no integer. The tasks
+`aime24` and `aime25` of lm-evaluation-harness (version 0.0) look into the same box and leave out the same; they take no
+last integer.
 """
 
 import re

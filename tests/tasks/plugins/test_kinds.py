@@ -47,7 +47,7 @@ def test_ours_are_the_files_of_the_folder_and_each_is_what_its_kind_is(kind) -> 
 
 def test_the_names_that_ledgers_record_are_there() -> None:
     assert {"grpo", "ppo"} <= {*ESTIMATOR.ours()}
-    assert {"math", "exact_match", "random"} == {*REWARD.ours()}
+    assert {"math", "exact_match", "random"} <= {*REWARD.ours()}
     assert {"check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"} <= {*FILTER.ours()}
 
 

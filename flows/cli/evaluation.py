@@ -1,0 +1,175 @@
+"""Commands that evaluate and compare models: eval, leaderboard."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, tell
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.benchmark import Benchmark
+    from cairn.flows.evaluation.evaluating import Found, Watcher
+    from cairn.flows.evaluation.models import Evaluable
+    from cairn.storage.store import Store
+
+EngineOption = Annotated[
+    str | None, typer.Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", metavar="FORMAT", help="float32 or bfloat16; by default that of the run.")
+]
+
+
+def evaluate(
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[RUN[@ITER|@A:B]] BENCHMARK…",
+            help="What to evaluate, unless --model is given, and on what: names of benchmarks or YAML files.",
+        ),
+    ],
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="A model folder in Hugging Face format.")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option("--every", metavar="N", min=1, help="Of RUN@A:B, each N-th iteration, from A on.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("-n", min=1, help="Responses to each question.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="FILE", help="The benchmark's rows: JSONL, Parquet or CSV; FILE@[0:100] of it."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Change an option of the benchmarks; repeatable."),
+    ] = None,
+    engine: EngineOption = None,
+    dtype: DtypeOption = None,
+    gpus: Annotated[
+        float | None, typer.Option("--gpus", min=0, help="GPUs of the engine; 0 computes on the CPU.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the engine.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of all draws.")] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Find out what weights get at benchmarks, with an engine of their own.
+
+    Results are kept in the store's `evals` folder, by what they depend on: weights, tokenizer, benchmark, sampling,
+    engine, number format, grader, rows. What is there is shown, and nothing is computed; what another process computes
+    is waited for; samples that a killed evaluation had finished are taken over. A run may be training meanwhile: its
+    lease is not taken.
+
+    RUN alone, and RUN@latest, are the newest weights that the run has published; RUN@initial those it began with.
+
+    Examples:
+
+    - `cairn eval quickstart@39 gsm8k --data gsm8k/test.jsonl`
+    - `cairn eval quickstart@0:39 my_benchmark.yaml --every 10`
+    - `cairn eval --model models/qwen3 gsm8k math500 --dtype bfloat16 --gpus 1 --json`
+    - `cairn eval --model models/qwen3 aime2024 -n 16 --set sampling.temperature=0.7`
+    """
+    from cairn.flows.cli.reading import answering_store
+
+    asked = names if model is not None else names[1:]
+    if not asked:
+        raise BadInput("name at least one benchmark, such as gsm8k, or a YAML file of your own")
+    benchmarks = [_benchmark(name, n, data, overrides or []) for name in asked]
+    opened = answering_store(store)
+    from cairn.flows.evaluation.evaluating import evaluate_models
+    from cairn.flows.evaluation.questions import SEED
+
+    given = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
+    options = {name: value for name, value in given.items() if value is not None}
+    models = _models(opened, names[0], model, every, options)
+    found: list[Found] = []
+    with _watched(hidden=json) as watcher:
+        for one in evaluate_models(opened, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher):
+            found.append(one)
+            verdict = "computed" if one.computed else "found, nothing computed"
+            watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
+    if json:
+        print_json([_as_json(one) for one in found])
+    else:
+        from cairn.flows.cli.evaluation_tables import print_results
+
+        print_results(found)
+
+
+def _benchmark(name: str, n: int | None, data: str | None, overrides: list[str]) -> "Benchmark":
+    import yaml
+
+    from cairn.configs.benchmark_files import load_benchmark
+
+    changes: dict[str, dict[str, Any]] = {}
+    for override in overrides:
+        option, equals, value = override.partition("=")
+        section, dot, key = option.partition(".")
+        if not (equals and dot and section and key):
+            raise BadInput(f"--set {override!r} is not SECTION.OPTION=VALUE, such as sampling.temperature=0.7")
+        try:
+            changes.setdefault(section, {})[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise BadInput(f"--set {override!r}: the value is not YAML") from None
+    if n is not None:
+        changes.setdefault("sampling", {})["n"] = n
+    if data is not None:
+        changes.setdefault("source", {})["data"] = data
+    return load_benchmark(name, changes)
+
+
+def _models(
+    store: "Store", place: str, folder: Path | None, every: int | None, options: dict[str, Any]
+) -> "Sequence[Evaluable]":
+    from pydantic import ValidationError
+
+    from cairn.flows.evaluation.engine import EngineOptions
+    from cairn.flows.evaluation.models import BadPlace, ModelFolder, models_of
+
+    try:
+        if folder is None:
+            return models_of(store, place, every, options, tell)
+        if every is not None:
+            raise BadInput("--every goes with iterations of a run, RUN@A:B")
+        return [ModelFolder(str(folder), EngineOptions.model_validate(options))]
+    except BadPlace as error:
+        raise BadInput(str(error)) from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise BadInput(f"--{problem['loc'][0]} is {problem['input']!r}; {problem['msg']}") from None
+
+
+@contextmanager
+def _watched(hidden: bool) -> "Iterator[Watcher]":
+    """A bar for each benchmark on stderr, and what is said above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from cairn.flows.evaluation.evaluating import Watcher
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    tasks: dict[str, Any] = {}
+    with Progress(*columns, console=console, disable=hidden or not console.is_terminal) as bars:
+
+        def progress(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done)
+
+        yield Watcher(tell, progress)
+
+
+def _as_json(found: "Found") -> dict[str, Any]:
+    result = found.result
+    return {
+        "model": found.model,
+        "benchmark": result.key.benchmark,
+        "computed": found.computed,
+        "path": result.key.folder,
+        **result.model_dump(mode="json", exclude={"values", "outputs"}),
+        "digest": result.digest,
+    }

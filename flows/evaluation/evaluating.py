@@ -1,0 +1,117 @@
+"""From what is asked for to results: each looked up first, and computed where nobody has."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.configs.schema.benchmark import Benchmark
+from cairn.engines.models import check_model_folder
+from cairn.engines.tokenizers import tokenizer_digest
+from cairn.flows.evaluation.engine import own_engine, require_room
+from cairn.flows.evaluation.models import Evaluable, end_tokens
+from cairn.flows.evaluation.questions import SEED, questions_of
+from cairn.flows.sources import environment
+from cairn.flows.validation import load_tokenizer
+from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
+from cairn.storage.leases import LeaseState
+from cairn.storage.store import Store
+from cairn.tasks.evaluation import Engines, Questions, compute
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Who is told how an evaluation goes."""
+
+    says: Callable[[str], None] = lambda sentence: None
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None
+    """(benchmark and model, samples that are there, samples in all)."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A result, and whether it was there."""
+
+    model: str
+    """As it was asked for."""
+    result: Evaluation
+    computed: bool
+    """False: found, nothing computed."""
+
+
+def evaluate_models(
+    store: Store,
+    models: Sequence[Evaluable],
+    benchmarks: Sequence[Benchmark],
+    *,
+    seed: int = SEED,
+    watcher: Watcher | None = None,
+) -> Iterator[Found]:
+    """Every benchmark on every model, in this order; an engine starts for a model when a result is missing, and serves
+    the others of that model too. Yields each as it is there.
+
+    Raises BadModel, BadData and BadPlugin before anything of a model starts, and what `compute` raises."""
+    watcher = watcher or Watcher()
+    for model in models:
+        check_model_folder(model.base)
+        tokenizer, ends = load_tokenizer(model.base), end_tokens(model.base)
+        asked = [questions_of(benchmark, tokenizer, seed) for benchmark in benchmarks]
+        for questions in asked:
+            require_room(model.base, max(len(row.prompt_ids) for row in questions.rows))
+        with ExitStack() as stack:
+            stack.callback(model.close)
+            serving = _Once(stack, model, watcher)
+            for questions in asked:
+                key = EvaluationKey(
+                    weights=model.weights,
+                    tokenizer=tokenizer_digest(tokenizer),
+                    benchmark=questions.name,
+                    settings={**questions.settings, **model.options.settings(), "end_tokens": ends},
+                )
+                yield _evaluate(store, key, model, questions, tokenizer, serving, watcher)
+
+
+def _evaluate(
+    store: Store,
+    key: EvaluationKey,
+    model: Evaluable,
+    questions: Questions,
+    tokenizer: Any,
+    serving: "_Once",
+    watcher: Watcher,
+) -> Found:
+    name = f"{questions.name} on {model.name}"
+
+    def waiting(holder: LeaseState | None) -> None:
+        watcher.says(f"{name}: {holder or 'another process'} computes it; waiting for the result")
+
+    found = find_or_claim(store, key, waiting)
+    if not isinstance(found, Claim):
+        return Found(model.name, found, computed=False)
+    with found:
+        result = compute(
+            found,
+            questions,
+            tokenizer,
+            serving,
+            model.origin,
+            environment(),
+            lambda done, total: watcher.progress(name, done, total),
+        )
+    return Found(model.name, result, computed=True)
+
+
+class _Once:
+    """Engines of a model, started at the first call."""
+
+    def __init__(self, stack: ExitStack, model: Evaluable, watcher: Watcher) -> None:
+        self._stack, self._model, self._watcher = stack, model, watcher
+        self._engines: Engines | None = None
+
+    def __call__(self) -> Engines:
+        if self._engines is None:
+            options = self._model.options
+            folder = self._model.folder()
+            self._watcher.says(f"{self._model.name}: starting {options.engine} in {options.dtype}")
+            self._engines = self._stack.enter_context(own_engine(folder, options))
+        return self._engines

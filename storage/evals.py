@@ -1,0 +1,268 @@
+"""Results of evaluations: commits of their own, which any run and any process shares.
+
+```
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/result.json             the result, created exclusively
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/claims/000001.json      who computes it; a lease, as a run's
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/000001-5f0c…/samples.parquet             its rows
+evals/<weights>-<tokenizer>/<benchmark>-<settings>/000001-5f0c…/write_ahead/000000.….arrow  finished samples before it
+```
+Where a result lies says all that it depends on: digests of weights and tokenizer, and of what else there is (sampler,
+engine, number format, prompt, grader, rows). So it is looked up before anything is computed, and whoever asks for the
+same asks for the same file.
+
+| found | who asks |
+|---|---|
+| a result | takes it; nothing is computed |
+| no result, and a claim whose holder lives | waits for it |
+| no result, and no claim, or one whose holder is gone | claims it, takes over finished samples, makes the rest |
+"""
+
+import hashlib
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyarrow as pa
+from pydantic import Field, JsonValue, field_validator
+
+from cairn.storage import canonical, layout
+from cairn.storage.commits import FORMAT, Environment, OutputFile, Record, require_readable
+from cairn.storage.errors import Damaged, LeaseHeld
+from cairn.storage.leases import Lease, LeaseState, Outcome, Owned, newest_lease
+from cairn.storage.snapshots import AttemptFolder, check_bytes
+from cairn.storage.store import Store
+from cairn.storage.tables import from_parquet
+
+LOOK_INTERVAL = 0.5
+"""Seconds between two looks at what another process computes."""
+
+
+class EvaluationKey(Record):
+    """All that a result depends on."""
+
+    weights: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """`cairn.engines.weights.checksum.weights_checksum` of the weights in the number format that they are served in:
+    over the tensors by their Hugging Face names, tied ones once, so that it is equal for a run's publication and for a
+    folder of the same weights."""
+    tokenizer: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Digest of what turns text into tokens and back, however it is written."""
+    benchmark: str
+    """Its name."""
+    settings: dict[str, JsonValue]
+    """What else there is, by name: numbers, words, digests."""
+
+    @property
+    def settings_digest(self) -> str:
+        """Of the settings, whole."""
+        return canonical.digest(self.settings)
+
+    @property
+    def folder(self) -> str:
+        """Store path of the folder of its result."""
+        return layout.evaluation(self.weights, self.tokenizer, self.benchmark, self.settings_digest)
+
+    @property
+    def digest(self) -> str:
+        """Of all of it."""
+        return canonical.digest(self.model_dump(mode="json"))
+
+
+class Evaluation(Record):
+    """A result: one benchmark on one model. Times are Unix seconds."""
+
+    schema_version: int = FORMAT
+    key: EvaluationKey
+    origin: dict[str, JsonValue] = Field(default_factory=dict)
+    """Whose weights they were when they were evaluated: `run`, `iteration` and `weight_version`, or `model`, a folder;
+    others may have equal ones."""
+    attempt: str
+    epoch: int = Field(ge=0)
+    """The claim that it was made under."""
+    outputs: tuple[OutputFile, ...] = ()
+    """Paths are relative to the result's folder."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    values: dict[str, JsonValue] = Field(default_factory=dict)
+    """What the benchmark was, in full, for people: each of its digests is in the key."""
+    adopted: str | None = None
+    """`run/000039/eval.heldout-v000040@<digest>`: the run's own commit that the samples come from; None: they were
+    sampled for it."""
+    timings: dict[str, float] = Field(default_factory=dict)
+    """Seconds, by what they went into."""
+    started_at: float
+    committed_at: float
+    environment: Environment
+
+    @field_validator("attempt")
+    @classmethod
+    def _stays_in_its_folder(cls, name: str) -> str:
+        return layout.check_name(name, "attempt")
+
+    @property
+    def digest(self) -> str:
+        """Of the canonical JSON of all fields."""
+        return canonical.digest(self._fields())
+
+    def to_bytes(self) -> bytes:
+        """The marker file."""
+        return canonical.seal(self._fields())
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> "Evaluation":
+        """Read a result. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""
+        try:
+            fields = canonical.unseal(data)
+            require_readable(fields)
+            del fields["digest"]
+            found = cls.model_validate(fields)
+        except ValueError as error:
+            raise Damaged(f"result {path} cannot be trusted: {error}") from None
+        if layout.evaluation_result(found.key.folder) != path:
+            raise Damaged(f"result {path} belongs to another place: it says {found.key.folder}")
+        return found
+
+    def _fields(self) -> dict[str, Any]:
+        # As with commits: what a result was written without stays out of its digest.
+        return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_unset=True)}
+
+
+class Claim:
+    """The right to compute a result, held by this process. As a context manager it is given back at the end."""
+
+    def __init__(self, store: Store, key: EvaluationKey, lease: Lease):
+        self.key = key
+        self._store = store
+        self._lease = lease
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        failed = kind is not None and issubclass(kind, Exception)
+        outcome = Outcome.COMPLETED if kind is None else Outcome.FAILED if failed else Outcome.STOPPED
+        self._lease.release(outcome)
+
+    def attempt(self) -> AttemptFolder:
+        """A fresh folder for the files of the result."""
+        name = layout.attempt_name(None, self._lease.epoch, uuid.uuid4().hex[:12])
+        return AttemptFolder(self._store, self.key.folder, name, root=self.key.folder)
+
+    def commit(
+        self,
+        attempt: AttemptFolder,
+        *,
+        outputs: tuple[OutputFile, ...],
+        metrics: Mapping[str, float],
+        values: Mapping[str, JsonValue],
+        origin: Mapping[str, JsonValue],
+        timings: Mapping[str, float],
+        started_at: float,
+        environment: Environment,
+        adopted: str | None = None,
+    ) -> Evaluation:
+        """Create the result, or take the one that another process created first. Raises LeaseLost where another
+        process has the claim by now and none is there."""
+        made = Evaluation(
+            schema_version=FORMAT,
+            key=self.key,
+            origin=dict(origin),
+            attempt=attempt.name,
+            epoch=self._lease.epoch,
+            outputs=outputs,
+            metrics=dict(metrics),
+            values=dict(values),
+            adopted=adopted,
+            timings=dict(timings),
+            started_at=started_at,
+            committed_at=time.time(),
+            environment=environment,
+        )
+        if self._store.create(layout.evaluation_result(self.key.folder), made.to_bytes(), self._lease.check):
+            attempt.discard_superseded()
+            return made
+        found = find(self._store, self.key)
+        assert found is not None  # results are never removed while somebody has the claim
+        return found
+
+
+def find(store: Store, key: EvaluationKey) -> Evaluation | None:
+    """The result, if it is there. One request. Raises Damaged."""
+    path = layout.evaluation_result(key.folder)
+    try:
+        found = Evaluation.from_bytes(store.read(path), path)
+    except FileNotFoundError:
+        return None
+    if found.key != key:
+        raise Damaged(f"result {path} is one of another model or benchmark whose digests begin alike")
+    return found
+
+
+def find_or_claim(
+    store: Store, key: EvaluationKey, waiting: Callable[[LeaseState | None], None] = lambda holder: None
+) -> Evaluation | Claim:
+    """The result, or the right to compute it. Waits while another process that lives has that right; `waiting` is told
+    who it is, once for each."""
+    owned = _owned(key)
+    told: object = None
+    while True:
+        found = find(store, key)
+        if found is not None:
+            return found
+        try:
+            lease = Lease.acquire(store, owned)
+        except LeaseHeld as held:
+            if held.holder != told:
+                told = held.holder
+                waiting(newest_lease(store, owned))
+            time.sleep(LOOK_INTERVAL)
+            continue
+        found = find(store, key)  # it may have come between look and claim
+        if found is not None:
+            lease.release(Outcome.COMPLETED)
+            return found
+        return Claim(store, key, lease)
+
+
+def claimant(store: Store, folder: str) -> LeaseState | None:
+    """Who last claimed the result of a folder; None if nobody did."""
+    return newest_lease(store, Owned(layout.evaluation_claims(folder), folder, "evaluation"))
+
+
+def read_samples(store: Store, result: Evaluation) -> pa.Table:
+    """The rows of a result. Raises Damaged if they are missing or not what was committed."""
+    (output,) = result.outputs
+    path = f"{result.key.folder}/{output.path}"
+    try:
+        data = store.read(path)
+    except FileNotFoundError:
+        raise Damaged(f"{path} is committed but missing; expected {output.bytes} bytes") from None
+    check_bytes(path, output, len(data), hashlib.sha256(data).hexdigest())
+    try:
+        return from_parquet(data)
+    except ValueError as error:
+        raise Damaged(f"{path} is not what Cairn writes: {error}") from error
+
+
+def folders(store: Store) -> Iterator[str]:
+    """Store paths of the folders of all evaluations, with a result or without."""
+    for entry in store.list(layout.evals()):
+        if (model := layout.parse_evaluated(entry)) is None:
+            continue
+        for name in store.list(model):
+            if (folder := layout.parse_evaluation(model, name)) is not None:
+                yield folder
+
+
+def results(store: Store) -> Iterator[Evaluation]:
+    """All results of a store. Raises Damaged."""
+    for folder in folders(store):
+        path = layout.evaluation_result(folder)
+        try:
+            data = store.read(path)
+        except FileNotFoundError:
+            continue
+        yield Evaluation.from_bytes(data, path)
+
+
+def _owned(key: EvaluationKey) -> Owned:
+    return Owned(layout.evaluation_claims(key.folder), key.folder.rpartition("/")[2], "evaluation")

@@ -1,0 +1,292 @@
+"""One benchmark on one model, beside all runs: its result is a commit of its own (`cairn.storage.evals`).
+
+    questions → samples, durable as they finish → grades → metrics → the result
+
+A sample's seed comes from the benchmark's name, its question and its number, so that the draws of two models are the
+same and differences are those of the weights.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+
+from cairn.configs.schema.reward import RewardConfig
+from cairn.engines.errors import GenerationFailed
+from cairn.engines.rollout.user_code import GenerateFunction
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import FinishReason, SamplingParams
+from cairn.storage.commits import Environment
+from cairn.storage.errors import StoreError, StoreRefused
+from cairn.storage.evals import Claim, Evaluation
+from cairn.storage.schemas import EVALUATED, GENERATED_EVALUATION, Status
+from cairn.storage.snapshots import AttemptFolder
+from cairn.storage.write_ahead import WriteAhead
+from cairn.tasks.benchmarks.sample import EvaluatedSample
+from cairn.tasks.data import PromptRow
+from cairn.tasks.evaluate import eval_seed
+from cairn.tasks.generation import Engine
+from cairn.tasks.groups import finished_samples, status_of
+from cairn.tasks.reward import given_samples, grade_generated
+from cairn.tasks.rewards.pool import Graded, GraderPool
+
+SAMPLES = "samples.parquet"
+"""The rows of a result."""
+ORDER = [("group_id", "ascending"), ("sample_index", "ascending")]
+SINGLE_TURN = GenerateFunction("single_turn")
+
+Progress = Callable[[int, int], None]
+"""(samples that are there, samples in all)."""
+Measure = Callable[[Sequence[EvaluatedSample]], Mapping[str, float]]
+"""Metrics of all samples, with the score among them under `score`."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked of a model, and how its answers are graded."""
+
+    name: str
+    """Of the benchmark."""
+    rows: Sequence[PromptRow]
+    n: int
+    """Responses to each."""
+    sampling: SamplingParams
+    seed: int
+    grader: RewardConfig
+    measure: Measure
+    settings: Mapping[str, Any]
+    """Of the result's key, all but what the engine adds."""
+    described: Mapping[str, Any] = field(default_factory=dict)
+    """The benchmark in full, for people."""
+    graded_part: Callable[[str], str] = lambda response: response
+    """Of a response, what its grader sees."""
+
+    def requests(self) -> list[SampleRequest]:
+        """Of every sample, question after question."""
+        return [
+            SampleRequest(
+                row.index,
+                index,
+                row.prompt_ids,
+                eval_seed(self.seed, self.name, row.index, index),
+                prompt=row.prompt_text,
+                label=row.label,
+                metadata=row.metadata or {},
+            )
+            for row in self.rows
+            for index in range(self.n)
+        ]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Rollout engines that serve the weights which are evaluated."""
+
+    engines: Sequence[Engine]
+    environment: Callable[[], Environment]
+    """What they compute on; asked when they have generated."""
+
+
+def compute(
+    claim: Claim,
+    questions: Questions,
+    tokenizer: Any,
+    engines: Callable[[], Engines],
+    origin: Mapping[str, Any],
+    here: Environment,
+    progress: Progress = lambda done, total: None,
+) -> Evaluation:
+    """Make the result that is claimed. What an earlier attempt finished is not sampled again, and where nothing is
+    missing no engine is asked for. `here`: this process, where graders compute. Raises what engines, grader and store
+    raise; finished samples stay."""
+    started_at, began = time.time(), time.perf_counter()
+    attempt = claim.attempt()
+    try:
+        requests = questions.requests()
+        generated, environment = _generate(attempt, claim, questions, requests, engines, here, progress)
+        sampled = time.perf_counter()
+        with GraderPool(questions.grader) as grader:
+            rows = _graded(grader, questions, requests, tokenizer, generated.to_pylist())
+        graded = time.perf_counter()
+        metrics = dict(questions.measure(evaluated_samples(rows)))
+        output = attempt.write_table(SAMPLES, rows)
+    except Exception as error:
+        if not isinstance(error, StoreError) or isinstance(error, StoreRefused):
+            attempt.discard()
+        raise
+    return claim.commit(
+        attempt,
+        outputs=(output,),
+        metrics=metrics,
+        values=dict(questions.described),
+        origin=origin,
+        timings={"generate": sampled - began, "grade": graded - sampled, "run": time.perf_counter() - began},
+        started_at=started_at,
+        environment=environment,
+    )
+
+
+def _generate(
+    attempt: AttemptFolder,
+    claim: Claim,
+    questions: Questions,
+    requests: Sequence[SampleRequest],
+    engines: Callable[[], Engines],
+    here: Environment,
+    progress: Progress,
+) -> tuple[pa.Table, Environment]:
+    """All samples in the order of the questions, those of earlier attempts among them."""
+    with WriteAhead(attempt, claim.key.digest, schema=GENERATED_EVALUATION, encode=_table) as log:
+        recovered = log.recover()
+        finished, _ = finished_samples(recovered)
+        missing = [request for request in requests if request.key not in finished]
+        done = len(requests) - len(missing)
+        progress(done, len(requests))
+        if not missing:
+            return recovered.sort_by(ORDER), here
+        opened = engines()
+        shares: list[list[SampleRequest]] = [[] for _ in opened.engines]
+        for place, (_, samples) in enumerate(groupby(missing, key=lambda request: request.group_id)):
+            shares[place % len(shares)] += samples
+
+        def on_engine(engine: Engine, share: Sequence[SampleRequest]) -> None:
+            nonlocal done
+            for samples in _samples(engine, share, questions.sampling):
+                log.append(*samples)
+                done += len(samples)
+                progress(done, len(requests))
+
+        with ThreadPoolExecutor(len(shares)) as pool:
+            list(pool.map(on_engine, opened.engines, shares))
+        rows = pa.concat_tables([recovered, log.appended()])
+    return rows.sort_by(ORDER), opened.environment()
+
+
+def _samples(
+    engine: Engine, requests: Sequence[SampleRequest], params: SamplingParams
+) -> Iterator[list[GeneratedSample]]:
+    """Samples as they end. Where the engine fails on what it was given, each of the others is tried alone, once: what
+    it fails on then has failed. Nothing else fails a sample."""
+    left = {request.key: request for request in requests}
+    with suppress(GenerationFailed):
+        for ended in engine.generate_samples(requests, params, SINGLE_TURN) if requests else ():
+            for sample in ended:
+                del left[sample.key]
+            yield ended
+    for request in left.values():
+        try:
+            alone = [sample for ended in engine.generate_samples([request], params, SINGLE_TURN) for sample in ended]
+        except GenerationFailed as error:
+            alone = [GeneratedSample.failed(request, f"{type(error).__name__}: {error}")]
+        yield alone
+
+
+def _table(samples: Sequence[GeneratedSample]) -> pa.Table:
+    return pa.table(
+        {
+            "group_id": [sample.group_id for sample in samples],
+            "sample_index": [sample.index for sample in samples],
+            "response_ids": [sample.trajectory.response_ids for sample in samples],
+            "log_probs": [sample.trajectory.log_probs for sample in samples],
+            "finish_reason": [str(sample.finish_reason) for sample in samples],
+            "error": [sample.error for sample in samples],
+            "seconds": [sample.trajectory.seconds for sample in samples],
+        },
+        GENERATED_EVALUATION,
+    )
+
+
+def _graded(
+    grader: GraderPool,
+    questions: Questions,
+    requests: Sequence[SampleRequest],
+    tokenizer: Any,
+    samples: Sequence[Mapping[str, Any]],
+) -> pa.Table:
+    """The rows of the result, of samples in the order of their requests."""
+    by_index = {row.index: row for row in questions.rows}
+    asked = [by_index[request.group_id] for request in requests]
+    ids = [sample["response_ids"] for sample in samples]
+    texts = [str(text) for text in tokenizer.batch_decode(ids, skip_special_tokens=True)] if ids else []
+    columns: dict[str, Sequence[Any]] = {
+        "response_text": [questions.graded_part(text) for text in texts],
+        "label": [row.label for row in asked],
+        "metadata": [row.metadata or {} for row in asked],
+        "response_ids": ids,
+        "prompt_text": [row.prompt_text for row in asked],
+        "prompt_ids": [row.prompt_ids for row in asked],
+        "finish_reason": [sample["finish_reason"] for sample in samples],
+        "status": [status_of(sample["finish_reason"]) for sample in samples],
+        "segments": [None] * len(samples),
+        "trajectories": [None] * len(samples),
+    }
+    graded = grade_generated(grader, given_samples(grader, tokenizer, columns), [one["error"] for one in samples])
+    return evaluated_rows(questions, requests, asked, samples, texts, graded, grader)
+
+
+def evaluated_rows(
+    questions: Questions,
+    requests: Sequence[SampleRequest],
+    asked: Sequence[PromptRow],
+    samples: Sequence[Mapping[str, Any]],
+    texts: Sequence[str],
+    graded: Sequence[Graded],
+    grader: GraderPool,
+) -> pa.Table:
+    """The rows of a result."""
+    n = len(samples)
+    components = [one.components or {} for one in graded]
+    return pa.table(
+        {
+            "benchmark": [questions.name] * n,
+            "prompt_index": [row.index for row in asked],
+            "prompt_id": [str((row.metadata or {}).get("id", row.index)) for row in asked],
+            "sample_index": [sample["sample_index"] for sample in samples],
+            "prompt_text": [row.prompt_text for row in asked],
+            "prompt_ids": [list(row.prompt_ids) for row in asked],
+            "response_text": list(texts),
+            "response_ids": [sample["response_ids"] for sample in samples],
+            "log_probs": [sample["log_probs"] for sample in samples],
+            "answer": [None if (said := one.get("answer")) is None else str(said) for one in components],
+            "reward": [one.reward for one in graded],
+            "components": [json.dumps(one, sort_keys=True) if one else None for one in components],
+            "label": [row.label for row in asked],
+            "metadata": [json.dumps(row.metadata, sort_keys=True) if row.metadata else None for row in asked],
+            "grader": [grader.name] * n,
+            "grader_version": [grader.version] * n,
+            "finish_reason": [sample["finish_reason"] for sample in samples],
+            "status": [
+                str(Status.FAILED if one.reward is None else status_of(sample["finish_reason"]))
+                for one, sample in zip(graded, samples, strict=True)
+            ],
+            "error": [one.error for one in graded],
+            "seed": [request.seed for request in requests],
+            "seconds": [sample["seconds"] for sample in samples],
+        },
+        EVALUATED,
+    )
+
+
+def evaluated_samples(rows: pa.Table) -> list[EvaluatedSample]:
+    """The rows of a result as a benchmark's metrics take them."""
+    return [
+        EvaluatedSample(
+            row["prompt_index"],
+            row["sample_index"],
+            row["reward"],
+            None if row["components"] is None else json.loads(row["components"]),
+            row["error"],
+            row["response_text"],
+            len(row["response_ids"]),
+            row["finish_reason"] == FinishReason.LENGTH,
+            row["label"],
+            {} if row["metadata"] is None else json.loads(row["metadata"]),
+        )
+        for row in rows.to_pylist()
+    ]

@@ -1,0 +1,122 @@
+"""Results of evaluations in a store: computed once, whoever asks, and lost by nobody."""
+
+import hashlib
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Environment
+from cairn.storage.errors import Damaged
+from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find, find_or_claim, read_samples, results
+from cairn.storage.schemas import GENERATED_EVALUATION
+from cairn.storage.store import Store, open_store
+from cairn.storage.write_ahead import WriteAhead
+
+WEIGHTS, TOKENIZER = (hashlib.sha256(name).hexdigest() for name in (b"weights", b"tokenizer"))
+KEY = EvaluationKey(weights=WEIGHTS, tokenizer=TOKENIZER, benchmark="gsm8k", settings={"dtype": "float32"})
+ROWS = pa.table({"reward": [1.0, 0.0]})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path))
+
+
+def commit(store: Store, claim: Claim, score: float = 0.5) -> Evaluation:
+    attempt = claim.attempt()
+    return claim.commit(
+        attempt,
+        outputs=(attempt.write_table("samples.parquet", ROWS),),
+        metrics={"score": score},
+        values={},
+        origin={"model": "folder"},
+        timings={},
+        started_at=0.0,
+        environment=Environment(device="cpu", threads=1),
+    )
+
+
+def claimed(store: Store, key: EvaluationKey = KEY) -> Claim:
+    found = find_or_claim(store, key)
+    assert isinstance(found, Claim)
+    return found
+
+
+def test_a_result_that_is_there_is_found_and_nothing_is_claimed(store: Store) -> None:
+    with claimed(store) as claim:
+        made = commit(store, claim)
+    assert find_or_claim(store, KEY) == made
+    assert store.list(layout.evaluation_claims(KEY.folder)) == ["000001.end.json", "000001.json"]
+    assert read_samples(store, made).equals(ROWS)
+
+
+def test_who_asks_while_another_computes_gets_that_result(store: Store) -> None:
+    told: list[object] = []
+    answers: list[Evaluation | Claim] = []
+    with claimed(store) as claim:
+        asking = threading.Thread(target=lambda: answers.append(find_or_claim(store, KEY, told.append)))
+        asking.start()
+        while not told:
+            asking.join(0.01)
+        made = commit(store, claim)
+    asking.join()
+    assert answers == [made]
+
+
+def test_a_claim_that_failed_is_taken_over(store: Store) -> None:
+    with pytest.raises(RuntimeError), claimed(store):
+        raise RuntimeError
+    with claimed(store) as claim:
+        assert commit(store, claim).epoch == 2
+
+
+def test_samples_that_a_failed_claim_finished_are_there_for_the_next(store: Store) -> None:
+    row = {"group_id": 3, "sample_index": 0, "response_ids": [1], "log_probs": [-0.5], "finish_reason": "stop"}
+    finished = pa.Table.from_pylist([{**row, "error": None, "seconds": 0.1}], GENERATED_EVALUATION)
+    with pytest.raises(RuntimeError), claimed(store) as claim:
+        with WriteAhead(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
+            log.append(finished)
+        raise RuntimeError
+    with claimed(store) as claim, WriteAhead(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
+        assert log.recover().equals(finished)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weights": TOKENIZER},
+        {"tokenizer": WEIGHTS},
+        {"benchmark": "math500"},
+        {"settings": {"dtype": "bfloat16"}},
+        {"settings": {"dtype": "float32", "seed": 1}},
+    ],
+)
+def test_whatever_a_result_depends_on_has_a_place_of_its_own(store: Store, other: dict[str, object]) -> None:
+    with claimed(store) as claim:
+        commit(store, claim)
+    assert find(store, KEY.model_copy(update=other)) is None
+
+
+def test_a_result_whose_bytes_were_altered_is_not_believed(store: Store) -> None:
+    with claimed(store) as claim:
+        made = commit(store, claim, score=0.5)
+    path = layout.evaluation_result(KEY.folder)
+    store.write(path, canonical.to_bytes({**canonical.unseal(store.read(path)), "metrics": {"score": 1.0}}))
+    with pytest.raises(Damaged, match=r"result\.json cannot be trusted"):
+        find(store, KEY)
+    store.write(f"{KEY.folder}/{made.outputs[0].path}", b"other rows")
+    with pytest.raises(Damaged, match=r"samples\.parquet is not what was committed"):
+        read_samples(store, made)
+
+
+def test_results_of_all_models_are_listed_and_what_else_lies_there_is_passed_over(store: Store) -> None:
+    keys = [KEY, KEY.model_copy(update={"weights": TOKENIZER}), KEY.model_copy(update={"benchmark": "math500"})]
+    for key in keys:
+        with claimed(store, key) as claim:
+            commit(store, claim)
+    claimed(store, KEY.model_copy(update={"benchmark": "unfinished"}))
+    store.write(f"{layout.evals()}/.DS_Store", b"")
+    assert {result.key.digest for result in results(store)} == {key.digest for key in keys}
