@@ -19,6 +19,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard, evaluate, initial_eval_due
 from cairn.tasks.filter import buffered_groups, filter_groups
 from cairn.tasks.halves import learning_steps, weights_after
+from cairn.tasks.quarantine import passed_over
 from cairn.tasks.reward import reward
 from cairn.tasks.rollout import resumed_groups, rollout
 from cairn.tasks.score import score
@@ -144,6 +145,7 @@ def plan_round(
         "resumed": resumed,
         "needed": missing if config.partial_rollout else None,
         "parts": parts,
+        "without": passed_over(run.ledger, index) or None,
     }
     return [(f"{round:02d}-{part:03d}", {**whole, "part": part}) for part in range(parts)]
 

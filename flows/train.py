@@ -41,6 +41,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.environment import tell_changed_environment
 from cairn.tasks.events import Message
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
+from cairn.tasks.quarantine import put_in_force
 from cairn.tasks.recovery import ReplayDiverged
 from cairn.tasks.self_test import self_test_once
 
@@ -160,6 +161,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
 
     def admitted(index: int) -> None:
         admit(run, index, lambda gate, sentence: awaiting_approval(driver, run.ledger.run, gate, sentence))
+        put_in_force(run, index)
 
     pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, admit=admitted)
 

@@ -9,6 +9,9 @@ runs/<run>/decisions/000002.json
 |---|---|---|
 | `gate` | the run waits before an iteration, since then and for that reason | its driver, before the iteration |
 | `verdict` | the gate before an iteration is approved or rejected; the newest counts | the same |
+| `pin` | an iteration's files are kept, or no longer on this account; the newest counts | `storage/retention.py` |
+| `quarantine` | a prompt shall not be drawn any more, or again; the newest counts | the driver |
+| `in_force` | from an iteration on these prompts are passed over: the driver's, before it draws | the `rollout` step |
 
 Whoever records a decision makes it from all that were there, and its number is the next: of two people at once one is
 first, and the other decides again with that in view. So every reader finds the same history, and none that was recorded
@@ -52,7 +55,35 @@ class Verdict(Record):
     approved: bool
 
 
-What = Annotated[Gate | Verdict, Field(discriminator="kind")]
+class Pin(Record):
+    """Whether what brings an iteration back, its weights and its samples, is kept whatever retention says."""
+
+    kind: Literal["pin"] = "pin"
+    iteration: int = Field(ge=0)
+    kept: bool
+
+
+class Quarantine(Record):
+    """Whether a prompt shall be kept from being drawn. It holds from where the driver puts it in force."""
+
+    kind: Literal["quarantine"] = "quarantine"
+    prompt: int = Field(ge=0)
+    """Row of the data set, from 0."""
+    passed_over: bool
+
+
+class InForce(Record):
+    """All prompts that are passed over from an iteration on: recorded by the driver before it draws that iteration's,
+    so that whoever draws them again draws the same."""
+
+    kind: Literal["in_force"] = "in_force"
+    iteration: int = Field(ge=0)
+    prompts: tuple[int, ...]
+    """Sorted."""
+
+
+AnyKind = Gate | Verdict | Pin | Quarantine | InForce
+What = Annotated[AnyKind, Field(discriminator="kind")]
 
 
 class Decision(Record):
@@ -97,7 +128,7 @@ class GateStanding(Record):
     verdict: Decision | None
 
 
-Decide = Callable[[tuple[Decision, ...]], Gate | Verdict]
+Decide = Callable[[tuple[Decision, ...]], AnyKind]
 """Makes a decision from all that were taken so far; what it raises is raised, and nothing is recorded."""
 
 
@@ -204,6 +235,12 @@ def gates(decisions: tuple[Decision, ...]) -> dict[int, GateStanding]:
                     verdict=decision,
                 )
     return found
+
+
+def pinned(decisions: tuple[Decision, ...]) -> dict[int, Decision]:
+    """The iterations that are pinned, each with the decision."""
+    newest = {one.what.iteration: one for one in decisions if isinstance(one.what, Pin)}
+    return {i: one for i, one in sorted(newest.items()) if isinstance(one.what, Pin) and one.what.kept}
 
 
 def this_user() -> str:

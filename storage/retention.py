@@ -25,6 +25,9 @@ says nothing as long as the files are there.
 | snapshots of the last two iterations, and of groups that the newest selection kept or left open | steps read them |
 | snapshots of groups that earlier selections kept which are yet to be trained on | steps will read them |
 | everything up to where another run was forked | the fork reads it here |
+| what brings a pinned iteration back: its checkpoint, or the one before and the snapshots since | a person wants it |
+
+A pin, too, may be set meanwhile, and the same table holds for it: it is recorded and then looks for markers.
 
 So nothing is retired before there is a checkpoint: recovery then replays the run from its initial weights.
 """
@@ -37,6 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from cairn.configs.schema.operations import CheckpointConfig
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Commit, Record, Step, newest_selection
+from cairn.storage.decisions import pinned
 from cairn.storage.errors import BeingDeleted, Retired
 from cairn.storage.layout import Kind
 from cairn.storage.ledger import Ledger
@@ -72,12 +76,14 @@ def retire(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False
         if ledger.store.create(path, marker, ledger.require_held):
             marked.add(path)
     shared = shared_with_forks(ledger) if found else -1
-    for one in found:
+    wanted = kept_by_pins(ledger, marked=marked) if found else set()
+    staying = [one for one in found if one.iteration <= shared or (one.iteration, one.kind) in wanted]
+    for one in staying:
         path = layout.retired(ledger.run, one.iteration, one.kind)
-        if one.iteration <= shared and path in marked:  # someone else's may stand for files that are gone
+        if path in marked:  # someone else's may stand for files that are gone
             ledger.require_held()
             ledger.store.delete(path)
-    going = [one for one in found if one.iteration > shared]
+    going = [one for one in found if one not in staying]
     remove(ledger.store, [path for one in going for path in one.files], ledger.require_held)
     return going
 
@@ -112,10 +118,11 @@ def due(ledger: Ledger, config: CheckpointConfig, *, everything: bool = False) -
     checkpoint = saved.iteration
     first = max(ledger.first_iteration, shared_with_forks(ledger) + 1)
     needed = needed_iterations(ledger, checkpoint, newest)
+    needed_by_pins = kept_by_pins(ledger)
     gone = retired(ledger) if everything else set()
     finished: set[Kind] = set()
     for iteration, kind in candidates(config, newest=newest, checkpoint=checkpoint, needed=needed, first=first):
-        if kind in finished or (iteration, kind) in gone:
+        if kind in finished or (iteration, kind) in gone or (iteration, kind) in needed_by_pins:
             continue
         if not everything and ledger.store.exists(layout.retired(ledger.run, iteration, kind)):
             finished.add(kind)
@@ -152,12 +159,18 @@ def candidates(
                 yield iteration, Kind.SNAPSHOTS
 
 
-def newest_checkpoint(ledger: Ledger, iteration: int) -> Commit | None:
+def newest_checkpoint(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> Commit | None:
     """The newest checkpoint at or below an iteration, of a run or of what it shares with its parent, that has its
     files: from it weights of that age are had again. Looks at every iteration: a preempted driver leaves one where none
-    is due."""
+    is due. `marked`: markers, by their store paths, that stand for files which are still there."""
     found = (ledger.find(i, Step.CHECKPOINT) for i in range(iteration, -1, -1))
-    return next((saved for saved in found if saved is not None and not is_retired(ledger, saved)), None)
+    return next(
+        (one for one in found if one is not None and (_mark(one) in marked or not is_retired(ledger, one))), None
+    )
+
+
+def _mark(saved: Commit) -> str:
+    return layout.retired(saved.run, saved.iteration, Kind.CHECKPOINT)
 
 
 def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
@@ -177,6 +190,28 @@ def needed_iterations(ledger: Ledger, checkpoint: int, newest: int) -> set[int]:
     if selection is not None:
         needed |= _places_of_groups(ledger, selection, {Disposition.TRAIN, *_WAITING})
     return needed
+
+
+def kept_by_pins(ledger: Ledger, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
+    """What is not retired since somebody pinned an iteration. `marked`: markers, by their store paths, that stand for
+    files which are still there."""
+    return {
+        place
+        for iteration in pinned(ledger.decisions.all())
+        for place in brought_back_from(ledger, iteration, marked)
+        if place[0] >= ledger.first_iteration
+    }
+
+
+def brought_back_from(ledger: Ledger, iteration: int, marked: Collection[str] = ()) -> set[tuple[int, Kind]]:
+    """What the weights and the samples of an iteration are had again from: the newest checkpoint at or below it, the
+    snapshots since then and those that their steps were made from."""
+    saved = newest_checkpoint(ledger, iteration, marked)
+    since = -1 if saved is None else saved.iteration
+    samples = {iteration, *range(since + 1, iteration + 1)}
+    samples |= {i for one in samples for i in _made_from(ledger.commits(one))}
+    kept = {(i, Kind.SNAPSHOTS) for i in samples}
+    return kept if saved is None else kept | {(since, Kind.CHECKPOINT)}
 
 
 def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:

@@ -77,7 +77,7 @@ class RunContext:
         self._lock = threading.Lock()
         self._commits: dict[tuple[int, Step, str | None], Commit] = {}
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
-        self._draws: dict[tuple[int, int], Draw] = {}
+        self._draws: dict[tuple[int, int, tuple[int, ...]], Draw] = {}
         self._noticed: set[str] = set()
 
     def seen_as(self, config: RunConfig) -> "RunContext":
@@ -109,21 +109,23 @@ class RunContext:
         """Grader of a benchmark."""
         return self._graders[name]
 
-    def draw(self, cursor: int, count: int) -> Draw:
-        """The `count` prompts after `cursor`; the shards of a round share one draw."""
+    def draw(self, cursor: int, count: int, without: Sequence[int] = ()) -> Draw:
+        """The `count` prompts after `cursor` that are none of `without`; the shards of a round share one draw."""
+        key = (cursor, count, tuple(without))
         with self._lock:
-            if (cursor, count) not in self._draws:
+            if key not in self._draws:
                 self._draws = {
-                    (cursor, count): draw(
+                    key: draw(
                         self.data,
                         cursor,
                         count,
                         seed=self.config.seed,
                         shuffle=self.config.data.rollout_shuffle,
                         max_prompt_len=self.max_prompt_len,
+                        without=frozenset(without),
                     )
                 }
-            return self._draws[cursor, count]
+            return self._draws[key]
 
     def notice(self, what: str) -> bool:
         """Whether this is new to the driver: for what is told once."""

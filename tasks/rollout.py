@@ -67,9 +67,10 @@ def rollout(
     needed: int | None,
     part: int,
     parts: int,
+    without: Sequence[int] | None = None,
 ) -> Outcome:
     """Generate part `part` of `parts` of a round: the first `resumed` groups that wait unfinished, and the `count`
-    prompts that follow `cursor` in the data set.
+    prompts that follow `cursor` in the data set and are none of `without`, which None leaves out of the inputs.
 
     `weights` is the train step that made the weights, None for the initial ones; `earlier` are the filter steps that
     fixed the cursor and what waits, `continued` the rollout steps that this part's share of it comes from. `needed`:
@@ -78,7 +79,7 @@ def rollout(
     """
     run = step.run
     version = version_of(weights)
-    draw = run.draw(cursor, count)
+    draw = run.draw(cursor, count, without or ())
     places = resumed_groups(run, earlier, resumed=resumed, part=part, parts=parts)
     groups = _continued(run, places, continued)
     groups += [fresh_group(run, step.iteration, row) for row in shard_rows(draw, part, parts, resumed=resumed)]

@@ -2,7 +2,7 @@
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.convert import convert
-from cairn.flows.cli.decisions import approve, reject
+from cairn.flows.cli.decisions import approve, pin, quarantine, reject, unpin
 from cairn.flows.cli.evaluation import evaluate
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
@@ -15,7 +15,7 @@ __all__ = ["app"]
 
 LOOKING = (runs, status, show, sql, verify, replay, diff)
 WORKING = (train, resume, validate, fork, convert, export, up)
-DECIDING = (approve, reject)
+DECIDING = (approve, reject, pin, unpin, quarantine)
 REMOVING = (gc, delete)
 
 for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):

@@ -1,4 +1,4 @@
-"""Commands by which people decide about a run: approve, reject."""
+"""Commands by which people decide about a run: approve, reject, pin, unpin, quarantine."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,6 +62,92 @@ def reject(
     - `cairn reject quickstart --why "answers got shorter and shorter"`
     """
     _verdict(run, iteration, approved=False, why=why, by=by, json=json, store=store)
+
+
+PinnedArgument = Annotated[
+    int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+]
+
+
+def pin(
+    run: RunArgument,
+    iteration: PinnedArgument,
+    why: WhyOption = None,
+    by: AsOption = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Keep an iteration's weights and samples for good, whatever the run's retention says.
+
+    Kept are its snapshots and its checkpoint; where it has none, the checkpoint before it and the snapshots since, from
+    which its weights are had again, bit for bit. So it can be forked, exported, evaluated and looked at later.
+
+    Examples:
+
+    - `cairn pin quickstart 30 --why "shipped as v2"`
+    """
+    from cairn.storage.pins import pin as pinned
+
+    ledger = open_ledger(store, run)
+    try:
+        decision = pinned(ledger, iteration, by=by, why=why)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    _print(decision, f"iteration {iteration} of run {run} is pinned, by {decision.by}", json)
+
+
+def unpin(
+    run: RunArgument,
+    iteration: PinnedArgument,
+    why: WhyOption = None,
+    by: AsOption = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Leave an iteration that was pinned to the run's retention again.
+
+    Examples:
+
+    - `cairn unpin quickstart 30`, and `cairn gc quickstart` then shows what would go
+    """
+    from cairn.storage.pins import unpin as released
+
+    ledger = open_ledger(store, run)
+    try:
+        decision = released(ledger, iteration, by=by, why=why)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    _print(decision, f"iteration {iteration} of run {run} is not pinned any more", json)
+
+
+def quarantine(
+    run: RunArgument,
+    prompt: Annotated[
+        int, typer.Option("--prompt", metavar="N", min=0, help="Row of the data set, from 0: `prompt_index`.")
+    ],
+    lift: Annotated[bool, typer.Option("--lift", help="Let it be drawn again.")] = False,
+    why: WhyOption = None,
+    by: AsOption = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Keep a prompt from being drawn any more: its run passes over it from the next iteration on that it begins.
+
+    The driver records from which one, before it draws that iteration's prompts: the run can be resumed, replayed and
+    forked as exactly as before. Groups that were drawn already are finished and trained on.
+
+    Examples:
+
+    - `cairn quarantine quickstart --prompt 17 --why "its label is wrong"`
+    - `cairn quarantine quickstart --prompt 17 --lift`
+    """
+    from cairn.storage.decisions import Quarantine
+
+    ledger = open_ledger(store, run)
+    what = Quarantine(prompt=prompt, passed_over=not lift)
+    decision = ledger.decisions.record(lambda so_far: what, by=by, why=why)
+    done = "may be drawn again" if lift else "is passed over"
+    _print(decision, f"prompt {prompt} {done} from the next iteration on that run {run} begins, by {decision.by}", json)
 
 
 def _verdict(

@@ -6,6 +6,7 @@ one row, fixed by the seed, so the cursor is all that a run has to remember, and
 
 import functools
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class Draw:
     cursor: int
     """Where the next draw begins."""
     passed_over: int
-    """Prompts that were too long, or that the chat template refuses."""
+    """Prompts that were too long, that the chat template refuses, or that a person has put in quarantine."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -48,9 +49,18 @@ def order(seed: int, epoch: int, n: int) -> np.ndarray:
     return permutation
 
 
-def draw(data: PromptData, cursor: int, count: int, *, seed: int, shuffle: bool, max_prompt_len: int | None) -> Draw:
+def draw(
+    data: PromptData,
+    cursor: int,
+    count: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    max_prompt_len: int | None,
+    without: Collection[int] = (),
+) -> Draw:
     """The next `count` prompts of at most `max_prompt_len` tokens after `cursor`; longer ones are passed over, and so
-    are rows that give no prompt.
+    are rows that give no prompt and those of `without`.
 
     A pure function of its arguments. A draw may span any number of epochs.
 
@@ -62,11 +72,12 @@ def draw(data: PromptData, cursor: int, count: int, *, seed: int, shuffle: bool,
     position, last_taken, shortest, refusal = cursor, cursor - 1, None, None
     while len(rows) < count:
         epoch, place = divmod(position, n)
+        index = int(order(seed, epoch, n)[place]) if shuffle else place
         try:
-            row = data.row(int(order(seed, epoch, n)[place]) if shuffle else place)
+            row = None if index in without else data.row(index)
         except BadPrompt as error:
-            refusal = error
-        else:
+            row, refusal = None, error
+        if row is not None:
             length = len(row.prompt_ids)
             if max_prompt_len is None or length <= max_prompt_len:
                 rows.append(DrawnRow(position, epoch, row))
@@ -76,6 +87,8 @@ def draw(data: PromptData, cursor: int, count: int, *, seed: int, shuffle: bool,
         position += 1
         # So many positions in a row hold at least one whole epoch, wherever they begin.
         if position - last_taken >= 2 * n:
+            if shortest is None and refusal is None:
+                raise BadData(f"every prompt of {data.path} is in quarantine: lift that of some")
             if shortest is None:
                 raise BadData(f"no row of {data.path} gives a prompt; the last one: {refusal}")
             raise BadData(

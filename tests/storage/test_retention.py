@@ -17,6 +17,7 @@ from cairn.storage.layout import Kind
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
 from cairn.storage.manifest import Parent
+from cairn.storage.pins import pin, unpin
 from cairn.storage.retention import candidates, is_retired, require_restorable, retire, retired
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store
@@ -171,6 +172,64 @@ class _ForkingStore(LocalStore):
             self.armed = False
             Ledger.create(self, "fork", CONFIG, parent=Parent(run="run-1", iteration=6))
         return super().create(path, data, guard)
+
+
+def test_what_brings_a_pinned_iteration_back_stays_and_goes_when_it_is_unpinned(tmp_path: Path) -> None:
+    """Iteration 5 has a checkpoint of its own; that of 4 is 3, kept anyway, with the snapshots of 4."""
+    ledger = _eleven_iterations(LocalStore(str(tmp_path)))
+    pin(ledger, 5)
+    pin(ledger, 4, by="ada", why="shipped")
+    retire(ledger, EVERY_FOURTH, everything=True)
+    assert _kept(ledger, Step.CHECKPOINT) == [3, 5, 7, 9]
+    assert _kept(ledger, Step.ROLLOUT) == [4, 5, 9, 10]
+    require_restorable(ledger, 4)
+    require_restorable(ledger, 5)
+    collect(ledger, garbage(ledger))
+    assert _kept(ledger, Step.ROLLOUT) == [4, 5, 9, 10]
+    unpin(ledger, 5)
+    retire(ledger, EVERY_FOURTH, everything=True)
+    assert _kept(ledger, Step.CHECKPOINT) == [3, 7, 9]
+    assert _kept(ledger, Step.ROLLOUT) == [4, 9, 10]
+
+
+def test_what_is_gone_or_not_there_yet_cannot_be_pinned(tmp_path: Path) -> None:
+    ledger = _eleven_iterations(LocalStore(str(tmp_path)))
+    retire(ledger, EVERY_FOURTH)
+    with pytest.raises(
+        Retired, match="iteration 5 of run 'run-1' cannot be pinned: that needs the snapshots of iterat"
+    ):
+        pin(ledger, 5)
+    with pytest.raises(ValueError, match="has not trained iteration 11 yet"):
+        pin(ledger, 11)
+    with pytest.raises(ValueError, match="iteration 9 of run 'run-1' is not pinned"):
+        unpin(ledger, 9)
+    fork = Ledger.create(ledger.store, "fork", CONFIG, parent=Parent(run="run-1", iteration=9))
+    with pytest.raises(ValueError, match="is one of 'run-1': pin it there"):
+        pin(fork, 9)
+    assert ledger.decisions.all() == ()
+
+
+class _PinningStore(LocalStore):
+    """Someone pins iteration 5 while the first marker is written."""
+
+    armed = False
+
+    def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
+        if self.armed and "/retired/" in path:
+            self.armed = False
+            pin(Ledger.open(self, "run-1"), 5)
+        return super().create(path, data, guard)
+
+
+def test_a_pin_set_while_files_are_retired_keeps_them(tmp_path: Path) -> None:
+    store = _PinningStore(str(tmp_path))
+    ledger = _eleven_iterations(store)
+    store.armed = True
+    retire(ledger, EVERY_FOURTH)
+    collect(ledger, garbage(ledger))
+    assert _kept(ledger, Step.CHECKPOINT) == [3, 5, 7, 9]
+    assert _kept(ledger, Step.ROLLOUT) == [5, 9, 10]
+    assert not {(5, kind) for kind in Kind} & retired(ledger)
 
 
 def test_a_fork_made_while_files_are_retired_keeps_them(tmp_path: Path) -> None:
