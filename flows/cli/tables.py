@@ -54,7 +54,7 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
             ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
             age(status.last_commit_at),
         )
-    new_console().print(table)
+    _console().print(table)
 
 
 def print_status(status: "RunStatus") -> None:
@@ -92,7 +92,7 @@ def print_status(status: "RunStatus") -> None:
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"
             for version in status.written_by
         )
-    console, width = new_console(), max(map(len, facts))
+    console, width = _console(), max(map(len, facts))
     for name, fact in facts.items():
         console.print(
             Text.assemble(name.ljust(width + 3), printable(fact) if isinstance(fact, str) else fact), soft_wrap=True
@@ -125,7 +125,7 @@ def print_samples(views: Sequence["SampleView"], total: int) -> None:
     """Each sample with its texts."""
     from rich.text import Text
 
-    console = new_console()
+    console = _console()
     for view in views:
         console.print(Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim"))
         fate = str(view.disposition or "not filtered yet") + (f" ({view.reason})" if view.reason else "")
@@ -188,7 +188,7 @@ def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbag
     files = sum(len(one.files) for one in old) + len(found)
     size = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
     if files:
-        new_console().print(table)
+        _console().print(table)
     end = "removed" if removed else f"can go; `cairn gc {run} --apply` removes them" if files else "can go"
     say(f"run {run}: {files} files, {size / 1e6:.1f} MB, {end}")
 
@@ -280,8 +280,7 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def new_console() -> "Console":
-    """Standard output as Rich prints there."""
+def _console() -> "Console":
     from rich.console import Console
 
     console = Console(highlight=False)
