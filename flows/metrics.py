@@ -190,6 +190,13 @@ METRICS: tuple[Metric, ...] = (
         "`grader`.",
         is_count=True,
     ),
+    Metric(
+        "recovery/replayed_steps",
+        "steps",
+        "all",
+        "Committed train steps that were done again to restore the trainer, before this step or within it.",
+        is_count=True,
+    ),
     Metric("perf/retry_wait_time", "s", "timings", "Waited before new tries of steps and samples, shards added up."),
     Metric("perf/step_time", "s", "timings", "The iteration, from the start of its first step to its last commit."),
     Metric("perf/rollout_time", "s", "timings", "From the first rollout's start to the last filter's commit."),
@@ -220,7 +227,7 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
-_OWN_PREFIX = ("age/", "retries/")
+_OWN_PREFIX = ("age/", "retries/", "recovery/")
 _OF_SAMPLES = ("raw_reward", "truncated_ratio", "response_len/")
 """Of all that was generated in the filter step's commit, of what is trained on in the advantage step's."""
 _PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/"}
@@ -284,7 +291,18 @@ def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:
 def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
     """Seconds in which at least one shard of a step was at work, by step."""
     commits = list(commits)
-    return {step: busy for step in Step if (busy := _busy(commit for commit in commits if commit.step is step)) > 0}
+    return {
+        step: busy for step in Step if (busy := busy_seconds(commit for commit in commits if commit.step is step)) > 0
+    }
+
+
+def busy_seconds(commits: Iterable[Commit]) -> float:
+    """Seconds covered by at least one of the commits."""
+    busy, until = 0.0, float("-inf")
+    for start, end in sorted((commit.started_at, commit.committed_at) for commit in commits):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
 
 
 def spell_score(score: float | None, failed: float | None, graded: float | None) -> str:
@@ -301,7 +319,7 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
         performance["perf/retry_wait_time"] = waits
     whole = _span(commits)
     performance["perf/step_time"] = whole
-    performance["perf/other_time"] = max(0.0, whole - _busy(commits))
+    performance["perf/other_time"] = max(0.0, whole - busy_seconds(commits))
     saved = _bytes(commit for commit in commits if commit.step is Step.CHECKPOINT)
     performance["perf/snapshot_bytes"] = _bytes(commits) - saved
     if Step.CHECKPOINT in seconds:
@@ -329,12 +347,3 @@ def _span(commits: Sequence[Commit]) -> float:
         own = [commit for commit in commits if commit.epoch == epoch]
         spans += max(commit.committed_at for commit in own) - min(commit.started_at for commit in own)
     return spans
-
-
-def _busy(commits: Iterable[Commit]) -> float:
-    """Seconds covered by at least one of the commits."""
-    busy, until = 0.0, float("-inf")
-    for start, end in sorted((commit.started_at, commit.committed_at) for commit in commits):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy

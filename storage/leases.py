@@ -116,13 +116,23 @@ def on_run(run: str) -> Owned:
 def newest_lease(store: Store, run: str | Owned) -> LeaseState | None:
     """The lease with the newest epoch, or None if nobody ever owned the run, or what is given. Raises Damaged."""
     owned = on_run(run) if isinstance(run, str) else run
-    names = store.list(owned.folder)
-    epochs = [epoch for name in names if (epoch := layout.parse_lease(name)) is not None]
-    epoch = max(epochs, default=0)
+    epoch = max(_epochs(store, owned), default=0)
     while store.exists(owned.path(epoch + 1)):  # a listing may lag behind
         epoch += 1
-    if not epoch:
-        return None
+    return _state(store, owned, epoch) if epoch else None
+
+
+def all_leases(store: Store, run: str) -> list[LeaseState]:
+    """Every lease of a run, the oldest first. Three requests each. Raises Damaged."""
+    owned = on_run(run)
+    return [_state(store, owned, epoch) for epoch in sorted(_epochs(store, owned))]
+
+
+def _epochs(store: Store, owned: Owned) -> list[int]:
+    return [epoch for name in store.list(owned.folder) if (epoch := layout.parse_lease(name)) is not None]
+
+
+def _state(store: Store, owned: Owned, epoch: int) -> LeaseState:
     fields = _read(store, owned.path(epoch))
     fields["renewed_at"] = fields["acquired_at"]
     for path in (owned.path(epoch, ".renewed"), owned.path(epoch, ".end")):

@@ -16,6 +16,7 @@ from cairn.storage.snapshots import read_table
 from cairn.tasks.casualties import Casualties
 from cairn.tasks.data import Draw, PromptData, draw
 from cairn.tasks.events import Message, StepCommitted, StepStarted
+from cairn.tasks.replays import ReplayTally
 from cairn.tasks.retries import RetryTally
 from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.rules import untold
@@ -71,6 +72,8 @@ class RunContext:
         """What engines had before them when they were lost."""
         self.retries = RetryTally(config.retry)
         """New tries of steps."""
+        self.replays = ReplayTally()
+        """Train steps that are done again."""
         self._fleet = fleet
         self._benchmarks = benchmarks
         self._graders = graders

@@ -7,6 +7,8 @@ a committed state before it      the newest checkpoint between the two is loaded
 anything else                    it is discarded: restarted, which brings it to the initial weights, and then the same
 """
 
+import time
+
 from cairn.engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 from cairn.engines.types import Position, TrainBatch
 from cairn.storage.commits import Commit, Step
@@ -96,6 +98,7 @@ def replay(run: RunContext, committed: Commit) -> None:
     """Do a committed train step again on the engine, from its snapshots, and hold the result against its digest."""
     run = run.seen_as(run.config_of(committed))  # what the step saw that is done again, not what its caller may see
     assert committed.weight_version_in is not None
+    began = time.perf_counter()
     result = run.fleet.training.train(
         committed_batch(run, committed),
         num_steps=run.config.training.num_steps_per_rollout,
@@ -104,6 +107,7 @@ def replay(run: RunContext, committed: Commit) -> None:
         train_actor=run.config.algorithm.trains_actor(committed.iteration),
     )
     _require_state(committed, result.state_digest, committed.state_digest)
+    run.replays.add(time.perf_counter() - began)
 
 
 def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:

@@ -59,10 +59,20 @@ class Tried:
     retries: Counter[ErrorClass] = field(default_factory=Counter)
     waited: float = 0.0
     """Seconds."""
+    lost: float = 0.0
+    """Seconds of the tries that failed."""
     wait: float = 0.0
     """Seconds still to wait before the next try."""
     error: object = None
     """That it is for."""
+
+    def metrics(self) -> dict[str, float]:
+        """As the step's commit records them."""
+        return {f"retries/{kind}": count for kind, count in self.retries.items()}
+
+    def timings(self) -> dict[str, float]:
+        """The same, in seconds."""
+        return {"retry_wait": self.waited, "failed_tries": self.lost} if self.retries else {}
 
 
 class RetryTally:
@@ -105,6 +115,11 @@ class RetryTally:
             tried.wait, tried.error = delays[count], error
             self._total += 1
             return True
+
+    def failed(self, place: Place, seconds: float) -> None:
+        """A try of the step has failed, after so long."""
+        with self._lock:
+            self._tried.setdefault(place, Tried()).lost += seconds
 
     def next_wait(self, place: Place) -> float:
         """Seconds to wait before the try that begins now; they count as waited."""

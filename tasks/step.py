@@ -113,8 +113,12 @@ class DurableStep(Generic[Args]):
         started_at, began = time.time(), time.perf_counter()
         attempt = run.ledger.attempt(iteration, self.name, shard)
         call = StepCall(run, iteration, shard, attempt, input_digest(inputs, config_digest), self._earlier(run, given))
-        outcome = self._perform_or_discard(call, *args, **kwargs)
-        tried = run.retries.take((iteration, self.name, shard))
+        try:
+            outcome = self._perform_or_discard(call, *args, **kwargs)
+        except Exception:
+            run.retries.failed((iteration, self.name, shard), time.perf_counter() - began)
+            raise
+        tried, replayed = run.retries.take((iteration, self.name, shard)), run.replays.take()
         commit = run.commit(
             iteration=iteration,
             step=self.name,
@@ -127,8 +131,8 @@ class DurableStep(Generic[Args]):
             weight_version_out=outcome.weight_version_out,
             state_digest=outcome.state_digest,
             values=dict(outcome.values),
-            metrics={**outcome.metrics, **{f"retries/{kind}": count for kind, count in tried.retries.items()}},
-            timings={**outcome.timings, **({"retry_wait": tried.waited} if tried.retries else {})},
+            metrics={**outcome.metrics, **tried.metrics(), **replayed.metrics()},
+            timings={**outcome.timings, **tried.timings(), **replayed.timings()},
             started_at=started_at,
             environment=outcome.environment or run.environment,
         )

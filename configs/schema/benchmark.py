@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.data import one_group
 from cairn.configs.schema.location import Location
 
 TEMPLATES = ImmutableSandboxedEnvironment(undefined=StrictUndefined, autoescape=False)
@@ -120,6 +121,11 @@ class BenchmarkColumns(Section):
 
     metadata: tuple[str, ...] = ()
     """Columns that the grader and the results get beside the label."""
+
+    @field_validator("label_pattern")
+    @classmethod
+    def _one_group(cls, pattern: str | None) -> str | None:
+        return one_group(pattern)
 
     @model_validator(mode="after")
     def _one_label(self) -> "BenchmarkColumns":

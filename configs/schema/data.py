@@ -9,6 +9,19 @@ from cairn.configs.schema.base import Section
 from cairn.configs.schema.location import Location
 
 
+def one_group(pattern: str | None) -> str | None:
+    """A regular expression as it is, or nothing. ValueError where it is none, or has not exactly one group."""
+    if pattern is None:
+        return None
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression: {error}") from None
+    if compiled.groups != 1:
+        raise ValueError(f"needs exactly one group in parentheses, has {compiled.groups}")
+    return pattern
+
+
 class RowFormat(Section):
     """Where rows come from, and how one becomes a prompt, a label and metadata."""
 
@@ -41,15 +54,7 @@ class RowFormat(Section):
     @field_validator("label_pattern")
     @classmethod
     def _one_group(cls, pattern: str | None) -> str | None:
-        if pattern is None:
-            return None
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"is not a regular expression: {error}") from None
-        if compiled.groups != 1:
-            raise ValueError(f"needs exactly one group in parentheses, has {compiled.groups}")
-        return pattern
+        return one_group(pattern)
 
 
 class DataConfig(RowFormat):

@@ -1,7 +1,9 @@
 """`cairn`: the command line. Importing it is quick: what a command needs is imported when it runs."""
 
 from cairn.flows.cli.app import app
+from cairn.flows.cli.benchmarks import benchmarks
 from cairn.flows.cli.convert import convert
+from cairn.flows.cli.costs import costs
 from cairn.flows.cli.decisions import approve, pin, quarantine, reject, unpin
 from cairn.flows.cli.evaluation import evaluate
 from cairn.flows.cli.export import export
@@ -13,7 +15,7 @@ from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, sql, verify, replay, diff)
+LOOKING = (runs, status, show, sql, verify, costs, replay, diff, benchmarks)
 WORKING = (train, resume, validate, fork, convert, export, up)
 DECIDING = (approve, reject, pin, unpin, quarantine)
 REMOVING = (gc, delete)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from cairn.flows.cli.tables import _console
+from cairn.flows.cli.tables import console
 from cairn.flows.evaluation.evaluating import Found
 
 
@@ -18,7 +18,7 @@ def print_results(found: Sequence[Found]) -> None:
         shown = figures(one.result.metrics)
         verdict = "computed" if one.computed else "found"
         table.add_row(one.model, one.result.key.benchmark, *(shown.get(name, "–") for name in columns), verdict)
-    _console().print(table)
+    console().print(table)
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, str]:

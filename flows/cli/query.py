@@ -122,13 +122,13 @@ def _print_table(table: "pa.Table", total: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from cairn.flows.cli.tables import _console
+    from cairn.flows.cli.tables import console
     from cairn.flows.terminal import printable
 
     names = [printable(name) for name in table.column_names]
     rows = [[printable(_text(value, "–")) for value in row] for row in _rows(table)]
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    out = _console()
+    out = console()
     if sum(min(width, _WIDE) + 3 for width in widths) > out.width:
         longest = max(map(len, names), default=0)
         for number, row in enumerate(rows):
@@ -165,7 +165,7 @@ def _print_csv(table: "pa.Table") -> None:
 def _print_schema(json: bool) -> None:
     from rich.table import Table
 
-    from cairn.flows.cli.tables import _console
+    from cairn.flows.cli.tables import console
     from cairn.storage.query.schema import VIEWS
 
     if json:
@@ -184,5 +184,5 @@ def _print_schema(json: bool) -> None:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), show_header=False)
         for name, column in view.columns.items():
             table.add_row(name, column.type, column.about)
-        _console().print(table)
+        console().print(table)
         say("")

@@ -54,7 +54,7 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
             ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
             age(status.last_commit_at),
         )
-    _console().print(table)
+    console().print(table)
 
 
 def print_status(status: "RunStatus") -> None:
@@ -92,9 +92,9 @@ def print_status(status: "RunStatus") -> None:
             f"{version.package} ({(version.commit or 'no git')[:7]}, {age(version.since)})"
             for version in status.written_by
         )
-    console, width = _console(), max(map(len, facts))
+    out, width = console(), max(map(len, facts))
     for name, fact in facts.items():
-        console.print(
+        out.print(
             Text.assemble(name.ljust(width + 3), printable(fact) if isinstance(fact, str) else fact), soft_wrap=True
         )
 
@@ -125,9 +125,9 @@ def print_samples(views: Sequence["SampleView"], total: int) -> None:
     """Each sample with its texts."""
     from rich.text import Text
 
-    console = _console()
+    out = console()
     for view in views:
-        console.print(Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim"))
+        out.print(Text(f"sample {view.number} of {total} ".ljust(80, "─"), "dim"))
         fate = str(view.disposition or "not filtered yet") + (f" ({view.reason})" if view.reason else "")
         facts = {
             "reward": _number(view.reward),
@@ -140,14 +140,12 @@ def print_samples(views: Sequence["SampleView"], total: int) -> None:
         }
         if view.error:
             facts["error"] = view.error
-        console.print(
-            Text("   ").join(Text.assemble((f"{name} ", "dim"), printable(fact)) for name, fact in facts.items())
-        )
+        out.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), printable(fact)) for name, fact in facts.items()))
         for name, text in (("prompt", view.prompt), ("response", view.response)):
-            console.print(Text(name, "bold dim"))
-            console.print(Text(printable(text)), soft_wrap=True)
+            out.print(Text(name, "bold dim"))
+            out.print(Text(printable(text)), soft_wrap=True)
     if len(views) < total:
-        console.print(Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim"))
+        out.print(Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim"))
 
 
 def print_verified(run: str, checks: Sequence["Verified"]) -> None:
@@ -188,7 +186,7 @@ def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbag
     files = sum(len(one.files) for one in old) + len(found)
     size = sum(one.bytes for one in old) + sum(garbage.bytes or 0 for garbage in found)
     if files:
-        _console().print(table)
+        console().print(table)
     end = "removed" if removed else f"can go; `cairn gc {run} --apply` removes them" if files else "can go"
     say(f"run {run}: {files} files, {size / 1e6:.1f} MB, {end}")
 
@@ -280,9 +278,10 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _console() -> "Console":
+def console() -> "Console":
+    """The terminal, or what is in its place."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    terminal = Console(highlight=False)
     # Nothing is folded at a width that a file or a pipe does not have.
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    return terminal if terminal.is_terminal else Console(highlight=False, width=200)

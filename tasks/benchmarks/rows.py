@@ -6,6 +6,7 @@ those of a benchmark. Its metadata has the row's `id` and the columns that the b
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,10 +69,7 @@ def open_prompts(benchmark: Benchmark, tokenizer: Any) -> PromptData:
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template, and {benchmark.name} asks "
             "in chat style: take a benchmark with plain prompts, or a model whose tokenizer has one"
         )
-    format = RowFormat(label_pattern=benchmark.columns.label_pattern, apply_chat_template=chat)
-    if benchmark.columns.label is None and not benchmark.columns.choices:
-        format = format.model_copy(update={"label_key": None})
-    return PromptData(BenchmarkRows.open(benchmark), format, tokenizer)
+    return PromptData(BenchmarkRows.open(benchmark), RowFormat(apply_chat_template=chat), tokenizer)
 
 
 def rendered(benchmark: Benchmark, row: Mapping[str, Any], index: int, where: str) -> dict[str, Any]:
@@ -84,10 +82,14 @@ def rendered(benchmark: Benchmark, row: Mapping[str, Any], index: int, where: st
         texts = [str(row[name]).strip() for name in columns.choices]
         order = choice_order(id if columns.id is not None else json.dumps(texts), len(texts))
         names["choices"], label = [texts[i] for i in order], LETTERS[order.index(0)]
+    if label is not None and not isinstance(label, str):
+        label = json.dumps(label)
+    if columns.label_pattern is not None:
+        label = _cut(label or "", columns.label_pattern, where)
     metadata = {name: row[name] for name in columns.metadata}
     return {
         "prompt": _prompt(benchmark, names, where),
-        "label": label if label is None or isinstance(label, str) else json.dumps(label),
+        "label": label,
         "metadata": {"id": id, **metadata, **({"choices": names["choices"]} if columns.choices else {})},
     }
 
@@ -101,6 +103,13 @@ def graded_part(benchmark: Benchmark, response: str) -> str:
     """Of a response, what is graded: all up to the first of `prompt.until`."""
     ends = [end for stop in benchmark.prompt.until if (end := response.find(stop)) >= 0]
     return response[: min(ends, default=None)]
+
+
+def _cut(label: str, pattern: str, where: str) -> str:
+    found = re.search(pattern, label)
+    if found is None:
+        raise BadData(f"{where}: the label has no match for columns.label_pattern {pattern!r}: correct one of them")
+    return found[1].strip()
 
 
 def _prompt(benchmark: Benchmark, names: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:

@@ -76,10 +76,10 @@ def test_a_claim_that_failed_is_taken_over(store: Store) -> None:
 def test_samples_that_a_failed_claim_finished_are_there_for_the_next(store: Store) -> None:
     row = {"group_id": 3, "sample_index": 0, "response_ids": [1], "log_probs": [-0.5], "finish_reason": "stop"}
     finished = pa.Table.from_pylist([{**row, "error": None, "seconds": 0.1}], GENERATED_EVALUATION)
-    with pytest.raises(RuntimeError), claimed(store) as claim:
-        with WriteAhead(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
-            log.append(finished)
-        raise RuntimeError
+    claim = claimed(store)
+    with WriteAhead(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
+        log.append(finished)
+    claim.__exit__(RuntimeError)
     with claimed(store) as claim, WriteAhead(claim.attempt(), KEY.digest, schema=GENERATED_EVALUATION) as log:
         assert log.recover().equals(finished)
 

@@ -82,6 +82,7 @@ def test_replay_stops_at_a_state_that_is_not_the_committed_one(tiny_assets: Path
             ReplayDiverged, match=rf"000001/train: expected state digest 0{{64}}, found {trained.state_digest}"
         ):
             restore_trainer(run, run.committed(1, Step.TRAIN))
+        assert run.replays.take().steps == 1, "that of iteration 0 was done again, and is told by the next commit"
 
 
 def test_an_altered_snapshot_stops_the_replay_and_is_named(tiny_assets: Path, tmp_path: Path) -> None:

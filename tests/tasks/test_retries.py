@@ -88,12 +88,18 @@ def test_new_tries_and_waits_stand_in_the_commit_the_metrics_and_the_status(
     with tiny_context(str(tmp_path), config) as (run, _):
         place = (0, Step.ROLLOUT, "00-000")
         for error in (EngineDied(), EngineDied(), StoreError()):
+            run.retries.failed(place, 0.5)
             assert run.retries.ask(place, error)
             run.retries.next_wait(place)
+        run.replays.add(0.25)
+        run.replays.add(0.5)
         commits = iteration(run, DirectSteps(run), 0)
         metrics = iteration_metrics(commits, config)
         assert (metrics["retries/engine_died"], metrics["retries/store"]) == (2, 1)
         assert metrics["perf/retry_wait_time"] == 1 + 2 + 1
+        assert metrics["recovery/replayed_steps"] == 2
+        assert [commit.timings["failed_tries"] for commit in commits if "failed_tries" in commit.timings] == [1.5]
+        assert [commit.timings["replay"] for commit in commits if "replay" in commit.timings] == [0.75]
         assert all(find_metric(name) is not None for name in metrics if name.startswith(("retries/", "perf/retry")))
     status = run_status(open_store(str(tmp_path)), "tiny")
     assert (status.retries.by_error, status.retries.waited) == ({"engine_died": 2, "store": 1}, 4.0)

@@ -153,6 +153,15 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path):
         BadData, match=r"line 1 does not fit the benchmark's prompt \('question' is undefined\); it has"
     ):
         BenchmarkRows.open(on("gsm8k", tmp_path / "rows.jsonl"))
+    with pytest.raises(BadData, match=r"the label has no match for columns.label_pattern '\(x\)'"):
+        BenchmarkRows.open(
+            on(
+                "gsm8k",
+                tmp_path / "rows.jsonl",
+                prompt={"template": "{{ query }}"},
+                columns={"label": "answer", "label_pattern": "(x)"},
+            )
+        )
     with pytest.raises(BadData, match=r"no field 'unique_id', which columns.id names"):
         BenchmarkRows.open(on("math500", tmp_path / "rows.jsonl"))
     with pytest.raises(BadData, match="no chat template"):

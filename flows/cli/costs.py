@@ -1,0 +1,104 @@
+"""`cairn costs`: what a run cost, and what of it was wasted."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cairn.flows.cli.app import JsonOption, RunArgument, StoreOption, print_json, say
+from cairn.flows.cli.reading import open_ledger
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cairn.flows.costs import Costs
+
+
+def costs(
+    run: RunArgument,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="P", min=0, help="Of a device for an hour, in any currency.")
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Say what a run cost: device-seconds and tokens by step, per accepted sample and evaluation, and what was wasted.
+
+    A device is a GPU where the run has any, and else a CPU thread of an engine's. Reads every commit and lease of the
+    run, and no samples. What a fork shares with its parent stands in the parent's costs.
+
+    Examples:
+
+    - `cairn costs quickstart`
+    - `cairn costs quickstart --price 2.50`
+    - `cairn costs quickstart --json | jq '.wasted[] | select(.after_fault)'`
+    """
+    from cairn.flows.costs import run_costs
+
+    found = run_costs(open_ledger(store, run), price)
+    if json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        print_costs(found)
+
+
+def print_costs(found: "Costs") -> None:
+    """The sums in sentences, the parts in tables."""
+    from cairn.flows.cli.tables import console
+
+    held, unit = found.devices, f"{found.devices.kind}-seconds"
+    shown, has_price = console(), found.price is not None
+    said = f"run {found.run}: {found.reserved_device_seconds:,.1f} {unit} reserved"
+    said += f" ({held.reserved:g} {held.kind}s, {found.drivers} drivers), {found.iterations} iterations"
+    say(said + (f", price {found.price:,.2f}" if has_price else ""))
+    table = _table(("step", "commits", "seconds", unit, "tokens"), has_price)
+    for cost in found.steps:
+        _row(table, has_price, cost.step, cost.commits, cost.seconds, cost.device_seconds, cost.tokens, cost.price)
+    for name in ("starting", "idle", "uncommitted"):
+        spent = getattr(found, f"{name}_device_seconds")
+        rate = found.price_per_device_hour
+        _row(table, has_price, name, None, None, spent, None, None if rate is None else spent / 3600 * rate)
+    shown.print(table)
+    say(f"{found.accepted_samples:,} samples accepted of {found.generated_samples:,} generated" + _each(found, unit))
+    if found.evaluations:
+        table = _table(("evaluation", "samples", "seconds", unit, "tokens"), has_price)
+        for one in found.evaluations:
+            name = f"{one.benchmark} after {one.trained}"
+            _row(table, has_price, name, one.samples, one.seconds, one.device_seconds, one.tokens, one.price)
+        shown.print(table)
+    if found.wasted:
+        table = _table(("wasted", "count", "unit", unit, "tokens"), has_price)
+        for waste in found.wasted:
+            price, name = waste.price, waste.cause
+            _row(table, has_price, name, waste.count, waste.unit, waste.device_seconds, waste.tokens, price)
+        shown.print(table)
+    else:
+        say("nothing was wasted")
+
+
+def _each(found: "Costs", unit: str) -> str:
+    spent, tokens = found.device_seconds_per_accepted_sample, found.tokens_per_accepted_sample
+    return "" if spent is None or tokens is None else f"; each took {spent:,.2f} {unit} and {tokens:,.1f} tokens"
+
+
+def _table(columns: tuple[str, ...], has_price: bool) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for number, name in enumerate((*columns, "price") if has_price else columns):
+        table.add_column(name, justify="right" if number else "left")
+    return table
+
+
+def _row(table: "Table", has_price: bool, *cells: object) -> None:
+    table.add_row(*map(_spell, cells if has_price else cells[:-1]))
+
+
+def _spell(cell: object) -> str:
+    match cell:
+        case None:
+            return "–"
+        case float():
+            return f"{cell:,.2f}"
+        case int():
+            return f"{cell:,}"
+    return str(cell)
