@@ -184,6 +184,12 @@ def _written_folder(value: str | None, store: Store) -> str | None:
     return f"a store may have files written below the folder one stands in alone: go there, or {GIVE_THE_RECIPE}"
 
 
+def _written_database(value: str, store: Store) -> str | None:
+    if value.startswith("sqlite:///") and "?" not in value:
+        return _written_folder(value.removeprefix("sqlite:///"), store)
+    return f"a store may have metrics written into a file below the folder one stands in alone: {GIVE_THE_RECIPE}"
+
+
 _ROW: dict[str, Rule] = {
     "input_key": _anything,
     "label_key": _anything,
@@ -213,6 +219,13 @@ RULES: Mapping[str, Rule] = {
     "fleet.ray_address": _cluster,
     "fleet.update_weight_disk_dir": _written_folder,
     "tracking.tensorboard_dir": _written_folder,
+    "tracking.wandb_dir": _written_folder,
+    "tracking.wandb_project": _anything,
+    "tracking.wandb_group": _anything,
+    "tracking.wandb_team": _only_the_user,  # whom metrics and configuration are sent to, and which server
+    "tracking.wandb_host": _only_the_user,
+    "tracking.mlflow_tracking_uri": _written_database,
+    "tracking.mlflow_experiment": _anything,
 }
 """Every option that holds more than a number, a switch or one of a fixed set of words."""
 

@@ -21,6 +21,7 @@ from cairn.engines.rollout.factory import kind_of
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
+from cairn.flows.trackers.extras import tracking_problems
 from cairn.storage.commits import FORMAT
 from cairn.tasks.data import BadData, PromptData
 from cairn.tasks.rewards import get_grader
@@ -31,7 +32,7 @@ def setup_problems(config: RunConfig, began: int = FORMAT) -> list[str]:
     """Sentences on the model folders, the lengths against the context, and user code. Reads no data. `began`: format of
     the run's manifest, for what it may go on with though a new run may not begin with it."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
-    problems += [*placement_problems(config), *weight_problems(config)]
+    problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     for path in config.model.folders.values():
         problems += training_problems(config.training, path)
     if config.training.lora.r and not problems:

@@ -200,13 +200,6 @@ class RetryConfig(Retries):
         return next((rule for rule in self.rules if rule.fits(step, error)), self)
 
 
-class TrackingConfig(Section):
-    """Where metrics are shown."""
-
-    tensorboard_dir: str | None = "tensorboard"
-    """Local folder for TensorBoard event files, one sub-folder a run; null writes none. See docs/metrics.md."""
-
-
 class OperationsConfig(Section):
     """How a driver lives and ends among others on its machine."""
 

@@ -14,10 +14,10 @@ from cairn.configs.schema.operations import (
     OperationsConfig,
     RecoveryConfig,
     RetryConfig,
-    TrackingConfig,
 )
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.tracking import TrackingConfig
 from cairn.configs.schema.training import TrainingConfig
 
 

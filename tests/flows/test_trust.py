@@ -70,6 +70,9 @@ def sglang(**rollout: Any) -> dict[str, dict[str, Any]]:
         ("fleet.update_weight_disk_dir", disk("../beside")),
         ("tracking.tensorboard_dir", {"tracking": {"tensorboard_dir": "/somewhere"}}),
         ("tracking.tensorboard_dir", {"tracking": {"tensorboard_dir": "~/.config"}}),
+        ("tracking.wandb_team", {"tracking": {"wandb_team": "elsewhere"}}),
+        ("tracking.mlflow_tracking_uri", {"tracking": {"mlflow_tracking_uri": "http://elsewhere:5000"}}),
+        ("tracking.mlflow_tracking_uri", {"tracking": {"mlflow_tracking_uri": "sqlite:////etc/mlflow.db"}}),
         ("model.path", {"model": {"path": "{store}/runs/tiny/model"}}),
         ("model.path", {"model": {"path": "linked"}}),
         ("data.path", {"data": {"path": "ssh://198.51.100.7/x.jsonl"}}),
@@ -114,7 +117,7 @@ def test_a_store_may_set_what_only_changes_what_is_computed(tiny_assets: Path, s
         data={"path": "s3://bucket/train.parquet@[0:9]", "apply_chat_template_kwargs": {"enable_thinking": False}},
         training={"engine": "megatron", "world_size": 2, "megatron": {"tensor_model_parallel_size": 2}},
         fleet={"ray_address": "127.0.0.1:6379", "update_weight_transport": "disk", "update_weight_disk_dir": "weights"},
-        tracking={"tensorboard_dir": "logs/tb"},
+        tracking={"tensorboard_dir": "logs/tb", "wandb_project": "mine", "mlflow_tracking_uri": "sqlite:///logs/m.db"},
     )
     assert problems(config, store) == []
     urls = tiny_config(tiny_assets, rollout={"engine": "sglang", "external_urls": ["http://localhost:30000/"]})
