@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
+LM_EVAL := .venv-lm-eval
+PEERS := tests/tasks/benchmarks/parity
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 KILLS ?= 100
 ROOMS := flows tasks engines storage configs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-env quickstart tiny lint test test-all test-ceph chaos bench clean
+.PHONY: help setup sglang-env lm-eval-env quickstart tiny lint test test-all test-ceph chaos bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +35,13 @@ $(SGLANG)/.installed: engines/rollout/sglang/requirements.txt
 
 sglang-env: $(SGLANG)/.installed ## Make .venv-sglang: SGLang on a machine without a GPU
 
+$(LM_EVAL)/.installed: $(PEERS)/requirements.txt
+	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
+	$(LM_EVAL)/bin/pip install --quiet --disable-pip-version-check -r $(PEERS)/requirements.txt
+	@touch $@
+
+lm-eval-env: $(LM_EVAL)/.installed ## Make .venv-lm-eval: lm-evaluation-harness, which scores are held to
+
 tiny: setup ## Build the tiny model and its data set (cached)
 	$(BIN)/python -m examples.quickstart.build
 
@@ -49,7 +58,7 @@ lint: setup ## Lint and check types
 test: sglang-env lint ## Lint, check types, run all tests but the long ones
 	$(PYTEST) -m "not slow"
 
-test-all: sglang-env lint ## The same with the long ones, then test-ceph: what continuous integration runs
+test-all: sglang-env lm-eval-env lint ## The same with the long ones, then test-ceph: what continuous integration runs
 	$(PYTEST)
 	$(MAKE) test-ceph
 
@@ -63,4 +72,4 @@ bench: setup ## Run the benchmarks of bench/README.md
 	$(BIN)/python -m bench
 
 clean: ## Remove what was built; runs stay
-	rm -rf build $(VENV) $(SGLANG)
+	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL)

@@ -1,7 +1,7 @@
 r"""The answer to a problem of AIME is right if it is the label, an integer from 0 to 999.
 
 It stands in the last `\boxed{…}`; without one it is the last integer of a response that was not cut off. Leading zeros,
-units and `x =` before it do not count; an expression that is still to be computed is no integer. The tasks
+units, parentheses and `x =` before it do not count; an expression that is still to be computed is no integer. The tasks
 `aime24` and `aime25` of lm-evaluation-harness (version 0.0) look into the same box and leave out the same; they take no
 last integer.
 """
@@ -15,7 +15,7 @@ from cairn.tasks.rewards.sample import Sample
 
 _INTEGER = re.compile(r"(?<![\w.,\\^{/-])\d{1,3}(?![\w^}/]|[.,]\d|\s*\\)")
 """A number of one to three digits that is no part of an expression."""
-_IGNORED = re.compile(r"\$|\^\{?\\circ\}?|\\?%")
+_IGNORED = re.compile(r"\\?\$|\^\{?\\circ\}?|\\?%")
 
 
 def grade(sample: Sample) -> dict[str, Any]:
@@ -42,5 +42,5 @@ def _answer(sample: Sample) -> int | None:
 def _integer(text: str) -> int | None:
     """The integer that is written; None where it is none, or not from 0 to 999."""
     bare = _IGNORED.sub("", notation.plain(text)).rpartition("=")[2]
-    written = notation.without_unit(bare.strip())
+    written = notation.without_unit(bare.strip("() "))
     return int(written) if re.fullmatch(r"0*\d{1,3}", written) else None

@@ -9,7 +9,7 @@ what it says.
 | `5 = 6 = 18`, `18 \approx 5` | nothing: a false statement holds no answer |
 | `\frac13 \approx 0.333` | `\frac13`: what is exact comes first |
 | `x \approx 18` | `18` |
-| `18{,}000`, `18\,000`, `18 000` | `18000` |
+| `18{,}000`, `18,\!000`, `18\,000`, `18 000` | `18000` |
 | `\text{Evelyn}`, `(\text{Evelyn})` | `Evelyn` |
 """
 
@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_THOUSANDS = re.compile(r"(?<=\d),\\!(?=\d{3})")
 _SPACE = re.compile(r"\\[,;:!> ]|~|\\q?quad\b|\s")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|rm)\s*\{([^{}]*)\}")
 _DIGIT_GROUPS = re.compile(r"(?<![\d.])\d{1,3}(?:(?: |\{,\})\d{3})+(?![\d])")
@@ -62,6 +63,7 @@ class _Chain:
 
 def plain(answer: str) -> str:
     """The answer without what only sets it: spaces, `\\text`, currencies, groups of digits, a full stop."""
+    answer = _THOUSANDS.sub(",", answer)
     for sign, written in _SIGNS.items():
         answer = answer.replace(sign, written)
     while answer != (answer := _TEXT.sub(r" \1 ", answer)):
