@@ -3,14 +3,14 @@ events.
 
 A run of three steps over two iterations tells: RunStarted, (StepStarted, StepCommitted) × steps, IterationDone, …,
 RunDone. A step that was already in the ledger has no StepStarted: its StepCommitted says `adopted`. Shards of one step
-may interleave.
+may interleave. Between the two, a rollout shard tells GroupsGenerated.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cairn.storage.commits import Commit
-from cairn.tasks.events import Message, StepCommitted, StepStarted
+from cairn.tasks.events import GroupsGenerated, Message, StepCommitted, StepEvent, StepStarted
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,17 @@ class RunDone:
     """Of the whole of this driver's time."""
 
 
-Event = RunStarted | StepStarted | StepCommitted | IterationDone | RunDone | Message
+Event = RunStarted | StepEvent | IterationDone | RunDone
 OnEvent = Callable[[Event], None]
 
-__all__ = ["Event", "IterationDone", "Message", "OnEvent", "RunDone", "RunStarted", "StepCommitted", "StepStarted"]
+__all__ = [
+    "Event",
+    "GroupsGenerated",
+    "IterationDone",
+    "Message",
+    "OnEvent",
+    "RunDone",
+    "RunStarted",
+    "StepCommitted",
+    "StepStarted",
+]

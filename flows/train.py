@@ -14,6 +14,7 @@ from prefect.exceptions import TerminationSignal
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.approval import admit
+from cairn.flows.artifacts.publishing import Pages
 from cairn.flows.divergence import fork_after_divergence
 from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
 from cairn.flows.orchestration import (
@@ -125,7 +126,7 @@ def opened(
 
 def watchers(run: RunContext) -> dict[str, Watcher]:
     """All that watch the run, by their names. Raises ConfigError if one that it asks for cannot be used."""
-    return {**trackers(run.ledger, run.config)}
+    return {**trackers(run.ledger, run.config), "What Prefect's interface shows of the run": Pages(run)}
 
 
 def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.Event) -> float | None:

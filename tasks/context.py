@@ -15,7 +15,7 @@ from cairn.storage.ledger import Ledger
 from cairn.storage.snapshots import read_table
 from cairn.tasks.casualties import Casualties
 from cairn.tasks.data import Draw, PromptData, draw
-from cairn.tasks.events import Message, StepCommitted, StepStarted
+from cairn.tasks.events import StepEvent
 from cairn.tasks.replays import ReplayTally
 from cairn.tasks.retries import RetryTally
 from cairn.tasks.rewards.pool import GraderPool
@@ -47,7 +47,7 @@ class RunContext:
         benchmarks: dict[str, PromptData],
         graders: dict[str | None, GraderPool],
         environment: Environment,
-        emit: Callable[[StepStarted | StepCommitted | Message], None],
+        emit: Callable[[StepEvent], None],
     ) -> None:
         """`fleet` returns the engines once they are up. `max_prompt_len` is in tokens. `graders` maps the name of a
         benchmark to its grader, None to the training's."""

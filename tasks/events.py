@@ -16,6 +16,18 @@ class StepStarted:
 
 
 @dataclass(frozen=True)
+class GroupsGenerated:
+    """How far a rollout shard is: told when it begins to generate and then, while it lasts, at most every second."""
+
+    iteration: int
+    shard: str | None
+    groups: int
+    """Generated, those that an interrupted attempt had finished included."""
+    total: int
+    """Of the shard; it may end before all of them with `rollout.partial_rollout`."""
+
+
+@dataclass(frozen=True)
 class StepCommitted:
     """A step, or one shard of it, is in the ledger."""
 
@@ -32,3 +44,6 @@ class Message:
 
     text: str
     level: Literal["info", "warning"] = "info"
+
+
+StepEvent = StepStarted | GroupsGenerated | StepCommitted | Message

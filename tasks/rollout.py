@@ -32,6 +32,7 @@ from cairn.tasks.groups import (
     without_unused,
 )
 from cairn.tasks.selection import GroupPlace, unfinished_groups
+from cairn.tasks.shard_progress import ShardProgress
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
 from cairn.tasks.versions import version_of
@@ -97,6 +98,7 @@ def rollout(
         finished, errors = finished_samples(recovered)
         missing = {id: group.requests(besides=finished) for id, group in by_id.items() if id not in errors}
         usable = sum(not requests for requests in missing.values())
+        progress = ShardProgress(step, {id: len(requests) for id, requests in missing.items()})
         began = time.perf_counter()
         aborted = []
         for generated in generate_samples(
@@ -110,6 +112,7 @@ def rollout(
         ):
             log.append(*(sample for sample in generated if sample.finish_reason != FinishReason.ABORT))
             aborted += [sample for sample in generated if sample.finish_reason == FinishReason.ABORT]
+            progress.take(generated)
         seconds = time.perf_counter() - began
         carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]

@@ -1,0 +1,1 @@
+"""What Prefect's interface shows of a run besides its flow runs: pages and progress, made from the ledger."""
