@@ -5,6 +5,7 @@
   direct   the steps, called one after the other: what the other shapes are compared with.
   tasks    the same as Prefect tasks of the driver's flow run: no graph of its own for each iteration.
   subflow  what `train` does: those tasks inside `cairn.flows.orchestration.subflow`, on `cairn.flows.server`.
+  pages    the same and the run's pages, until Prefect has them; the next iteration need not wait for that.
   plain    a flow and tasks as Prefect's decorators make them, on the same server.
 
 Each round runs every shape once and the order turns, so that whatever else the machine does falls on all alike; the
@@ -25,17 +26,23 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import prefect
+import pyarrow as pa
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from rich.console import Console
 from rich.table import Table
 
 from bench.command import parse, say
 from cairn.configs.schema.operations import RetryConfig
+from cairn.flows.artifacts.publishing import Pages
+from cairn.flows.events import IterationDone, RunStarted, StepCommitted, StepStarted
 from cairn.flows.orchestration import driving, silence_console, subflow
 from cairn.flows.prefect_steps import PrefectSteps
 from cairn.flows.server import prefect_api
+from cairn.flows.watchers import Watchers
 from cairn.storage.commits import Commit, Environment, OutputFile, Step
+from cairn.storage.snapshots import read_table
 from cairn.tasks.retries import RetryTally
+from tests.flows.written_runs import config_of, new_run, write_iteration
 
 STEPS = [step for step in Step if step is not Step.EVAL]
 
@@ -103,8 +110,20 @@ def plain_iteration(index: int) -> None:
     one_iteration(plain_task, index)
 
 
+def watched_run(folder: str) -> tuple[SimpleNamespace, tuple[Commit, ...]]:
+    """What pages read of a run, and an iteration of six samples."""
+    ledger = new_run(f"{folder}/store", rollout={"num_rollout": 100_000})
+    write_iteration(ledger, 0)
+
+    def read(commit: Commit, columns: Sequence[str]) -> pa.Table:
+        return read_table(ledger.store, commit.run, commit.outputs[0], list(columns))
+
+    run = SimpleNamespace(ledger=ledger, config=config_of(ledger), read=read, emit=say)
+    return run, tuple(ledger.commits(0))
+
+
 @prefect.flow(name="bench", persist_result=False)
-def measure(rounds: int, pause: float) -> list[Shape]:
+def measure(rounds: int, pause: float, folder: str) -> list[Shape]:
     """Take turns."""
     with driving("bench", tempfile.gettempdir()) as tags:
         run = SimpleNamespace(retries=RetryTally(RetryConfig()), stopping=threading.Event())
@@ -112,23 +131,45 @@ def measure(rounds: int, pause: float) -> list[Shape]:
         own_flow = subflow(
             lambda index: one_iteration(call, index), name="iteration", run_name="bench {index:06d}", tags=tags
         )
+        context, commits = watched_run(folder)
+        tell = Watchers(lambda event: None)
+
+        def step_with_events(step: NoOp, index: int, shard: str | None, *inputs: Commit) -> Commit:
+            tell(StepStarted(index, step.name, shard))
+            commit = call(cast(Any, step), index, shard, *inputs)
+            tell(StepCommitted(commit))
+            return commit
+
+        watched = subflow(
+            lambda index: one_iteration(step_with_events, index), name="iteration", run_name="watched", tags=tags
+        )
+
+        def with_pages(index: int) -> None:
+            watched(index)
+            tell(IterationDone(index, commits))
+            tell.settle()
+
         shapes = [
             Shape("direct", lambda index: one_iteration(call_directly, index)),
             Shape("tasks", lambda index: one_iteration(call, index)),
             Shape("subflow", own_flow),
+            Shape("pages", with_pages),
             Shape("plain", plain_iteration),
         ]
-        for turn in range(rounds + 1):
-            say(f"turn {turn} of {rounds}")
-            first = turn % len(shapes)
-            for shape in shapes[first:] + shapes[:first]:
-                heartbeat = 180 if shape.name == "plain" else None
-                with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}):
-                    began = time.perf_counter()
-                    shape.run(turn)
-                    if turn:
-                        shape.milliseconds.append(1e3 * (time.perf_counter() - began))
-                time.sleep(pause)
+        with tell.joined_by({"pages": Pages(cast(Any, context))}):
+            tell(RunStarted("toy", 1, 0, 100_000))
+            tell.settle()
+            for turn in range(rounds + 1):
+                say(f"turn {turn} of {rounds}")
+                first = turn % len(shapes)
+                for shape in shapes[first:] + shapes[:first]:
+                    heartbeat = 180 if shape.name == "plain" else None
+                    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: heartbeat}):
+                        began = time.perf_counter()
+                        shape.run(turn)
+                        if turn:
+                            shape.milliseconds.append(1e3 * (time.perf_counter() - began))
+                    time.sleep(pause)
     return shapes
 
 
@@ -150,7 +191,7 @@ def main() -> None:
     arguments = parse(parser, rounds=1)
     silence_console()
     with tempfile.TemporaryDirectory() as folder, prefect_api(arguments.home or Path(folder)):
-        shapes = measure(arguments.rounds, arguments.pause)
+        shapes = measure(arguments.rounds, arguments.pause, folder)
         show(shapes)
     if arguments.json:
         results = {shape.name: [round(time, 2) for time in shape.milliseconds] for shape in shapes}
