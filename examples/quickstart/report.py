@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from cairn.flows.report import reward_curve
+from cairn.flows.report.curve import reward_curve
 from cairn.flows.views import run_status
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store

@@ -11,11 +11,12 @@ from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import runs, show, status, verify
+from cairn.flows.cli.report import report
 from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, sql, verify, costs, replay, diff, benchmarks)
+LOOKING = (runs, status, show, sql, verify, report, costs, replay, diff, benchmarks)
 WORKING = (train, resume, validate, fork, convert, export, up)
 DECIDING = (approve, reject, pin, unpin, quarantine)
 REMOVING = (gc, delete)

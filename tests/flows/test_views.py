@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cairn.flows.report import reward_curve
+from cairn.flows.report.curve import reward_curve
 from cairn.flows.samples import iteration_samples
 from cairn.flows.views import RunState, RunStatus, all_runs, run_status
 from cairn.storage.commits import Step

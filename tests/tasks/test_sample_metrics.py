@@ -7,7 +7,7 @@ import pytest
 
 from cairn.flows.iteration import iteration
 from cairn.flows.metrics import iteration_metrics
-from cairn.flows.report import reward_curve
+from cairn.flows.report.curve import reward_curve
 from cairn.flows.views import run_status
 from cairn.storage.commits import Step
 from cairn.tasks.sample_metrics import sample_metrics

@@ -1,0 +1,135 @@
+// Curves over the iterations, and stacks of what an iteration was made of. Drawn by uPlot, read by mouse, keys and
+// screen readers.
+
+const COLOURS = ["--series-1", "--series-2", "--series-3", "--series-4", "--series-5", "--series-6", "--series-7", "--series-8", "--series-9"]
+const HEIGHT = 180
+const drawn = []
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim()
+}
+
+// A figure: { title, unit, log, curves: [{ label, meaning, values, points, colour }] } over `xs`.
+function figure(panel, xs, { stacked = false, wide = false } = {}) {
+  const legend = make("ul", { class: "legend" })
+  const frame = make("div", { class: "frame", tabindex: "0", role: "img", "aria-label": summary(panel, xs) })
+  const element = make(
+    "figure",
+    { class: wide ? "panel wide" : "panel" },
+    make("figcaption", {}, make("h3", {}, panel.title), make("span", { class: "unit" }, panel.unit)),
+    frame,
+    legend,
+  )
+  const readings = panel.curves.map((curve, i) => {
+    const value = make("output", { class: "number" })
+    const key = make("span", { class: `key series-${curve.colour ?? i}${curve.points ? " points" : ""}` })
+    legend.append(make("li", { title: curve.meaning || null }, key, curve.label, value))
+    return value
+  })
+  const at = make("li", { class: "at" })
+  legend.prepend(at)
+  const read = (place) => {
+    at.textContent = xs.length ? `iteration ${xs[place ?? xs.length - 1]}` : ""
+    panel.curves.forEach((curve, i) => {
+      const given = place == null ? curve.values.findLast((value) => value != null) : curve.values[place]
+      readings[i].textContent = number(given)
+    })
+  }
+  read(null)
+  drawn.push({ panel, xs, frame, stacked, read, plot: null })
+  return element
+}
+
+function summary(panel, xs) {
+  const ends = panel.curves.map(({ label, values }) => {
+    const known = values.filter((value) => value != null)
+    return known.length ? `${label} from ${number(known[0])} to ${number(known.at(-1))}` : `${label}: nothing`
+  })
+  return `${panel.title}${panel.unit ? `, ${panel.unit}` : ""}, of ${plural(xs.length, "iteration")}: ${ends.join("; ")}`
+}
+
+// Draw, or draw again, all figures: when the page is there, and when its colours or its width change.
+function drawAll() {
+  const widths = drawn.map(({ frame }) => frame.clientWidth)
+  drawn.forEach((one, i) => draw(one, widths[i]))
+}
+
+function draw(one, width) {
+  one.plot?.destroy()
+  one.plot = null
+  if (!one.xs.length || !width) return
+  const { panel, xs, stacked } = one
+  const values = stacked ? stack(panel.curves) : panel.curves.map((curve) => curve.values)
+  const order = values.map((_, i) => i)
+  if (stacked) order.reverse() // the tallest first, so that the others stand before it
+  const axis = { stroke: colour("--muted"), font: "11px system-ui, sans-serif", ticks: { show: false } }
+  const grid = { stroke: colour("--line"), width: 1 }
+  const lone = xs.length === 1
+  one.plot = new uPlot(
+    {
+      width,
+      height: HEIGHT,
+      legend: { show: false },
+      padding: [8, 10, 0, 0],
+      cursor: { sync: { key: "iterations" }, y: false, drag: { x: true, y: false }, points: { size: 6 } },
+      scales: {
+        x: { time: false, range: lone ? [xs[0] - 1, xs[0] + 1] : stacked ? [xs[0] - 0.6, xs.at(-1) + 0.6] : undefined },
+        y: panel.log ? { distr: 3 } : { range: (_, low, high) => limits(low, high, stacked) },
+      },
+      axes: [
+        { ...axis, grid: { show: false }, size: 26, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] },
+        { ...axis, grid, size: 52, gap: 4, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : tickText(tick))) },
+      ],
+      series: [
+        {},
+        ...order.map((i) => {
+          const stroke = colour(COLOURS[(panel.curves[i].colour ?? i) % COLOURS.length])
+          if (stacked) return { stroke, fill: stroke, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.84, 40], gap: 0 }) }
+          const dots = panel.curves[i].points || lone
+          return { stroke, width: 1.75, spanGaps: true, dash: dots && !lone ? [4, 4] : undefined, points: { show: dots || xs.length < 4, size: 7, fill: stroke } }
+        }),
+      ],
+      hooks: { setCursor: [(plot) => one.read(plot.cursor.idx)] },
+    },
+    [xs, ...order.map((i) => values[i])],
+    one.frame,
+  )
+  one.frame.onkeydown = (event) => step(event, one)
+}
+
+// Arrow keys move the cursor by one iteration, in all figures at once.
+function step(event, { plot, xs }) {
+  const moves = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }
+  if (!(event.key in moves)) return
+  event.preventDefault()
+  const from = plot.cursor.idx ?? (event.key === "ArrowLeft" ? xs.length : -1)
+  const to = Math.max(0, Math.min(xs.length - 1, from + moves[event.key]))
+  plot.setCursor({ left: plot.valToPos(xs[to], "x"), top: 1 })
+}
+
+function limits(low, high, fromZero) {
+  if (low == null) return [0, 1]
+  if (fromZero || (low >= 0 && low < 0.35 * high)) return [0, high > 0 ? high * 1.06 : 1]
+  const room = (high - low || Math.abs(high) || 1) * 0.08
+  return [low - room, high + room]
+}
+
+function tickText(tick) {
+  const size = Math.abs(tick)
+  if (size >= 1e4 || (size > 0 && size < 1e-3)) return number(tick, 0) === "0" ? tick.toExponential(0).replace("-", MINUS) : compact(tick)
+  return (tick < 0 ? MINUS : "") + String(Number(size.toPrecision(4)))
+}
+
+function compact(tick) {
+  return tick.toLocaleString("en", { notation: "compact", maximumFractionDigits: 1 }).replace("-", MINUS)
+}
+
+function stack(curves) {
+  const sums = []
+  let below = curves[0].values.map(() => 0)
+  for (const { values } of curves) {
+    below = values.map((value, i) => below[i] + (value ?? 0))
+    sums.push(below)
+  }
+  return sums
+}

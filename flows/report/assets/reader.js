@@ -1,0 +1,121 @@
+// One sample to read: what was asked, what was answered, what became of it.
+
+class Reader {
+  constructor(samples) {
+    this.samples = samples
+    this.tokens = null
+    this.row = null
+    this.colouring = null
+    find("#sample-previous").addEventListener("click", () => samples.move(-1))
+    find("#sample-next").addEventListener("click", () => samples.move(1))
+  }
+
+  offerColourings() {
+    const chooser = find("#colouring")
+    chooser.append(...this.tokens.colourings.map(({ name, title }) => make("option", { value: name }, title)))
+    chooser.addEventListener("change", () => {
+      this.colouring = this.tokens.colourings.find(({ name }) => name === chooser.value) ?? null
+      this.read(this.row)
+    })
+    this.colouring = this.tokens.colourings[0] ?? null
+    if (this.colouring) chooser.value = this.colouring.name
+  }
+
+  read(row) {
+    this.row = row
+    if (row == null) return
+    const { samples } = this
+    const { rows } = samples
+    const value = (name) => rows[name].get(row)
+    find("#sample-title").replaceChildren(`Iteration ${value("iteration")}, group ${value("group_id")}, sample ${value("sample_index")}`)
+    const age = value("age")
+    const why = WHY[value("why")]
+    const facts = [
+      ["reward", number(value("reward"), 3)],
+      ["advantage", number(value("advantage"), 3)],
+      ["mean log-prob", number(value("log_prob"), 3)],
+      ["tokens", `${count(value("response_tokens"))} after ${count(value("prompt_tokens"))}`],
+      ["fate", samples.fate(row)],
+      ["end", value("status") === "completed" ? value("finish_reason") : `${value("status")}, ${value("finish_reason")}`],
+      ["expected answer", value("label")],
+      ["error", value("error")],
+      ["segments", value("segments") > 1 ? String(value("segments")) : null],
+      ["age", age > 0 ? plural(age, "publication") : null],
+      ["generated in", Number.isNaN(value("seconds")) ? null : `${number(value("seconds"), 2)} s`],
+      ["chosen as", why || null],
+    ]
+    const shown = facts.filter(([, text]) => text != null && text !== "")
+    find("#sample-facts").replaceChildren(...shown.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, ...visible(text)))))
+    find("#sample-prompt").replaceChildren(...visible(samples.prompt(row)))
+    this.readResponse(row)
+    this.readGroup(row)
+    this.markWords()
+  }
+
+  readResponse(row) {
+    const { samples, tokens, colouring } = this
+    const box = tokens?.response(row, colouring)
+    find("#colours").replaceChildren(...(box && colouring ? [tokens.legend(colouring)] : []))
+    find("#colouring-unit").textContent = box && colouring ? colouring.unit : ""
+    find("#colouring").disabled = !box
+    if (box) {
+      followTokens(box, tokens)
+      find("#sample-response").replaceChildren(box)
+      find("#sample-note").textContent = ""
+      return
+    }
+    find("#sample-response").replaceChildren(make("div", { class: "plain", dir: "auto" }, ...visible(samples.response(row))))
+    const cut = samples.rows.cut != null && samples.rows.response_cut.get(row) ? " The response is longer than shown." : ""
+    find("#sample-note").textContent = tokens ? `Tokens are shown of ${plural(tokens.samples.rows, "sample")} of this run, not of this one.${cut}` : ""
+  }
+
+  readGroup(row) {
+    const { samples } = this
+    const { rows } = samples
+    const group = rows.group_id.get(row)
+    let first = row
+    while (first > 0 && rows.group_id.get(first - 1) === group) first--
+    const buttons = []
+    for (let one = first; one < rows.rows && rows.group_id.get(one) === group && buttons.length < 64; one++) {
+      const reward = rows.reward.get(one)
+      const button = make("button", { type: "button", "aria-pressed": String(one === row), title: `sample ${rows.sample_index.get(one)}`, onclick: () => samples.goTo(one) }, number(reward, Number.isInteger(reward) ? 0 : 2))
+      buttons.push(button)
+    }
+    find("#sample-group").replaceChildren("Rewards of the group ", ...buttons)
+  }
+
+  // Marks the words that are searched for, where the browser can without touching the text.
+  markWords() {
+    if (!globalThis.Highlight || !CSS.highlights) return
+    CSS.highlights.delete("searched")
+    const { words } = this.samples
+    if (!words || this.row == null) return
+    const ranges = [find("#sample-prompt"), find("#sample-response"), find("#sample-facts")].flatMap((home) => rangesOf(home, words))
+    CSS.highlights.set("searched", new Highlight(...ranges))
+  }
+}
+
+// Where words stand in an element's text, over the borders of its nodes.
+function rangesOf(home, words) {
+  const walker = document.createTreeWalker(home, NodeFilter.SHOW_TEXT)
+  const nodes = []
+  let text = ""
+  while (walker.nextNode()) {
+    nodes.push([text.length, walker.currentNode])
+    text += walker.currentNode.data
+  }
+  const ranges = []
+  const place = (at) => {
+    const [begin, node] = nodes.findLast(([first]) => first <= at)
+    return [node, Math.min(at - begin, node.data.length)]
+  }
+  const lower = text.toLowerCase()
+  for (let at = lower.indexOf(words); at >= 0 && ranges.length < 200 && lower.length === text.length; at = lower.indexOf(words, at + words.length)) {
+    const range = new Range()
+    range.setStart(...place(at))
+    range.setEnd(...place(at + words.length - 1))
+    range.setEnd(range.endContainer, range.endOffset + 1)
+    ranges.push(range)
+  }
+  return ranges
+}

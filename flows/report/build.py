@@ -1,0 +1,272 @@
+"""From a ledger to the report's file."""
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.configs.loader import from_manifest
+from cairn.flows.report.blocks import Block, shortened, text_blocks
+from cairn.flows.report.choice import Why, choose
+from cairn.flows.report.data import History, Progress, Samples, read_history, read_samples
+from cairn.flows.report.facts import (
+    configuration_facts,
+    evaluation_facts,
+    fates_by_iteration,
+    groups_of,
+    lineage_facts,
+    run_facts,
+    selection_facts,
+    tiles,
+    time_facts,
+    verification_facts,
+)
+from cairn.flows.report.page import write_page
+from cairn.flows.report.panels import chosen_panels, meaning
+from cairn.flows.report.tokens import Texts, Tokens, read_tokens, token_blocks
+from cairn.flows.views import run_status
+from cairn.storage.commits import Record, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.verification import Verified, verify
+from cairn.storage.version import code_version
+
+WITH_TOKENS = 500
+"""Samples that are shown with their tokens."""
+_LARGEST = 50_000_000
+"""Bytes of the file that are aimed at."""
+_TEXTS = 128 * 2**20
+"""Bytes of all responses before they are packed: what a browser searches in a second."""
+_TEXTS_OF_A_BLOCK = 4 * 2**20
+_ROOM = 0.72
+"""Of a block's share of the file, base64 taken off and room left."""
+_PARTS = (
+    ("overview", "Overview"),
+    ("curves", "Curves"),
+    ("time", "Time"),
+    ("selection", "Selection"),
+    ("evaluation", "Evaluation"),
+    ("samples", "Samples"),
+    ("lineage", "Lineage"),
+    ("configuration", "Configuration"),
+    ("verification", "Verification"),
+)
+
+
+class Report(Record):
+    """What was written."""
+
+    run: str
+    file: str
+    bytes: int
+    iterations: int
+    samples: int
+    with_tokens: int
+    findings: int | None
+    """Of the verification; None where there was none."""
+
+
+def write_report(ledger: Ledger, file: Path, tell: Progress, *, verified: bool = True) -> Report:
+    """Write the report of a run into a file, whole or not at all. Reads all of its commits and samples, and with
+    `verified` every other file too. Raises Damaged, where it cannot be told from the rest what is missing, and
+    OSError."""
+    status, config = run_status(ledger.store, ledger.run), from_manifest(ledger.manifest.config)
+    checks = _verified(ledger, tell) if verified else None
+    history = read_history(ledger, tell)
+    samples = read_samples(ledger, history, tell)
+    groups = groups_of(samples)
+    why = choose(
+        samples.rows.column("iteration").to_numpy(),
+        samples.rows.column("reward").to_numpy(zero_copy_only=False),
+        WITH_TOKENS,
+        config.seed,
+    )
+    tokens = read_tokens(ledger, history, samples.rows, np.flatnonzero(why != Why.NONE).tolist(), tell)
+    tell("packing", 0, 1)
+    blocks, cut = _blocks(history, samples, groups, why, tokens, _texts(config.model.path, samples, tokens), config)
+    facts = {
+        "run": run_facts(status, config, history),
+        "parts": _PARTS,
+        "tiles": tiles(status, history, samples, checks),
+        "history": history,
+        "time": time_facts(history),
+        "costs": [],
+        "selection": selection_facts(groups),
+        "evaluation": evaluation_facts(history, config),
+        "samples": _samples_facts(samples, tokens, cut),
+        "lineage": lineage_facts(ledger, status, history),
+        "configuration": configuration_facts(ledger),
+        "verification": verification_facts(checks),
+        "made": {"version": code_version().package, "at": time.time(), "store": ledger.store.url},
+    }
+    size = _write(file, facts, blocks)
+    tell("packing", 1, 1)
+    return Report(
+        run=ledger.run,
+        file=str(file),
+        bytes=size,
+        iterations=len(history.iterations),
+        samples=samples.rows.num_rows,
+        with_tokens=len(tokens),
+        findings=None if checks is None else sum(len(check.findings) for check in checks),
+    )
+
+
+def _verified(ledger: Ledger, tell: Progress) -> list[Verified]:
+    checks: list[Verified] = []
+    for check in verify(ledger):
+        checks.append(check)
+        tell("verifying", len(checks), 0)
+    return checks
+
+
+def _texts(path: str, samples: Samples, tokens: Sequence[Tokens]) -> Texts | None:
+    """The texts of tokens, if the model's tokenizer is where the run had it and makes the responses of their ids."""
+    if not tokens:
+        return None
+    from cairn.engines.errors import BadModel
+    from cairn.flows.validation import load_tokenizer
+
+    try:
+        texts = Texts(load_tokenizer(path))
+    except BadModel:
+        return None
+    responses = samples.rows.column("response").take(pa.array([one.row for one in tokens[:20]])).to_pylist()
+    return texts if all(map(texts.are_of, [one.values["id"] for one in tokens[:20]], responses)) else None
+
+
+def _blocks(
+    history: History,
+    samples: Samples,
+    groups: pa.Table,
+    why: np.ndarray,
+    tokens: Sequence[Tokens],
+    texts: Texts | None,
+    config: Any,
+) -> tuple[dict[str, bytes], int | None]:
+    """The page's data by name, and the length to which responses had to be cut, in characters."""
+    found = {"curves": _curves(history, groups, config).to_bytes()}
+    if not samples.rows.num_rows:
+        return found, None
+    of_samples, of_tokens = token_blocks(tokens, texts)
+    found |= {"token-samples": of_samples.to_bytes(), "token-values": of_tokens.to_bytes()}
+    prompts = samples.rows.column("prompt").combine_chunks().dictionary_encode()
+    packed = [block.to_bytes() for block in text_blocks("text", prompts.dictionary, _TEXTS_OF_A_BLOCK)]
+    found |= {f"prompts-{number}": data for number, data in enumerate(packed)}
+    left = int(_LARGEST * _ROOM) - sum(map(len, found.values()))
+    most, whole = _TEXTS, samples.rows.column("response")
+    while True:  # until they fit: how well texts pack is known when they are packed
+        responses, cut = shortened(whole, most)
+        answers = [block.to_bytes() for block in text_blocks("text", responses, _TEXTS_OF_A_BLOCK)]
+        size = sum(map(len, answers))
+        if size <= left or cut is None or most < 2**20:
+            break
+        most = min(most, _size(responses)) * left * 9 // size // 10
+    counts = {"prompts": len(packed), "responses": len(answers)}
+    rows = _rows(samples.rows, prompts, why, cut, counts)
+    found |= {f"responses-{number}": data for number, data in enumerate(answers)}
+    return {"samples": rows.to_bytes(), **found}, cut
+
+
+def _size(texts: Any) -> int:
+    return int(pc.sum(pc.binary_length(texts)).as_py() or 0)
+
+
+def _rows(rows: pa.Table, prompts: Any, why: np.ndarray, cut: int | None, counts: Mapping[str, int]) -> Block:
+    block = Block(rows.num_rows)
+    for name in ("iteration", "sample_index", "prompt_tokens", "response_tokens", "segments", "age"):
+        block.numbers(name, pc.fill_null(rows.column(name), -1).to_numpy().astype(np.int32))
+    block.numbers("group_id", rows.column("group_id").to_numpy().astype(np.float64))
+    for name in ("reward", "advantage", "log_prob", "seconds"):
+        block.numbers(name, rows.column(name).to_numpy(zero_copy_only=False).astype(np.float32))
+    for name in ("status", "finish_reason", "fate", "reason", "label", "error"):
+        block.words(name, rows.column(name).combine_chunks())
+    block.numbers("prompt", prompts.indices.to_numpy(zero_copy_only=False).astype(np.int32))
+    block.numbers("why", why)
+    lengths = pc.utf8_length(pc.fill_null(rows.column("response"), "")).to_numpy(zero_copy_only=False)
+    block.numbers("response_cut", (lengths > (lengths.max() if cut is None else cut)).astype(np.uint8))
+    block.value("prompts", len(prompts.dictionary))
+    block.value("blocks", dict(counts))
+    block.value("cut", cut)
+    return block
+
+
+def _curves(history: History, groups: pa.Table, config: Any) -> Block:
+    """Everything that is drawn over the iterations."""
+    block = Block(len(history.iterations))
+    numbers = np.array([one.number for one in history.iterations], np.int32)
+    block.numbers("iteration", numbers)
+    names = sorted({name for one in history.iterations for name in one.metrics})
+    metrics = {name: np.array([one.metrics.get(name, np.nan) for one in history.iterations]) for name in names}
+    steps = [step for step in Step if any(step in one.seconds for one in history.iterations)]
+    times = {f"time:{step}": np.array([one.seconds.get(step, 0.0) for one in history.iterations]) for step in steps}
+    fates = {f"fate:{name}": counts for name, counts in fates_by_iteration(groups, numbers).items()}
+    for name, values in {**metrics, **times, **fates}.items():
+        block.numbers(name, values.astype(np.float64))
+    idle = {"metric": "perf/other_time", "label": "none at work", "meaning": meaning("perf/other_time"), "colour": 8}
+    stacks = [
+        {
+            "title": "Seconds of each iteration",
+            "unit": "s",
+            "home": "#time-panels",
+            "curves": [*_parts(times), idle] if steps else [],
+        },
+        {"title": "Groups of each iteration", "unit": "groups", "home": "#selection-panels", "curves": _parts(fates)},
+    ]
+    block.value("panels", chosen_panels({name: values.tolist() for name, values in metrics.items()}))
+    block.value("stacks", [stack for stack in stacks if stack["curves"]])
+    trained = list(history.evaluations)
+    benchmarks = [
+        {"name": one.name, "values": [history.evaluations[at].get(f"eval/{one.name}") for at in trained]}
+        for one in config.eval.benchmarks
+    ]
+    block.value("scores", {"trained": trained, "benchmarks": benchmarks})
+    block.value("meanings", {name: meaning(name) for name in names})
+    return block
+
+
+def _parts(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    return [{"metric": name, "label": name.partition(":")[2], "meaning": ""} for name in columns]
+
+
+def _samples_facts(samples: Samples, tokens: Sequence[Tokens], cut: int | None) -> dict[str, Any]:
+    rows = samples.rows
+    count = rows.num_rows
+    first, last = (pc.min_max(rows.column("iteration")).as_py()[end] for end in ("min", "max"))
+    all_shown = len(tokens) == count
+    note = f"All {count:,} samples" if count > 1 else "The one sample"
+    if not all_shown:
+        note += (
+            f", {len(tokens):,} of them with their tokens: the best, the worst and the median ones by reward, and "
+            "others of all iterations alike, drawn at random"
+        )
+    note += ". Keys: / searches, j and k (or the arrows in the table) go from one to the next."
+    if cut is not None:
+        note += f" Responses without tokens are cut at {cut:,} characters; `cairn show` has them whole."
+    if samples.retired:
+        note += f" The samples of {samples.retired:,} older files are gone: the run does not keep them for ever."
+    facts = {"count": count, "note": note, "first": first, "last": last, "all_shown": all_shown}
+    return {**facts, "retired": samples.retired}
+
+
+def _write(file: Path, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> int:
+    """Write beside the file and rename. Returns its size in bytes."""
+    handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            for piece in write_page(facts, blocks):
+                out.write(piece)
+            size = out.tell()
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return size
