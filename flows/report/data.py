@@ -116,8 +116,7 @@ _COLUMNS = pa.schema(
 
 def read_samples(ledger: Ledger, history: History, tell: Progress) -> Samples:
     """Read every sample of a run. Raises Damaged."""
-    generated: list[pa.Table] = []
-    rewards, selections, advantages = [], [], []
+    read_of: dict[Step, list[pa.Table]] = {step: [] for step in _OF}
     retired = 0
     with ThreadPoolExecutor(_READERS) as readers:
         read = readers.map(lambda source: list(_read_source(ledger, *source)), history.sources)
@@ -127,14 +126,13 @@ def read_samples(ledger: Ledger, history: History, tell: Progress) -> Samples:
                 if table is None:
                     retired += 1
                 else:
-                    homes = {Step.ROLLOUT: generated, Step.REWARD: rewards, Step.FILTER: selections}
-                    homes.get(step, advantages).append(table)
-    rows = _newest(generated, _KEYS)
+                    read_of[step].append(table)
+    rows = _newest(read_of[Step.ROLLOUT], _KEYS)
     if rows is None:
         return Samples(_COLUMNS.empty_table(), retired)
-    rows = _joined(rows, _newest(rewards, _KEYS), _KEYS)
-    rows = _joined(rows, _newest(selections, ["group_id"]), ["group_id"])
-    rows = _joined(rows, _newest(advantages, _KEYS), _KEYS)
+    rows = _joined(rows, _newest(read_of[Step.REWARD], _KEYS), _KEYS)
+    rows = _joined(rows, _newest(read_of[Step.FILTER], ["group_id"]), ["group_id"])
+    rows = _joined(rows, _newest(read_of[Step.ADVANTAGE], _KEYS), _KEYS)
     if "graded" in rows.column_names:  # what failed to be graded was generated
         graded = [pc.coalesce(rows.column(of), rows.column(name)) for of, name in _GRADED.items()]
         for name, column in zip(_GRADED.values(), graded, strict=True):

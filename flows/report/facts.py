@@ -190,13 +190,14 @@ def evaluation_facts(history: History, config: RunConfig) -> Facts:
 
 def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
     """Which runs, code and machines a run comes from."""
-    chain, runs, last = ledger, [], "on"
+    chain, last = ledger, "on"
+    runs: list[Facts] = []
     while True:
         parent = chain.manifest.parent
         runs.append(
             {
                 "run": chain.run,
-                "iterations": f"{chain.first_iteration} {last}" if last == "on" else f"{chain.first_iteration} to {last}",
+                "iterations": f"{chain.first_iteration} {last}",
                 "created": chain.manifest.created_at,
                 "why": "" if parent is None else f"forked from {parent.run}@{parent.iteration}"
                 + (f": {parent.reason}" if parent.reason else ""),
@@ -204,7 +205,7 @@ def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
         )  # fmt: skip
         if chain.parent is None:
             break
-        last, chain = str(chain.first_iteration - 1), chain.parent
+        last, chain = f"to {chain.first_iteration - 1}", chain.parent
     order = list(Step)
     return {
         "runs": runs,
@@ -213,7 +214,12 @@ def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
             for one in status.written_by
         ],
         "machines": [
-            {"steps": ", ".join(sorted(steps, key=order.index)), "device": device, "host": host, "threads": threads}
+            {
+                "steps": ", ".join(sorted(steps, key=lambda step: order.index(Step(step)))),
+                "device": device,
+                "host": host,
+                "threads": threads,
+            }
             for (device, host, threads), steps in history.machines.items()
         ],
         "digests": [
@@ -241,9 +247,8 @@ def configuration_facts(ledger: Ledger) -> Facts:
 
 
 def _is_within(name: str, option: str) -> bool:
-    return (
-        name == option or name.startswith((f"{option}.", f"{option}[")) or option.startswith((f"{name}.", f"{name}["))
-    )
+    longer, shorter = (name, option) if len(name) > len(option) else (option, name)
+    return longer == shorter or longer.startswith((f"{shorter}.", f"{shorter}["))
 
 
 def _options(section: BaseModel, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, bool]]:

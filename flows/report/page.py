@@ -1,8 +1,8 @@
 """The page: one HTML file with all that it shows, which asks nobody for anything.
 
-What a run holds may be hostile. Text in the page's own markup is escaped; all else lies packed in base64 and reaches the
-page as text nodes. The page's policy runs the scripts that it came with, by their digests, and no other; it loads nothing
-and sends nothing.
+What a run holds may be hostile. Text in the page's own markup is escaped; all else lies packed in base64 and reaches
+the page as text nodes. The page's policy runs the scripts that it came with, by their digests, and no other; it loads
+nothing and sends nothing.
 """
 
 import base64

@@ -57,16 +57,15 @@ def read_tokens(
         tell("reading tokens", done, len(history.sources))
         for commit in [*of_samples, *of_tokens]:
             names = _COLUMNS.get(commit.step)
-            wanted = (
-                {k for k, i in home.items() if i == commit.iteration} if commit.step is Step.ROLLOUT else found.keys()
-            )
+            is_rollout = commit.step is Step.ROLLOUT
+            wanted = [key for key, iteration in home.items() if iteration == commit.iteration or not is_rollout]
             if names is None or not wanted:
                 continue
             try:
                 table = read_file(ledger, commit)
             except Retired:
                 continue
-            _take(table, names, {key: found[key] for key in wanted}, commit.step is Step.ROLLOUT)
+            _take(table, names, {key: found[key] for key in wanted}, is_rollout)
     return sorted((tokens for tokens in found.values() if "id" in tokens.values), key=lambda tokens: tokens.row)
 
 
@@ -94,7 +93,7 @@ def token_blocks(found: Sequence[Tokens], texts: Callable[[np.ndarray], list[str
     Args:
         texts: gives the ids of a sample a text each; None: ids must do.
     """
-    pieces = [texts(tokens.values["id"]) if texts is not None else None for tokens in found]
+    pieces = [] if texts is None else [texts(tokens.values["id"]) for tokens in found]
     longest = _cut([tokens.length for tokens in found])
     kept = []
     for tokens in found:

@@ -81,8 +81,9 @@ class Tokens {
     const chip = (style, text) => make("li", {}, make("span", { class: `chip ${style}` }), text)
     const items = []
     if (colouring.kind === "sequence") {
-      items.push(chip("", `over ${number(colouring.edges[0])}`))
-      colouring.edges.forEach((edge, i) => items.push(chip(`sequence-${i + 1}`, i + 1 < colouring.edges.length ? number(edge) : `under ${number(edge)}`)))
+      const say = (edge) => MINUS + Math.abs(edge)
+      items.push(chip("", `over ${say(colouring.edges[0])}`))
+      colouring.edges.forEach((edge, i) => items.push(chip(`sequence-${i + 1}`, `${i ? "" : "under "}${say(edge)}`)))
     } else if (colouring.kind === "age") {
       items.push(chip("", "0"), ...[1, 2, 3, 4, 5, 6].map((age) => chip(`sequence-${age}`, String(age))), chip("sequence-7", "7 and more"))
     } else if (colouring.kind === "mask") {
