@@ -5,12 +5,13 @@ hard link (exclusive create); then the folder is synced. A crash can leave only 
 `find` do not show.
 """
 
+import builtins
 import errno
 import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -142,6 +143,25 @@ class LocalStore:
         target = self._path(path)
         with _reading(target):
             return target.read_bytes()
+
+    def read_many(self, paths: Sequence[str]) -> builtins.list[bytes | None]:
+        folders: dict[str, Path] = {}
+        found: builtins.list[bytes | None] = []
+        for path in paths:
+            folder, _, name = check_path(path).rpartition("/")
+            if folder not in folders:
+                folders[folder] = self._path(folder) if folder else self.root
+            try:
+                descriptor = os.open(folders[folder] / name, os.O_RDONLY | os.O_NOFOLLOW)
+            except OSError:
+                try:
+                    found.append(self.read(path))
+                except FileNotFoundError:
+                    found.append(None)
+                continue
+            with open(descriptor, "rb") as file:
+                found.append(file.read())
+        return found
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         target = self._path(path)

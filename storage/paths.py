@@ -1,11 +1,14 @@
 """What a path inside a store may look like."""
 
+import re
+
+_UNUSABLE = re.compile(r"[\\\x00-\x1f]")
+
 
 def is_path(path: str) -> bool:
     """Whether a path stays below its root: names between single slashes, none of them empty, "." or "..", no backslash
     or control character."""
-    names = path.split("/")
-    return not (any(name in ("", ".", "..") for name in names) or "\\" in path or any(ord(char) < 32 for char in path))
+    return _UNUSABLE.search(path) is None and not any(name in ("", ".", "..") for name in path.split("/"))
 
 
 def check_path(path: str) -> str:

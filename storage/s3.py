@@ -10,13 +10,14 @@ tried again here alone, after its guard. All are counted; not so the second conn
 one breaks without a reply.
 """
 
+import builtins
 import hashlib
 import itertools
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -100,6 +101,16 @@ class S3Store:
 
     def read(self, path: str) -> bytes:
         return self._retrying(lambda: self._get(path))
+
+    def read_many(self, paths: Sequence[str]) -> builtins.list[bytes | None]:
+        def read(path: str) -> bytes | None:
+            try:
+                return self.read(path)
+            except FileNotFoundError:
+                return None
+
+        with ThreadPoolExecutor(_CONNECTIONS) as readers:
+            return [*readers.map(read, paths)]
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         part = {"start": start, "end": end}

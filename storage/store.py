@@ -5,7 +5,7 @@ all, and of several creators of one path exactly one wins.
 """
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -63,6 +63,10 @@ class Store(Protocol):
 
     def read(self, path: str) -> bytes:
         """All bytes of a file. Raises FileNotFoundError."""
+
+    def read_many(self, paths: Sequence[str]) -> list[bytes | None]:
+        """All bytes of many small files, in the order of their paths; None where there is none. A request each, some at
+        a time."""
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         """The bytes of a file from `start` up to `end`, which must lie within it. Raises FileNotFoundError."""

@@ -1,7 +1,6 @@
 """Which commits and tables each run of a store has, a fork those that it shares with its parent besides its own."""
 
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,9 +17,6 @@ from cairn.storage.manifest import Manifest, list_runs, read_manifest
 from cairn.storage.query.index import read_index, write_index
 from cairn.storage.query.rows import COMMITS, row_of, table_of
 from cairn.storage.store import Store
-
-_REQUESTS = 32
-"""Files and folders asked for at a time, of an object store."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,10 @@ class Tables:
     """Store paths, in the order of iterations and shards."""
     sizes: tuple[int, ...]
     """Their bytes."""
+    rows: tuple[int, ...]
+    """Of each step's snapshot."""
+    places: tuple[tuple[int, str | None], ...]
+    """Iteration and shard of each."""
 
 
 class Catalogue:
@@ -107,16 +107,31 @@ class Catalogue:
             if step == Step.FILTER:
                 commits = _newest_rounds(commits)
             retired = self._retirements(share.owner)
-            columns = [commits.column(name).to_pylist() for name in ("iteration", "tables", "table_bytes")]
+            columns = [
+                commits.column(name).to_pylist() for name in ("iteration", "shard", "rows", "tables", "table_bytes")
+            ]
             files = [
-                file
-                for iteration, paths, sizes in zip(*columns, strict=True)
+                (path, size, rows, (iteration, shard))
+                for iteration, shard, rows, paths, sizes in zip(*columns, strict=True)
                 if (iteration, layout.Kind.of(step)) not in retired
-                for file in zip(paths, sizes, strict=True)
+                for path, size in zip(paths, sizes, strict=True)
             ]
             if files:
-                paths, sizes = zip(*files, strict=True)
-                found.append(Tables(share, paths, sizes))
+                found.append(Tables(share, *zip(*files, strict=True)))
+        return found
+
+    def delays(self) -> set[int]:
+        """Iterations between the rollout and the training of a sample that there are: 0, and others where a batch took
+        samples of earlier iterations. Told by what the advantage steps were made from."""
+        found = {0}
+        for share in self.shares:
+            commits = self._of_share(share, frozenset({str(Step.ADVANTAGE)}))
+            inputs = commits.column("inputs").combine_chunks()
+            for index, iteration in enumerate(commits.column("iteration").to_pylist()):
+                for name, _ in inputs[index].as_py():
+                    made_in, _, step = name.partition("/")
+                    if step.startswith(f"{Step.ROLLOUT}.") or step == Step.ROLLOUT:
+                        found.add(iteration - int(made_in))
         return found
 
     def last_iteration(self, run: str) -> int | None:
@@ -194,19 +209,13 @@ class Catalogue:
         """Markers by name. What cannot be read is noted and left out."""
         paths = [f"{layout.iterations(owner)}/{name}.json" for name in names]
         rows = []
-        for path, data in zip(paths, self._in_parallel(self._bytes, paths), strict=True):
+        for path, data in zip(paths, self.store.read_many(paths), strict=True):
             try:
-                if data is not None:
+                if data is not None:  # else the run is being deleted
                     rows.append(row_of(data, path))
             except Damaged as error:
                 self.notes.append(f"{error}; it is left out, see `cairn verify {owner}`")
         return table_of(rows)
-
-    def _bytes(self, path: str) -> bytes | None:
-        try:
-            return self.store.read(path)
-        except FileNotFoundError:  # the run is being deleted
-            return None
 
     def _listed(self, owner: str) -> dict[int, list[str]]:
         """Names of an owner's markers by iteration."""
@@ -243,12 +252,6 @@ class Catalogue:
             names = self.store.list(layout.retirements(owner))
             self._retired[owner] = {place for name in names if (place := layout.parse_retired(name)) is not None}
         return self._retired[owner]
-
-    def _in_parallel(self, read: Callable[[str], bytes | None], paths: Sequence[str]) -> list[bytes | None]:
-        if isinstance(self.store, LocalStore) or len(paths) < 2:
-            return [read(path) for path in paths]
-        with ThreadPoolExecutor(_REQUESTS) as pool:
-            return list(pool.map(read, paths))
 
 
 def _is_marker(name: str) -> bool:

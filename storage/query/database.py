@@ -55,10 +55,9 @@ class Query:
                     names = names_in(connection, text)
                     views = names.views
                     for view in sorted(views):
-                        columns = names.columns(view)
-                        for source in VIEWS[view].sources(columns):
-                            relations.define(connection, source)
-                        connection.execute(f"CREATE TEMP VIEW {view} AS {VIEWS[view].select(columns)}")
+                        select = relations.select(VIEWS[view], names.columns(view))
+                        relations.define(connection, select)
+                        connection.execute(f"CREATE TEMP VIEW {view} AS {select}")
                     _confine(connection, relations.folders)
                     table = connection.sql(text, params=params).to_arrow_table()
                 except duckdb.Error as error:
@@ -91,6 +90,7 @@ def _require_select(connection: duckdb.DuckDBPyConnection, text: str) -> None:
 def _confine(connection: duckdb.DuckDBPyConnection, folders: Sequence[str]) -> None:
     """From here on only files below some folders can be read, and this cannot be changed."""
     connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("SET enable_progress_bar = false")  # it would stand in the command's output
     connection.execute(f"SET allowed_directories = [{', '.join(map(quoted, folders))}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")

@@ -6,6 +6,7 @@ a query leaves out.
 """
 
 import json
+import re
 from collections.abc import Collection
 
 import duckdb
@@ -16,6 +17,7 @@ from cairn.storage.commits import Step
 from cairn.storage.local import LocalStore
 from cairn.storage.query.catalogue import Catalogue, Tables
 from cairn.storage.query.files import SCHEME, LedgerFiles
+from cairn.storage.query.schema import View
 
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: schemas.ROLLOUT.append(schemas.KEPT).append(schemas.TRAJECTORIES),
@@ -39,6 +41,9 @@ _RUNS = pa.schema(
         ("config", pa.string()),
     ]
 )
+_BY_ORIGIN = "_by_origin"
+_DELAYS = 8
+"""Iterations that samples wait before they are trained on, of which each is looked at alone."""
 _RENAMED = {"iteration": "generated_in"}
 """Columns whose names say here where a table lies."""
 _TYPES = {
@@ -63,19 +68,27 @@ class Relations:
         self.folders = [self._root + layout.runs()]
         """Where DuckDB finds the files."""
 
-    def define(self, connection: duckdb.DuckDBPyConnection, name: str) -> None:
-        """Make `cairn_NAME`, unless it is there."""
-        if name in self._defined:
-            return
-        if self._files is not None and not self._defined:
-            connection.register_filesystem(self._files)
-        self._defined.add(name)
-        if name == "runs":
-            connection.register("cairn_runs", self._runs())
-        elif name == "commits":
-            connection.register("cairn_commits", self.catalogue.commits(list(Step)))
-        else:
-            self._define_tables(connection, name)
+    def select(self, view: View, columns: Collection[str]) -> str:
+        """The SELECT of a view's columns, by the fewest tables that can answer."""
+        twin = view.twin is not None and f" {view.twin.alias}.run" in view.select(columns)
+        return view.select(columns, same_rows=twin and self._every_sample_is_graded())
+
+    def define(self, connection: duckdb.DuckDBPyConnection, select: str) -> None:
+        """Make the relations that a SELECT names, unless they are there."""
+        for name in sorted(set(re.findall(r"\bcairn_(\w+)", select)) - self._defined):
+            if self._files is not None and not self._defined:
+                connection.register_filesystem(self._files)
+            self._defined.add(name)
+            step = name.removesuffix(_BY_ORIGIN)
+            if name == "runs":
+                connection.register("cairn_runs", self._runs())
+            elif name == "commits":
+                connection.register("cairn_commits", self.catalogue.commits(list(Step)))
+            elif step != name:
+                self.define(connection, f"cairn_{step}")
+                self._define_by_origin(connection, step)
+            else:
+                self._define_tables(connection, step)
 
     def _runs(self) -> pa.Table:
         rows = [
@@ -93,6 +106,32 @@ class Relations:
             for manifest in self.catalogue.runs
         ]
         return pa.Table.from_pylist(rows, _RUNS)
+
+    def _every_sample_is_graded(self) -> bool:
+        """Whether each shard's rollout has a row for each row of its rewards, of all that are not left out."""
+        counted = [
+            {
+                (tables.share.run, place): rows
+                for tables in self.catalogue.tables(step)
+                for place, path, rows in zip(tables.places, tables.paths, tables.rows, strict=True)
+                if path not in self._without
+            }
+            for step in (Step.ROLLOUT, Step.REWARD)
+        ]
+        return counted[0] == counted[1]
+
+    def _define_by_origin(self, connection: duckdb.DuckDBPyConnection, step: str) -> None:
+        """The tables of a step that trains, with `generated_in`, the iteration that a sample may come from: a row for
+        each of which the batch took samples, so that a condition on it leaves the other iterations' files shut."""
+        delays = self.catalogue.delays()
+        branches = [f"SELECT *, iteration - {delay} AS generated_in FROM cairn_{step}" for delay in sorted(delays)]
+        if len(branches) > _DELAYS:  # each is a look at every file
+            branches = [
+                f"SELECT t.*, f.generated_in FROM cairn_{step} t JOIN cairn_filter f ON f.run = t.run "
+                "AND f.iteration = t.iteration AND f.group_id = t.group_id AND f.disposition = 'train'"
+            ]
+            self.define(connection, branches[0])
+        connection.execute(f"CREATE TEMP VIEW cairn_{step}{_BY_ORIGIN} AS {' UNION ALL '.join(branches)}")
 
     def _define_tables(self, connection: duckdb.DuckDBPyConnection, step: str) -> None:
         branches = []
@@ -115,15 +154,15 @@ class Relations:
     def _branch(self, step: str, tables: Tables, variable: str) -> str:
         start = len(self._root) + len(layout.iterations(tables.share.owner)) + 2
         after = start + len(layout.digits(0)) + len(f"/{step}/")
-        attempt = f"split_part(substr(filename, {after}), '/', 1)"
         known = ", ".join(
             f"{quoted(name)}: {{name: {quoted(name)}, type: {quoted(type_)}, default_value: NULL}}"
             for name, type_ in _columns(step)
         )
+        at = f"substr(filename, {start}, 6)::BIGINT AS iteration, {_shard(step, tables, after)} AS shard"
+        read = f"read_parquet(getvariable('{variable}'), schema = MAP {{{known}}}, filename = true)"
         return (
             f"SELECT {quoted(tables.share.run)} AS run, {quoted(tables.share.owner)} AS owner, "
-            f"substr(filename, {start}, 6)::BIGINT AS iteration, {_shard(step, attempt)} AS shard, {_renamed(step)} "
-            f"FROM read_parquet(getvariable('{variable}'), schema = MAP {{{known}}}, filename = true)"
+            f"{at}, {_renamed(step)} FROM {read}"
         )
 
 
@@ -145,9 +184,17 @@ def _sql_type(type_: pa.DataType) -> str:
     return _TYPES[type_]
 
 
-def _shard(step: str, attempt: str) -> str:
-    """The filter's rows name the shard of the rollout themselves."""
-    return "shard" if step == Step.FILTER else f"nullif(regexp_replace({attempt}, '\\.?\\d{{6}}-[0-9a-f]+$', ''), '')"
+def _shard(step: str, tables: Tables, start: int) -> str:
+    """A table's shard from character `start` of its path on. The filter's rows name the shard of the rollout."""
+    if step == Step.FILTER:
+        return "shard"
+    lengths = {None if shard is None else len(shard) for _, shard in tables.places}
+    if lengths == {None}:
+        return "NULL::VARCHAR"
+    if len(lengths) == 1:
+        return f"substr(filename, {start}, {lengths.pop()})"
+    attempt = f"split_part(substr(filename, {start}), '/', 1)"
+    return f"nullif(regexp_replace({attempt}, '\\.?\\d{{6}}-[0-9a-f]+$', ''), '')"
 
 
 def _own(step: str) -> dict[str, str]:

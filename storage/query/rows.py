@@ -9,7 +9,7 @@ import pyarrow as pa
 from cairn.storage import layout
 from cairn.storage.commits import require_readable
 from cairn.storage.errors import Damaged
-from cairn.storage.paths import check_path
+from cairn.storage.paths import is_path
 
 _TEXTS = pa.map_(pa.string(), pa.string())
 _NUMBERS = pa.map_(pa.string(), pa.float64())
@@ -97,8 +97,8 @@ def table_of(rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 
 def _table_path(run: str, path: str) -> str:
-    full = layout.in_run(run, check_path(path))
-    if layout.parse_file(run, full) is None:
+    full = f"{layout.run(run)}/{path}"
+    if not is_path(full) or layout.parse_file(run, full) is None:
         raise ValueError(f"its file {path!r} is none of an attempt")
     return full
 

@@ -20,6 +20,16 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Twin:
+    """A join that mostly has a row for each row of the base, and then can stand for it."""
+
+    alias: str
+    base: str
+    columns: frozenset[str]
+    """Of the base that the join has as well, with the same values."""
+
+
+@dataclass(frozen=True)
 class View:
     """A view of the ledger."""
 
@@ -32,22 +42,23 @@ class View:
     """By alias, in an order in which each needs those before it only."""
     anchor: str = ""
     """A column that makes the rows, and is always selected: the one that unnests."""
+    twin: Twin | None = None
 
-    def select(self, names: Collection[str]) -> str:
-        """The SELECT of some columns, in the view's order; one that is asked for none has its first."""
+    def select(self, names: Collection[str], *, same_rows: bool = False) -> str:
+        """The SELECT of some columns, in the view's order; one that is asked for none has its first. `same_rows`: the
+        base and its twin have a row for each row of the other."""
         chosen = [name for name in self.columns if name in names or name == self.anchor] or [next(iter(self.columns))]
-        items = [f'{self.columns[name].sql} AS "{name}"' for name in chosen]
-        joins: list[str] = []
-        text = " ".join(items)
+        items = ", ".join(f'{self.columns[name].sql} AS "{name}"' for name in chosen)
+        joins: dict[str, str] = {}
         for alias, join in reversed(list(self.joins.items())):
-            if re.search(rf"\b{alias}\.", text):
-                joins.insert(0, join)
-                text += join
-        return f"SELECT {', '.join(items)} FROM {self.base} {' '.join(joins)}"
-
-    def sources(self, names: Collection[str]) -> set[str]:
-        """The relations below the view that its columns need, by name."""
-        return set(re.findall(r"\bcairn_(\w+)", self.select(names)))
+            if re.search(rf"\b{alias}\.", " ".join([items, *joins.values()])):
+                joins = {alias: join, **joins}
+        if same_rows and self.twin is not None and self.twin.alias in joins:
+            others = " ".join(join for alias, join in joins.items() if alias != self.twin.alias)
+            if set(re.findall(r"\bb\.(\w+)", items + others)) <= self.twin.columns:
+                renamed = re.sub(rf"\b{self.twin.alias}\.", "b.", items)
+                return f"SELECT {renamed} FROM {self.twin.base} {others}"
+        return f"SELECT {items} FROM {self.base} {' '.join(joins.values())}"
 
 
 def _c(type_: str, sql: str, about: str) -> Column:
@@ -76,19 +87,24 @@ _DECISION = (
 )
 
 
-def _per_sample(name: str, alias: str, iteration: str = "d.trained_in") -> str:
+def _per_sample(name: str, alias: str, conditions: str) -> str:
     return (
-        f"LEFT JOIN cairn_{name} {alias} ON {alias}.run = b.run AND {alias}.iteration = {iteration} "
-        f"AND {alias}.group_id = b.group_id AND {alias}.sample_index = b.sample_index"
+        f"LEFT JOIN cairn_{name} {alias} ON {alias}.run = b.run AND {alias}.group_id = b.group_id "
+        f"AND {alias}.sample_index = b.sample_index AND {conditions.format(alias)}"
     )
 
 
+_TRAINED_WITH = "{0}.generated_in = b.iteration AND {0}.iteration = d.trained_in"
 _OF_A_SAMPLE = {
-    "g": f"{_per_sample('reward', 'g', 'b.iteration')} AND g.shard = b.shard",
+    "g": _per_sample("reward", "g", "{0}.iteration = b.iteration AND {0}.shard = b.shard"),
     "d": _DECISION,
-    "a": _per_sample("advantage", "a"),
-    "s": _per_sample("score", "s"),
+    "a": _per_sample("advantage_by_origin", "a", _TRAINED_WITH),
+    "s": _per_sample("score_by_origin", "s", _TRAINED_WITH),
 }
+_GRADED = Twin(
+    "g", "cairn_reward b", frozenset({"run", "owner", "iteration", "shard", "group_id", "sample_index", "status"})
+)
+"""A grade for each sample, in which the status is that of both; so it is once all shards are graded."""
 _DECIDED = {
     "disposition": _c(
         "VARCHAR", "d.disposition", "what became of the group at last: `train`, `buffer`, `continue` or `drop`"
@@ -227,6 +243,7 @@ SAMPLES = View(
         "age": _c("INTEGER", "list_max(a.ages)", "of its oldest token when it was trained on, in publications"),
     },
     _OF_A_SAMPLE,
+    twin=_GRADED,
 )
 SEGMENTS = View(
     "segments",

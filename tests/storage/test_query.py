@@ -206,8 +206,8 @@ def test_the_second_query_reads_no_commit_but_the_newest(copied: Store) -> None:
     query = open_query(copied, "toy")
     rows(query, MEANS)
     read: list[str] = []
-    original = copied.read
-    copied.read = lambda path: read.append(path) or original(path)  # type: ignore[method-assign, func-returns-value]
+    original = copied.read_many
+    copied.read_many = lambda paths: read.extend(paths) or original(paths)  # type: ignore[method-assign, func-returns-value]
     rows(query, MEANS)
     assert {path.split("/")[3] for path in read if "/iterations/" in path} == {"000002"}
 
