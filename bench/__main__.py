@@ -36,6 +36,7 @@ BENCHMARKS = {
     "write_ahead": "bench.write_ahead",
     "invariance": "bench.invariance",
     "ledger": "bench.ledger",
+    "sql": "bench.sql",
     "start": "bench.start",
     "recovery": "bench.recovery",
     "trl": "bench.trl",

@@ -1,4 +1,4 @@
-"""A ledger of many samples, as a run would leave it: real schemas, real Parquet files, sealed commits, short responses."""
+"""A ledger of many samples as a run would leave it: its schemas, Parquet files and sealed commits, short responses."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ import pyarrow as pa
 from cairn.configs.schema.run import RunConfig
 from cairn.storage import layout, tables
 from cairn.storage.commits import Commit, Environment, OutputFile, Step
-from cairn.storage.ledger import Ledger
 from cairn.storage.leases import Outcome
+from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import ADVANTAGE, FILTER, REWARD, ROLLOUT, SCORE
 from cairn.storage.store import open_store
 
@@ -23,13 +23,13 @@ _SHARDS = ("00-000", "00-001")
 _WRITERS = 2
 _ENVIRONMENT = Environment(
     device="Intel Xeon (avx512)", threads=1, host="box",
-    versions={name: "1.2.3" for name in ("python", "torch", "transformers", "numpy", "pyarrow", "cairn")},
+    versions=dict.fromkeys(("python", "torch", "transformers", "numpy", "pyarrow", "cairn"), "1.2.3"),
 )  # fmt: skip
 
 
 def write(folder: Path, config: RunConfig, iterations: int, samples: int, tokens: int) -> None:
     """A run of iterations with that many samples each, in groups of eight, of `tokens` tokens a response; every group
-    is trained on. Two shards, and eight commits an iteration. Its files are not synced."""
+    is trained on. Two shards, and nine commits an iteration. Its files are not synced."""
     ledger = Ledger.create(open_store(str(folder)), RUN, config)
     ledger.acquire().release(Outcome.COMPLETED)
     shares = [(folder, range(writer, iterations, _WRITERS), samples, tokens) for writer in range(_WRITERS)]

@@ -22,7 +22,19 @@ ON_THE_QUICKSTART = ("seeds", "durability", "pipeline", "start", "recovery", "tr
 
 ON_A_BUCKET = ("ledger", "write_ahead")
 CHEAP = ("snapshots", "rollout", "training", "write_ahead", "ledger", "invariance")
-LONG = ("seeds", "orchestration", "sync", "sglang", "megatron", "durability", "pipeline", "start", "recovery", "trl")
+LONG = (
+    "sql",
+    "seeds",
+    "orchestration",
+    "sync",
+    "sglang",
+    "megatron",
+    "durability",
+    "pipeline",
+    "start",
+    "recovery",
+    "trl",
+)
 
 
 def arguments(name: str, assets: Path, results: Path) -> list[str]:
