@@ -11,7 +11,7 @@ KILLS ?= 100
 ROOMS := flows tasks engines storage configs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-env lm-eval-env quickstart tiny lint test test-all test-ceph chaos bench clean
+.PHONY: help setup sglang-env lm-eval-env quickstart tiny types docs lint test test-all test-ceph chaos bench clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +49,10 @@ quickstart: tiny ## Train the tiny model with the whole pipeline and show what c
 	$(BIN)/cairn train configs/recipes/quickstart.yaml
 	$(BIN)/python -m examples.quickstart.report
 
-lint: setup ## Lint and check types
-	mkdir -p build/types/cairn && ln -sfn $(foreach room,$(ROOMS),../../../$(room)) ../../../cairn/__init__.py build/types/cairn/
+types: # The folders under the names by which they are imported, for who reads and does not import
+	@mkdir -p build/types/cairn && ln -sfn $(foreach room,$(ROOMS),../../../$(room)) ../../../cairn/__init__.py build/types/cairn/
+
+lint: setup types ## Lint and check types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -70,6 +72,10 @@ chaos: sglang-env setup ## Kill everything at every step, then KILLS=100 times a
 
 bench: setup ## Run the benchmarks of bench/README.md
 	$(BIN)/python -m bench
+
+docs: setup types ## Build the documentation as a site: build/site/index.html
+	$(BIN)/python -m docs.generate
+	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## Remove what was built; runs stay
 	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL)
