@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.factory import kind_of
+from cairn.flows.peaks import peak_tflops
 from cairn.storage.commits import Commit, Step
 
 
@@ -162,6 +163,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/value_clipfrac", "fraction", "train", "Tokens whose value moved further than `value_clip`."),
     Metric("train/critic_grad_norm", "", "train", "The critic's global gradient norm before clipping."),
     Metric("train/critic_lr", "", "train", "The critic's learning rate, mean over the optimizer steps."),
+    Metric(
+        "train/flops",
+        "FLOP",
+        "train",
+        "Model FLOPs of the actor's update, 6 N + 12 L H Q T a token (PaLM, appendix B); see `engines/flops.py`.",
+    ),
     Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
     Metric(
         "eval/<benchmark>",
@@ -182,6 +189,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<benchmark>/metric/<name>", "", "eval", "What else a `metric` of your own gives of the benchmark."),
     Metric("eval/<benchmark>/response_len/mean", "tokens", "eval", "Mean response."),
     Metric("eval/<benchmark>/response_len/max", "tokens", "eval", "Longest response."),
+    Metric(
+        "alarm/<name>",
+        "",
+        "all",
+        "1 where the alarm is raised, else 0; of the alarms that `tracking.alarms` sets, once there are enough "
+        "iterations.",
+    ),
     Metric(
         "retries/<error>",
         "tries",
@@ -224,6 +238,19 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "perf/actor_train_tok_per_s", "tokens/s", "timings", "Trained tokens per second of `perf/actor_train_time`."
+    ),
+    Metric(
+        "perf/actor_train_tflops",
+        "TFLOP/s",
+        "timings",
+        "`train/flops` per second that the trainer computed, per rank: without restores, waits and commits.",
+    ),
+    Metric(
+        "perf/mfu",
+        "fraction",
+        "timings",
+        "Model FLOPs utilization: `perf/actor_train_tflops` of what a device can do at most, which is "
+        "`tracking.peak_tflops` or known of the GPU (`flows/peaks.py`); none on CPUs without that option.",
     ),
 )
 
@@ -333,7 +360,17 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
         performance["perf/cache_hit_rate"] = metrics["rollout/cached_tokens"] / metrics["rollout/prompt_tokens"]
     if seconds.get(Step.TRAIN) and "train/tokens" in metrics:
         performance["perf/actor_train_tok_per_s"] = metrics["train/tokens"] / seconds[Step.TRAIN]
-    return performance
+    return performance | _utilization(commits, config)
+
+
+def _utilization(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
+    """Of the training devices while they updated weights."""
+    trained = next((commit for commit in commits if commit.step is Step.TRAIN and "flops" in commit.metrics), None)
+    if trained is None or not trained.timings.get("update"):
+        return {}
+    tflops = trained.metrics["flops"] / trained.timings["update"] / config.training.world_size / 1e12
+    peak = config.tracking.peak_tflops or peak_tflops(trained.environment.device, config.training.dtype)
+    return {"perf/actor_train_tflops": tflops, **({} if peak is None else {"perf/mfu": tflops / peak})}
 
 
 def _bytes(commits: Iterable[Commit]) -> int:

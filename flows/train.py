@@ -13,6 +13,7 @@ from prefect import Flow, flow
 from prefect.exceptions import TerminationSignal
 
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.alarms import Alarms
 from cairn.flows.approval import admit
 from cairn.flows.artifacts.publishing import Pages
 from cairn.flows.divergence import fork_after_divergence
@@ -126,7 +127,11 @@ def opened(
 
 def watchers(run: RunContext) -> dict[str, Watcher]:
     """All that watch the run, by their names. Raises ConfigError if one that it asks for cannot be used."""
-    return {**trackers(run.ledger, run.config), "What Prefect's interface shows of the run": Pages(run)}
+    own = {
+        "What sounds alarms": Alarms(run.ledger, run.config, run.emit),
+        "What Prefect's interface shows of the run": Pages(run),
+    }
+    return {**own, **trackers(run.ledger, run.config)}
 
 
 def cancelled(run: RunContext, ending: Ending, flow_run: UUID, over: threading.Event) -> float | None:

@@ -226,6 +226,7 @@ RULES: Mapping[str, Rule] = {
     "tracking.wandb_host": _only_the_user,
     "tracking.mlflow_tracking_uri": _written_database,
     "tracking.mlflow_experiment": _anything,
+    "tracking.prometheus_host": _only_the_user,
 }
 """Every option that holds more than a number, a switch or one of a fixed set of words."""
 

@@ -5,6 +5,7 @@ that is to be trained now, its result is committed and nothing is trained again.
 back to the committed weights first.
 """
 
+from cairn.engines.flops import model_size
 from cairn.engines.types import TrainResult
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.batch import train_batch
@@ -30,19 +31,21 @@ def train(
 ) -> Outcome:
     """Update the weights that `weights` left, the actor's and the critic's, on the selected samples."""
     run, num_steps, version = step.run, step.run.config.training.num_steps_per_rollout, version_of(weights)
+    batch = train_batch(run, selection, rollouts, advantages, scores)
     with run.weights_lock:
         result = _uncommitted_result(step, version + num_steps)
         if result is None:
             prepare_trainer(run, weights)
             result = run.fleet.training.train(
-                train_batch(run, selection, rollouts, advantages, scores),
+                batch,
                 num_steps=num_steps,
                 expected_version=version,
                 input_digest=step.input_digest,
                 train_actor=run.config.algorithm.trains_actor(step.iteration),
             )
+    flops = model_size(run.config.model.path).training_flops([len(ids) for ids in batch.input_ids])
     return Outcome(
-        metrics={**result.metrics, "tokens": result.tokens},
+        metrics={**result.metrics, "tokens": result.tokens, "flops": flops},
         timings={"update": result.seconds},
         weight_version_in=version,
         weight_version_out=result.weight_version,

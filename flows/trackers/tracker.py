@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.alarms import MetricHistory
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
-from cairn.flows.metrics import eval_metrics, iteration_metrics
+from cairn.flows.metrics import eval_metrics
 from cairn.storage.commits import Commit
 from cairn.storage.ledger import Ledger
 
@@ -49,6 +50,7 @@ class Tracker:
         self._ledger = ledger
         self._config = config
         self._open_board = open_board
+        self._history = MetricHistory(ledger, config)
         self._board: Board | None = None
         self._written = Written()
         self._caught_up = 0
@@ -89,7 +91,7 @@ class Tracker:
                 board.write(trained, metrics, wall_time, is_evaluation=True)
                 self._written.evaluations.add(trained)
         if iteration not in self._written.iterations:
-            board.write(iteration, iteration_metrics(commits, self._config), wall_time, is_evaluation=False)
+            board.write(iteration, self._history.metrics(iteration, commits), wall_time, is_evaluation=False)
             self._written.iterations.add(iteration)
         board.flush()
 

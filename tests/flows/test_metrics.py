@@ -8,6 +8,7 @@ import pytest
 from cairn.configs.loader import parse
 from cairn.flows.iteration import iteration
 from cairn.flows.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
+from cairn.flows.peaks import peak_tflops
 from cairn.storage.commits import Commit, OutputFile, Step
 from tests.flows.written_runs import ENVIRONMENT, RECIPE, config_of, new_run, write_iteration
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
@@ -163,9 +164,36 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
         "rollout/dynamic_filter/drop_<reason>",
         "eval/<benchmark>/metric/<name>",
     }
+    asked_for = {"alarm/<name>", "perf/mfu"}
     servers = {"perf/cache_hit_rate"}
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
-    assert {metric.name for metric in METRICS} - written - families - servers - failures == set()
+    assert {metric.name for metric in METRICS} - written - families - asked_for - servers - failures == set()
+
+
+def test_utilization_is_the_work_per_second_of_what_a_device_can_do(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path), training={"world_size": 2, "dtype": "bfloat16"})
+    facts = {"metrics": {"flops": 3e15}, "timings": {"update": 10.0}}
+    commits = [
+        commit.model_copy(update=facts) if commit.step is Step.TRAIN else commit
+        for commit in write_iteration(ledger, 0)
+    ]
+    config = config_of(ledger)
+    on_cpu = iteration_metrics(commits, config)
+    assert on_cpu["perf/actor_train_tflops"] == 150  # 3e15 in 10 s by 2 ranks
+    assert "perf/mfu" not in on_cpu
+    told = config.model_copy(update={"tracking": config.tracking.model_copy(update={"peak_tflops": 300.0})})
+    assert iteration_metrics(commits, told)["perf/mfu"] == 0.5
+    h100 = ENVIRONMENT.model_copy(update={"device": "NVIDIA H100 80GB HBM3"})
+    on_gpu = [commit.model_copy(update={"environment": h100}) for commit in commits]
+    assert iteration_metrics(on_gpu, config)["perf/mfu"] == pytest.approx(150 / 989.4)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"), [("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L40S", 362.05), ("NVIDIA L4", 121), ("a CPU", None)]
+)
+def test_peaks_go_by_the_names_that_devices_have(device: str, peak: float | None) -> None:
+    assert peak_tflops(device, "bfloat16") == peak
+    assert peak_tflops(device, "float32") is None
 
 
 def test_sglangs_cache_hit_rate_is_that_of_all_shards(tmp_path: Path) -> None:
