@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 LM_EVAL := .venv-lm-eval
+INSPECT := .venv-inspect
 PEERS := tests/tasks/benchmarks/parity
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
@@ -11,7 +12,8 @@ KILLS ?= 100
 ROOMS := flows tasks engines storage configs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-env lm-eval-env quickstart tiny types docs lint test test-all test-ceph chaos bench clean
+.PHONY: help setup sglang-env lm-eval-env inspect-env quickstart tiny types docs lint test test-all test-ceph chaos bench
+.PHONY: clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +44,13 @@ $(LM_EVAL)/.installed: $(PEERS)/requirements.txt
 
 lm-eval-env: $(LM_EVAL)/.installed ## Make .venv-lm-eval: lm-evaluation-harness, which scores are held to
 
+$(INSPECT)/.installed: tests/flows/inspect_logs/requirements.txt
+	test -x $(INSPECT)/bin/python || $(PYTHON) -m venv $(INSPECT)
+	$(INSPECT)/bin/pip install --quiet --disable-pip-version-check -r tests/flows/inspect_logs/requirements.txt
+	@touch $@
+
+inspect-env: $(INSPECT)/.installed ## Make .venv-inspect: Inspect, which reads the logs that are written for it
+
 tiny: setup ## Build the tiny model and its data set (cached)
 	$(BIN)/python -m examples.quickstart.build
 
@@ -60,7 +69,7 @@ lint: setup types ## Lint and check types
 test: sglang-env lint ## Lint, check types, run all tests but the long ones
 	$(PYTEST) -m "not slow"
 
-test-all: sglang-env lm-eval-env lint ## The same with the long ones, then test-ceph: what continuous integration runs
+test-all: sglang-env lm-eval-env inspect-env lint ## The same with the long ones, then test-ceph: what continuous integration runs
 	$(PYTEST)
 	$(MAKE) test-ceph
 
@@ -78,4 +87,4 @@ docs: setup types ## Build the documentation as a site: build/site/index.html
 	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## Remove what was built; runs stay
-	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL)
+	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL) $(INSPECT)

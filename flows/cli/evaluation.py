@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, tell
+from cairn.flows.cli.evaluation_logs import require_exportable, write_log
 
 if TYPE_CHECKING:
     from cairn.configs.schema.benchmark import Benchmark
@@ -53,6 +54,14 @@ def evaluate(
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the engine.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of all draws.")] = None,
+    export: Annotated[
+        tuple[str, Path] | None,
+        typer.Option(
+            "--export",
+            metavar="inspect PATH",
+            help="Write logs for Inspect's viewer: FILE.eval for one result, else a folder for one log each.",
+        ),
+    ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
@@ -71,6 +80,7 @@ def evaluate(
     - `cairn eval quickstart@0:39 my_benchmark.yaml --every 10`
     - `cairn eval --model models/qwen3 gsm8k math500 --dtype bfloat16 --gpus 1 --json`
     - `cairn eval --model models/qwen3 aime2024 -n 16 --set sampling.temperature=0.7`
+    - `cairn eval quickstart my_benchmark.yaml --export inspect logs`
     """
     from cairn.flows.cli.reading import answering_store
 
@@ -85,12 +95,15 @@ def evaluate(
     given = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
     options = {name: value for name, value in given.items() if value is not None}
     models = _models(opened, names[0], model, every, options)
+    require_exportable(export, len(models) * len(benchmarks))
     found: list[Found] = []
     with _watched(hidden=json) as watcher:
         for one in evaluate_models(opened, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher):
             found.append(one)
             verdict = "computed" if one.computed else "found, nothing computed"
             watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
+            if export is not None:
+                watcher.says(f"written for Inspect: {write_log(opened, one, export[1])}")
     if json:
         print_json([_as_json(one) for one in found])
     else:
