@@ -23,7 +23,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.gates import asking, due, holding
 from cairn.flows.prefect_steps import Stopping
-from cairn.storage.decisions import Decision, Gate, GateStanding, GateState, gates
+from cairn.storage.decision_kinds import Gate
+from cairn.storage.decisions import Decision, GateStanding, GateState, gates
 from cairn.storage.ledger import Ledger
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message

@@ -6,7 +6,8 @@ What a driver does at one is in `cairn.flows.approval`.
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.scores import evaluations
 from cairn.storage.commits import Step
-from cairn.storage.decisions import Decision, Gate, GateStanding, GateState, Verdict, gates
+from cairn.storage.decision_kinds import Gate, Verdict
+from cairn.storage.decisions import Decision, GateStanding, GateState, gates
 from cairn.storage.ledger import Ledger
 from cairn.tasks.evaluate import eval_shard
 

@@ -21,6 +21,7 @@ from cairn.storage.commits import Commit, Record, Step
 from cairn.storage.comparison import compare
 from cairn.storage.errors import RunDiffers
 from cairn.storage.ledger import Ledger
+from cairn.storage.redacted import redacted_samples
 from cairn.storage.snapshots import Attempt
 from cairn.storage.store import Store, open_store
 from cairn.storage.terms import input_differences
@@ -45,6 +46,8 @@ class Replayed(Record):
     """Sentences; none if every bit is the same."""
     environment: tuple[str, ...]
     """What differs from where it was committed."""
+    skipped: str | None = None
+    """Why it was not done again, where it cannot be."""
 
 
 class Replaying:
@@ -71,6 +74,11 @@ class Replaying:
 
     def _again(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
         run = self._run
+        redacted = redacted_samples(run.ledger)
+        for name in (committed.name, *committed.inputs):
+            if name in redacted:
+                why = f"decision {redacted[name]} has redacted samples of {name}"
+                return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
         attempt = Attempt(
             self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt
         )

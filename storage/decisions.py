@@ -11,6 +11,7 @@ runs/<run>/decisions/000002.json
 | `verdict` | the gate before an iteration is approved or rejected; the newest counts | the same |
 | `pin` | an iteration's files are kept, or no longer on this account; the newest counts | `storage/retention.py` |
 | `quarantine` | a prompt shall not be drawn any more, or again; the newest counts | the driver |
+| `redaction` | tables are rewritten without a prompt's text, both digests of each | whoever reads them |
 | `in_force` | from an iteration on these prompts are passed over: the driver's, before it draws | the `rollout` step |
 
 Whoever records a decision makes it from all that were there, and its number is the next: of two people at once one is
@@ -21,69 +22,21 @@ can be taken out: the one after it names its digest.
 import getpass
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
-from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Record
+from cairn.storage.decision_kinds import AnyKind, Gate, Pin, RedactedFile, Redaction, Verdict, What
 from cairn.storage.errors import Damaged
 from cairn.storage.manifest import Manifest, read_manifest
 from cairn.storage.store import Store
 
 FORMAT = 1
 _REQUESTS = 8
-
-
-class Gate(Record):
-    """A run waits before an iteration until somebody says whether it may go on."""
-
-    kind: Literal["gate"] = "gate"
-    iteration: int = Field(ge=0)
-    cause: Literal["before", "every", "eval_drop", "asked"]
-    """The option of `approval` that asks for it; `asked`: somebody, or another program, did."""
-
-
-class Verdict(Record):
-    """Whether the run may go on at the gate before an iteration."""
-
-    kind: Literal["verdict"] = "verdict"
-    iteration: int = Field(ge=0)
-    approved: bool
-
-
-class Pin(Record):
-    """Whether what brings an iteration back, its weights and its samples, is kept whatever retention says."""
-
-    kind: Literal["pin"] = "pin"
-    iteration: int = Field(ge=0)
-    kept: bool
-
-
-class Quarantine(Record):
-    """Whether a prompt shall be kept from being drawn. It holds from where the driver puts it in force."""
-
-    kind: Literal["quarantine"] = "quarantine"
-    prompt: int = Field(ge=0)
-    """Row of the data set, from 0."""
-    passed_over: bool
-
-
-class InForce(Record):
-    """All prompts that are passed over from an iteration on: recorded by the driver before it draws that iteration's,
-    so that whoever draws them again draws the same."""
-
-    kind: Literal["in_force"] = "in_force"
-    iteration: int = Field(ge=0)
-    prompts: tuple[int, ...]
-    """Sorted."""
-
-
-AnyKind = Gate | Verdict | Pin | Quarantine | InForce
-What = Annotated[AnyKind, Field(discriminator="kind")]
 
 
 class Decision(Record):
@@ -241,6 +194,16 @@ def pinned(decisions: tuple[Decision, ...]) -> dict[int, Decision]:
     """The iterations that are pinned, each with the decision."""
     newest = {one.what.iteration: one for one in decisions if isinstance(one.what, Pin)}
     return {i: one for i, one in sorted(newest.items()) if isinstance(one.what, Pin) and one.what.kept}
+
+
+def redacted_files(decisions: Iterable[Decision]) -> dict[str, tuple[tuple[Decision, RedactedFile], ...]]:
+    """What redactions made of each file of the run, by its path there, in their order: the last is what it shall be."""
+    found: dict[str, tuple[tuple[Decision, RedactedFile], ...]] = {}
+    for decision in decisions:
+        if isinstance(decision.what, Redaction):
+            for file in decision.what.files:
+                found[file.path] = (*found.get(file.path, ()), (decision, file))
+    return found
 
 
 def this_user() -> str:

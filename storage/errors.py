@@ -26,6 +26,11 @@ class Retired(Exception):
     it."""
 
 
+class Redacted(Retired):
+    """Samples that would be needed were redacted: a person has had their text and tokens taken out of the run. The
+    message names them."""
+
+
 class BeingDeleted(Exception):
     """Someone has begun to delete the run; nothing of it may be used any more. The message says how to finish."""
 

@@ -7,7 +7,8 @@ marks first, looks for pins. Where both see each other the files stay, and so do
 
 from cairn.storage import layout
 from cairn.storage.commits import Step
-from cairn.storage.decisions import Decision, Pin, pinned
+from cairn.storage.decision_kinds import Pin
+from cairn.storage.decisions import Decision, pinned
 from cairn.storage.errors import Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.retention import brought_back_from

@@ -41,9 +41,10 @@ from cairn.configs.schema.operations import CheckpointConfig
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Commit, Record, Step, newest_selection
 from cairn.storage.decisions import pinned
-from cairn.storage.errors import BeingDeleted, Retired
+from cairn.storage.errors import BeingDeleted, Redacted, Retired
 from cairn.storage.layout import Kind
 from cairn.storage.ledger import Ledger
+from cairn.storage.redacted import redacted_samples
 from cairn.storage.schemas import Disposition
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store
@@ -218,7 +219,8 @@ def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
     """Raise Retired, naming what is gone, unless a fork can go on after the iteration: from a checkpoint of weights as
     old as those that it samples from with its `lag`, and from the snapshots since then and of the groups that wait, in
     the buffer or unfinished."""
-    if not retired(ledger.owner(iteration)):
+    gone = retired(ledger.owner(iteration))
+    if not gone and not ledger.owner(iteration).decisions.all():
         return
     saved = newest_checkpoint(ledger, iteration - lag)
     checkpoint = -1 if saved is None else saved.iteration
@@ -231,7 +233,13 @@ def require_restorable(ledger: Ledger, iteration: int, lag: int = 0) -> None:
     selection = newest_selection(ledger.commits(iteration))
     if selection is not None and (selection.values["buffered"] or selection.values["unfinished"]):
         needed |= {iteration, *_places_of_groups(ledger, selection, _WAITING)}
-    for i in sorted(needed):
+    for name, number in redacted_samples(ledger).items():
+        if int(name.partition("/")[0]) in needed:
+            raise Redacted(
+                f"run {ledger.run!r} cannot be forked at iteration {iteration}: that needs {name}, of which decision "
+                f"{number} has redacted samples"
+            )
+    for i in sorted(needed) if gone else ():
         if ledger.store.exists(layout.retired(ledger.owner(i).run, i, Kind.SNAPSHOTS)):
             raise Retired(
                 f"run {ledger.run!r} cannot be forked at iteration {iteration}: that needs the snapshots of iteration "

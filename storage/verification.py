@@ -2,14 +2,15 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Final, Literal
 
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Commit, OutputFile, Record
-from cairn.storage.decisions import read_decision
+from cairn.storage.decision_kinds import RedactedFile, Redaction
+from cairn.storage.decisions import Decision, read_decision, redacted_files
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
 from cairn.storage.snapshots import is_retired
@@ -17,6 +18,8 @@ from cairn.storage.store import Store
 
 _REQUESTS = 8
 _RETIRED: Final = "retired"
+_REDACTED: Final = "redacted"
+_Redactions = Mapping[str, tuple[tuple[Decision, RedactedFile], ...]]
 _COMMIT_NAME = re.compile(r"\d{6}/")
 
 
@@ -29,6 +32,8 @@ class Fault(StrEnum):
     """A committed file is gone."""
     ALTERED = "altered"
     """A committed file has other bytes."""
+    UNREDACTED = "unredacted"
+    """A redaction of a committed file is recorded and not done: it was interrupted."""
     INPUT_MISSING = "input_missing"
     """A commit was made from one that is gone."""
     INPUT_DIFFERS = "input_differs"
@@ -55,6 +60,8 @@ class Verified(Record):
     bytes: int
     retired: int = 0
     """Files that are gone on purpose: the run does not keep them for ever."""
+    redacted: int = 0
+    """Files that are other than committed on purpose, and as a redaction says."""
     findings: tuple[Finding, ...] = ()
 
 
@@ -67,6 +74,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     yield from _verify_upgrades(store, ledger.run)
     yield from _verify_decisions(ledger)
     digests: dict[str, str] = {}
+    redactions = _redactions(ledger)
     with ThreadPoolExecutor(_REQUESTS) as readers:
         # Newest first: a driver that is at work commits what is read before what is made from it.
         markers = [ledger.markers(iteration) for iteration in reversed(ledger.iterations())]
@@ -80,8 +88,11 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                     yield Verified(name=_name(path), files=1, bytes=0, findings=(commit,))
                     continue
                 read = list(
-                    readers.map(lambda output, run=commit.run: _verify_file(store, run, output), commit.outputs)
+                    readers.map(
+                        lambda output, run=commit.run: _verify_file(store, run, output, redactions[run]), commit.outputs
+                    )
                 )
+                redacted = [found for found in read if found == _REDACTED]
                 there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
                 faults = [found for found in read if isinstance(found, Finding)]
                 yield Verified(
@@ -89,6 +100,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                     files=1 + len(there),
                     bytes=len(commit.to_bytes()) + sum(output.bytes for output in there),
                     retired=len(read) - len(there),
+                    redacted=len(redacted),
                     findings=(*faults, *_verify_terms(ledger, commit), *_verify_inputs(commit, path, digests)),
                 )
 
@@ -166,7 +178,22 @@ def _read_commit(store: Store, path: str) -> Commit | Finding:
         return Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
 
 
-def _verify_file(store: Store, run: str, output: OutputFile) -> Finding | Literal["retired"] | None:
+def _redactions(ledger: Ledger | None) -> dict[str, _Redactions]:
+    """Of a run and those that it was forked from, by their names. Decisions that are damaged are findings of their
+    own."""
+    found: dict[str, _Redactions] = {}
+    while ledger is not None:
+        try:
+            found[ledger.run] = redacted_files(ledger.decisions.all())
+        except Damaged:
+            found[ledger.run] = {}
+        ledger = ledger.parent
+    return found
+
+
+def _verify_file(
+    store: Store, run: str, output: OutputFile, redactions: _Redactions
+) -> Finding | Literal["retired", "redacted"] | None:
     path = layout.in_run(run, output.path)
     expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
     try:
@@ -175,7 +202,19 @@ def _verify_file(store: Store, run: str, output: OutputFile) -> Finding | Litera
         if is_retired(store, run, path):
             return _RETIRED
         return Finding(fault=Fault.MISSING, path=path, message=f"{path} is missing: {expected}")
-    if (size, sha256) == (output.bytes, output.sha256):
+    if versions := redactions.get(output.path):
+        decision, redacted = versions[-1]
+        if sha256 == redacted.new_sha256:
+            return _REDACTED
+        if sha256 in {output.sha256, *(file.new_sha256 for _, file in versions)}:
+            assert isinstance(decision.what, Redaction)
+            message = (
+                f"{path} still holds what decision {decision.number} redacts: cairn delete {run} --prompt "
+                f"{decision.what.prompt} finishes that"
+            )
+            return Finding(fault=Fault.UNREDACTED, path=path, message=message)
+        expected = f"expected {redacted.new_bytes} bytes with sha256 {redacted.new_sha256} since it was redacted"
+    elif (size, sha256) == (output.bytes, output.sha256):
         return None
     found = f"found {size} bytes with sha256 {sha256}"
     return Finding(fault=Fault.ALTERED, path=path, message=f"{path} is altered: {expected}, {found}")

@@ -59,6 +59,21 @@ def waiting_groups(store: Store, run: str, iteration: int, committed: Collection
     return sum(count >= size for count in finished.values())
 
 
+def waiting_prompts(store: Store, run: str, iteration: int, committed: Collection[str | None]) -> set[int]:
+    """The prompts, as rows of the data set, of which samples lie in write-ahead parts of shards other than those
+    `committed`."""
+    folder = layout.attempts(run, iteration, Step.ROLLOUT)
+    found: set[int] = set()
+    for attempt in map(layout.parse_attempt, store.list(folder)):
+        if attempt is None or layout.attempt_shard(attempt) in committed:
+            continue
+        for path in _parts(store, f"{folder}/{attempt}"):
+            table = _read_part(store, path)
+            if table is not None:
+                found |= set(table["prompt_index"].to_pylist())
+    return found
+
+
 def _samples(table: pa.Table) -> list[tuple[int, int]]:
     """(group_id, sample_index) of every row."""
     return list(zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))

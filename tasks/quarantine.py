@@ -14,7 +14,8 @@ in the buffer or unfinished, are trained on. A fork goes on with what its parent
 
 from cairn.storage import layout
 from cairn.storage.commits import Step
-from cairn.storage.decisions import Decision, InForce, Quarantine
+from cairn.storage.decision_kinds import InForce, Quarantine
+from cairn.storage.decisions import Decision
 from cairn.storage.ledger import Ledger
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message

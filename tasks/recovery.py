@@ -12,6 +12,8 @@ import time
 from cairn.engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout
 from cairn.engines.types import Position, TrainBatch
 from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import Redacted
+from cairn.storage.redacted import redacted_samples
 from cairn.storage.retention import newest_checkpoint
 from cairn.tasks.batch import train_batch
 from cairn.tasks.context import RunContext
@@ -96,6 +98,7 @@ def _load(run: RunContext, saved: Commit) -> None:
 
 def replay(run: RunContext, committed: Commit) -> None:
     """Do a committed train step again on the engine, from its snapshots, and hold the result against its digest."""
+    require_unredacted(run, committed)
     run = run.seen_as(run.config_of(committed))  # what the step saw that is done again, not what its caller may see
     assert committed.weight_version_in is not None
     began = time.perf_counter()
@@ -108,6 +111,17 @@ def replay(run: RunContext, committed: Commit) -> None:
     )
     _require_state(committed, result.state_digest, committed.state_digest)
     run.replays.add(time.perf_counter() - began)
+
+
+def require_unredacted(run: RunContext, committed: Commit) -> None:
+    """Raise Redacted if a step was made from samples of which some have been redacted."""
+    redacted = redacted_samples(run.ledger)
+    for name in committed.inputs:
+        if name in redacted:
+            raise Redacted(
+                f"{committed.name} cannot be done again: decision {redacted[name]} has redacted samples of {name}, "
+                "from which it was made"
+            )
 
 
 def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:

@@ -141,7 +141,7 @@ def quarantine(
     - `cairn quarantine quickstart --prompt 17 --why "its label is wrong"`
     - `cairn quarantine quickstart --prompt 17 --lift`
     """
-    from cairn.storage.decisions import Quarantine
+    from cairn.storage.decision_kinds import Quarantine
 
     ledger = open_ledger(store, run)
     what = Quarantine(prompt=prompt, passed_over=not lift)
@@ -155,7 +155,7 @@ def _verdict(
 ) -> None:
     from cairn.configs.loader import from_manifest
     from cairn.flows.gates import decide
-    from cairn.storage.decisions import Verdict
+    from cairn.storage.decision_kinds import Verdict
 
     ledger = open_ledger(store, run)
     try:

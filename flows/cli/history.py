@@ -103,7 +103,7 @@ def replay(
         print_json([again.model_dump(mode="json") for again in found])
     else:
         for again in found:
-            verdict = "differs" if again.differences else "equal, bit for bit"
+            verdict = "differs" if again.differences else again.skipped or "equal, bit for bit"
             say(f"{again.name}: {verdict}")
             for sentence in again.differences:
                 say(f"  {sentence}")

@@ -110,6 +110,7 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
             "files": sum(c.files for c in checks),
             "bytes": sum(c.bytes for c in checks),
             "retired": sum(c.retired for c in checks),
+            "redacted": sum(c.redacted for c in checks),
         }
         print_json({"run": run, **counts, "findings": [finding.model_dump(mode="json") for finding in findings]})
     else:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cairn.flows.cli.app import say
@@ -161,6 +162,9 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
     retired = sum(check.retired for check in checks)
     if retired:
         read += f" ({retired} older files are retired)"
+    redacted = sum(check.redacted for check in checks)
+    if redacted:
+        read += f" ({redacted} of them redacted)"
     if decisions:
         read += f", {decisions} decision{'s' if decisions > 1 else ''} of people"
     if upgrades:
@@ -200,6 +204,15 @@ def with_progress(checks: Iterable["Verified"], hidden: bool) -> Iterator["Verif
         for number, check in enumerate(checks):
             line.update(f"{number} commits read, last {check.name}")
             yield check
+
+
+@contextmanager
+def reporting() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr that says what is done now; whoever works calls what is yielded with it."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading") as line:
+        yield line.update
 
 
 def _grouped(

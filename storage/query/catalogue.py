@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 
 from cairn.storage import layout
 from cairn.storage.commits import Step
+from cairn.storage.decisions import Decisions, redacted_files
 from cairn.storage.errors import BeingDeleted, Damaged
 from cairn.storage.iterations import iterations_with_files
 from cairn.storage.ledger import Ledger
@@ -57,6 +58,7 @@ class Catalogue:
         """What was passed over, a sentence each."""
         self._commits: dict[tuple[str, frozenset[str]], pa.Table] = {}
         self._retired: dict[str, set[tuple[int, layout.Kind]]] = {}
+        self._resized: dict[str, dict[str, int]] = {}
         self._markers: dict[str, dict[int, list[str]]] = {}
         self._ledgers: dict[str, Ledger] = {}
         self.runs: tuple[Manifest, ...] = ()
@@ -107,11 +109,12 @@ class Catalogue:
             if step == Step.FILTER:
                 commits = _newest_rounds(commits)
             retired = self._retirements(share.owner)
+            resized = self._redacted_sizes(share.owner)
             columns = [
                 commits.column(name).to_pylist() for name in ("iteration", "shard", "rows", "tables", "table_bytes")
             ]
             files = [
-                (path, size, rows, (iteration, shard))
+                (path, resized.get(path, size), rows, (iteration, shard))
                 for iteration, shard, rows, paths, sizes in zip(*columns, strict=True)
                 if (iteration, layout.Kind.of(step)) not in retired
                 for path, size in zip(paths, sizes, strict=True)
@@ -246,6 +249,15 @@ class Catalogue:
             for iteration, names in self._listed(owner).items()
             for name in names
         ]
+
+    def _redacted_sizes(self, owner: str) -> dict[str, int]:
+        """Bytes of the tables of a run that were redacted since they were committed, by store path."""
+        if owner not in self._resized:
+            redactions = redacted_files(Decisions(self.store, read_manifest(self.store, owner)).all())
+            self._resized[owner] = {
+                layout.in_run(owner, path): versions[-1][1].new_bytes for path, versions in redactions.items()
+            }
+        return self._resized[owner]
 
     def _retirements(self, owner: str) -> set[tuple[int, layout.Kind]]:
         if owner not in self._retired:

@@ -23,7 +23,8 @@ from cairn.flows.iteration import iteration
 from cairn.flows.pipeline import Pipeline
 from cairn.flows.prefect_steps import Stopping
 from cairn.storage.commits import Step
-from cairn.storage.decisions import Gate, GateState
+from cairn.storage.decision_kinds import Gate
+from cairn.storage.decisions import GateState
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.tasks.context import RunContext

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cairn.storage import canonical, layout
-from cairn.storage.decisions import Decision, Gate, GateState, Verdict, gates
+from cairn.storage.decision_kinds import Gate, Verdict
+from cairn.storage.decisions import Decision, GateState, gates
 from cairn.storage.errors import BeingDeleted, Damaged
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store

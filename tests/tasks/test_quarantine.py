@@ -9,7 +9,7 @@ from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.replay import replay
 from cairn.storage.commits import Step
-from cairn.storage.decisions import InForce, Quarantine
+from cairn.storage.decision_kinds import InForce, Quarantine
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.tasks.context import RunContext
