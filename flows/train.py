@@ -127,7 +127,7 @@ def opened(
 
 def watchers(run: RunContext) -> dict[str, Watcher]:
     """All that watch the run, by their names. Raises ConfigError if one that it asks for cannot be used."""
-    own = {
+    own: dict[str, Watcher] = {
         "What sounds alarms": Alarms(run.ledger, run.config, run.emit),
         "What Prefect's interface shows of the run": Pages(run),
     }

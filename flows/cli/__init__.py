@@ -3,7 +3,7 @@
 from cairn.flows.cli.app import app
 from cairn.flows.cli.benchmarks import benchmarks
 from cairn.flows.cli.convert import convert
-from cairn.flows.cli.costs import costs
+from cairn.flows.cli.costs import costs, timeline
 from cairn.flows.cli.decisions import approve, pin, quarantine, reject, unpin
 from cairn.flows.cli.evaluation import evaluate
 from cairn.flows.cli.export import export
@@ -16,7 +16,7 @@ from cairn.flows.cli.training import resume, train, up, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, sql, verify, report, costs, replay, diff, benchmarks)
+LOOKING = (runs, status, show, sql, verify, report, costs, timeline, replay, diff, benchmarks)
 WORKING = (train, resume, validate, fork, convert, export, up)
 DECIDING = (approve, reject, pin, unpin, quarantine)
 REMOVING = (gc, delete)

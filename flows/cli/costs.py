@@ -1,11 +1,13 @@
-"""`cairn costs`: what a run cost, and what of it was wasted."""
+"""`cairn costs` and `cairn timeline`: where the time of a run went."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import JsonOption, RunArgument, StoreOption, print_json, say
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say
 from cairn.flows.cli.reading import open_ledger
+from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,6 +41,46 @@ def costs(
         print_json(found.model_dump(mode="json"))
     else:
         print_costs(found)
+
+
+def timeline(
+    run: RunArgument,
+    iteration: Annotated[
+        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
+    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the trace.")],
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Write an iteration as a trace that https://ui.perfetto.dev opens: engines as rows, steps and new tries as slices.
+
+    The format is Chrome's. Each slice carries its commit's metrics, timings and inputs. An iteration that is not
+    complete shows the steps that it has.
+
+    Examples:
+
+    - `cairn timeline quickstart 12 trace.json`
+    """
+    from json import dumps
+
+    from cairn.configs.loader import from_manifest
+    from cairn.flows.timeline import trace
+
+    ledger = open_ledger(store, run)
+    commits = ledger.commits(iteration)
+    if not commits:
+        raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")
+    made = trace(commits, from_manifest(ledger.manifest.config))
+    try:
+        file.write_text(dumps(made), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
+    slices = sum(event["ph"] == "X" for event in made["traceEvents"])
+    if json:
+        print_json({"file": str(file), "commits": len(commits), "slices": slices})
+    else:
+        say(f"{len(commits)} commits of iteration {iteration} of run {run}; open it at https://ui.perfetto.dev:")
+        say(str(file))
 
 
 def print_costs(found: "Costs") -> None:

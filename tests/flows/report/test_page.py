@@ -37,7 +37,9 @@ def written(ledger: Ledger, folder: Path) -> tuple[Report, str]:
 def real(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     """The report of a run of the tiny model, whose prompts hold what a hostile data set may."""
     folder = tmp_path_factory.mktemp("real")
-    rows = [{"prompt": f"Sort the digits {n} 2 1. {HOSTILE[:60] if n == 3 else ''}", "label": HOSTILE} for n in range(8)]
+    rows = [
+        {"prompt": f"Sort the digits {n} 2 1. {HOSTILE[:60] if n == 3 else ''}", "label": HOSTILE} for n in range(8)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     heldout = {"name": "heldout", "path": str(tiny_assets / "heldout.jsonl"), "max_response_len": 8}
     config = tiny_config(
