@@ -75,7 +75,7 @@ def driving(run: str, store_url: str, require_held: Callable[[], None] = lambda:
     own, tags = current_flow_run(), run_tags(run, store_url)
     with get_client(sync_client=True) as client:
         client.update_flow_run(own.id, tags=tags.union(own.tags))
-        crash_stale_runs(client, tags, besides=own.id, require_held=require_held)
+        crash_stale_runs(client, tags, besides=[own.id], require_held=require_held)
     task_runs = logging.getLogger("prefect.task_runs")
     task_runs.addFilter(_says_more_than_the_state)
     try:
@@ -183,17 +183,17 @@ def _show_state(flow_runs: Collection[UUID], state: "State[None]") -> None:
 
 
 def crash_stale_runs(
-    client: SyncPrefectClient, tags: Collection[str], *, besides: UUID, require_held: Callable[[], None]
+    client: SyncPrefectClient, tags: Collection[str], *, besides: Collection[UUID], require_held: Callable[[], None]
 ) -> list[FlowRun]:
     """Mark flow runs that have all of `tags` and look alive as Crashed, and the task runs in them; return them.
 
-    `besides` is the caller's own flow run. A task run that stands for a subflow follows the subflow's state.
+    `besides`: flow runs of drivers that live. A task run that stands for a subflow follows the subflow's state.
     `require_held` is called when they are known, and raises if they are not for the caller to judge.
     """
     crashed: State[None] = Crashed(message="The driver's process is gone; another driver goes on from the last commit.")
     stale = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate(
-            {"tags": {"all_": sorted(tags)}, "state": _LOOKS_ALIVE, "id": {"not_any_": [besides]}}
+            {"tags": {"all_": sorted(tags)}, "state": _LOOKS_ALIVE, "id": {"not_any_": list(besides)}}
         )
     )
     if not stale:

@@ -98,7 +98,7 @@ class Server:
         self.log = home / "server.log"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._listener = _listen(host, port)
-        self.ui_url = f"http://{host}:{self._listener.getsockname()[1]}"
+        self.ui_url = f"http://{reachable(host)}:{self._listener.getsockname()[1]}"
         self.api_url = f"{self.ui_url}/api"
         self._changing = threading.Lock()
         self._serves = self._ready = self._stopped = False
@@ -272,14 +272,27 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def reachable(host: str) -> str:
+    """Where this machine reaches what listens there."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches what listens there."""
+    return host == "localhost" or host.startswith("127.")
+
+
 def _environment(home: Path, api_url: str) -> dict[str, str]:
     client_only = ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH")
     return {
         **_DEFAULTS,
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url_in(home),
+        # A page that another server gave may ask nothing here; the interface's own needs no permission.
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": api_url.removesuffix("/api"),
         **{name: value for name, value in os.environ.items() if name not in client_only},
         "PREFECT_HOME": str(home),
-        "PREFECT_SERVER_UI_API_URL": api_url,
+        # Relative, so that a page finds it under whatever name of this machine it was opened.
+        "PREFECT_SERVER_UI_API_URL": "/api",
     }
 
 

@@ -96,18 +96,30 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         config: The configuration of a new run; leave it out to go on with the one in the ledger.
         takeover: Take the run from a driver that still lives.
     """
-    ledgers = open_for_runs(store)
+    go_on(open_for_runs(store), run, config, takeover)
+
+
+def go_on(
+    store: Store,
+    run: str,
+    config: RunConfig | None,
+    takeover: bool,
+    on_event: OnEvent = lambda event: None,
+) -> str:
+    """The same as `start`, for the body of a flow, whose flow run is then the run's."""
     try:
         with (
             ending_in_order() as ending,
-            opened(ledgers, run, config, takeover, lambda event: None, ending) as (context, tell),
+            opened(store, run, config, takeover, on_event, ending) as (context, tell),
         ):
             drive(context, tell, ending)
     except ReplayDiverged as error:
-        fork = fork_after_divergence(ledgers, run, error, lambda event: None, config)
-        train(run=fork, store=store, config=config)
+        fork = fork_after_divergence(store, run, error, on_event, config)
+        train(run=fork, store=store.url, config=config)
+        return fork
     except Preempted as end:  # such as Cancel in the interface: Prefect knows what it meant by the signal
         raise TerminationSignal(signal.SIGTERM) from end
+    return run
 
 
 @contextmanager

@@ -28,7 +28,9 @@ from enum import StrEnum
 
 from cairn.storage.paths import check_path
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+"""Of names of runs, shards and attempts, which hold no `..` either."""
+_NAME = re.compile(NAME_PATTERN)
 _NUMBER = re.compile(r"\d{6}")
 _MARKER = re.compile(r"([a-z]+)(?:\.([A-Za-z0-9][A-Za-z0-9._-]*))?\.json")
 _ATTEMPT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*\.)?\d{6}-[0-9a-f]+")
@@ -37,8 +39,9 @@ _EVALUATED = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _EVALUATION = re.compile(r".+-[0-9a-f]{16}")
 _SHORT = 16
 """Characters of a digest in the names of folders; what lies there holds the whole digest."""
-_LONGEST_NAME = 100
-_LONGEST_ATTEMPT = _LONGEST_NAME + len(".000000-0123456789ab")
+LONGEST_NAME = 100
+"""Characters of a run's or a shard's."""
+_LONGEST_ATTEMPT = LONGEST_NAME + len(".000000-0123456789ab")
 LAST_NUMBER = 999_999
 
 
@@ -56,7 +59,7 @@ class Kind(StrEnum):
         return cls.CHECKPOINT if step == cls.CHECKPOINT else cls.SNAPSHOTS
 
 
-def is_name(name: str, longest: int = _LONGEST_NAME) -> bool:
+def is_name(name: str, longest: int = LONGEST_NAME) -> bool:
     """Whether a name is safe as one part of a path."""
     return _NAME.fullmatch(name) is not None and ".." not in name and len(name) <= longest
 
@@ -64,7 +67,7 @@ def is_name(name: str, longest: int = _LONGEST_NAME) -> bool:
 def check_name(name: str, kind: str) -> str:
     """Return a name that is safe as one part of a path, or raise ValueError. `kind` says of what: `run`, `shard` or
     `attempt`."""
-    longest = _LONGEST_ATTEMPT if kind == "attempt" else _LONGEST_NAME
+    longest = _LONGEST_ATTEMPT if kind == "attempt" else LONGEST_NAME
     if not is_name(name, longest):
         raise ValueError(
             f"{kind} {name!r} is not a usable name: at most {longest} letters, digits, '.', '_' and '-', "

@@ -24,6 +24,7 @@ from cairn.engines.errors import EngineError, Superseded
 from cairn.engines.fingerprint import combined
 from cairn.engines.fleet import warm
 from cairn.engines.fleet.actors import RolloutActor, RouterActor, TrainingActor
+from cairn.engines.fleet.address import ray_address
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.colocation import Turns, share_bundles
@@ -109,6 +110,7 @@ class Fleet:
             LeaseLost, Superseded: another driver has the fleet.
         """
         config = _with_absolute_paths(config)
+        config = _on_the_cluster_of_this_machine(config)
         plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
         roles = rollout_role, training_role, *routers = roles_of(config, plan, total_steps)
         deadline = Deadline(config.fleet.start_timeout)
@@ -301,6 +303,12 @@ def _object_store_memory(config: RunConfig) -> int:
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
     kept = lag + 2
     return LEAST_OBJECT_STORE + (kept + 1) * 2 * weights
+
+
+def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:
+    """With the address that the environment names where the configuration has none."""
+    fleet = config.fleet.model_copy(update={"ray_address": ray_address(config.fleet)})
+    return config.model_copy(update={"fleet": fleet})
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -27,6 +27,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cairn.engines.deferred import collecting_later, defer_compiler
+from cairn.engines.fleet.address import ray_address
 
 if TYPE_CHECKING:
     from cairn.configs.schema.run import RunConfig
@@ -105,7 +106,7 @@ def _made_for(config: "RunConfig") -> WarmProcess | None:
     from cairn.engines.rollout.factory import kind_of
 
     rollout, training, num_threads = config.rollout, config.training, threads_of(config)
-    if config.fleet.ray_address is not None or num_threads is None:
+    if ray_address(config.fleet) is not None or num_threads is None:
         return None
     modules = [kind_of(rollout.engine).engine.partition(":")[0], "cairn.engines.training.factory"]
     if training.engine == "torch":

@@ -9,10 +9,11 @@ from cairn.flows.cli.evaluation import evaluate
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
+from cairn.flows.cli.operating import up
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import runs, show, status, verify
 from cairn.flows.cli.report import report
-from cairn.flows.cli.training import resume, train, up, validate
+from cairn.flows.cli.training import resume, train, validate
 
 __all__ = ["app"]
 

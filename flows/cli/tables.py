@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cairn.storage.verification import Verified
     from cairn.tasks.stale_commits import StaleStep
 
-_STATE_STYLES = {
+STATE_STYLES = {
     "new": "cyan",
     "running": "green",
     "completed": "blue",
@@ -49,7 +49,7 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
     for status in found:
         table.add_row(
             status.run,
-            Text(status.state, _STATE_STYLES[status.state]),
+            Text(status.state, STATE_STYLES[status.state]),
             f"{status.iterations}/{status.num_rollout}",
             _number(status.reward),
             ", ".join(f"{name} {_last(scores)}" for name, scores in status.eval.items()),
@@ -65,7 +65,7 @@ def print_status(status: "RunStatus") -> None:
     place = "" if status.iteration is None else f", in iteration {status.iteration} before {status.step}"
     facts: dict[str, str | Text] = {
         "run": status.run,
-        "state": Text(status.state, _STATE_STYLES[status.state]),
+        "state": Text(status.state, STATE_STYLES[status.state]),
         "iterations": f"{status.iterations} of {status.num_rollout}{place}",
         "weight version": str(status.weight_version),
         "state digest": status.state_digest or "–",

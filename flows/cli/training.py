@@ -1,9 +1,8 @@
-"""Commands that start or prepare something: train, resume, validate, up."""
+"""Commands that start or prepare a run: train, resume, validate."""
 
 import os
 import shlex
 import signal
-import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +13,6 @@ from cairn.flows.cli.app import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
-    TERMINATED,
     BadInput,
     JsonOption,
     RunArgument,
@@ -125,34 +123,6 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
             f"× {config.rollout.n_samples_per_prompt} samples, {config.training.num_steps_per_rollout} optimizer "
             f"step(s) of {config.global_batch_size} samples each"
         )
-
-
-def up(
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the UI; 0 takes a free one.")] = 4200,
-) -> None:
-    """Show the runs of this folder in the Prefect UI, until Ctrl-C.
-
-    Serves the database that `cairn train` writes in the folder one stands in: every run with its iterations, the
-    graph of each iteration's steps, their states and logs. Runs do not need it: it may come and go while they work.
-
-    Examples:
-
-    - `cairn up`
-    - `cairn up --port 4300`
-    """
-    from cairn.flows.server import PREFECT_HOME, Server, ServerFailed
-
-    mind_interrupts()
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
-    server = Server(PREFECT_HOME, port=port)
-    try:
-        tell("starting; this takes a few seconds")
-        server.wait_ready()
-        tell(f"the Prefect UI is at {server.ui_url}; Ctrl-C stops it")
-        code = server.wait()
-    finally:
-        server.stop()
-    raise ServerFailed(f"the Prefect server ended by itself (exit code {code}); its log is {server.log}")
 
 
 def _mind_signals() -> None:

@@ -90,7 +90,17 @@ def test_the_configured_api_is_used_and_no_server_started(tmp_path: Path) -> Non
 def test_the_interface_is_served_and_finds_its_api(server: Server) -> None:
     page = httpx.get(server.ui_url, follow_redirects=True, headers={"accept": "text/html"}, timeout=60)
     assert "<title>Prefect" in page.text
-    assert httpx.get(f"{server.ui_url}/ui-settings", timeout=60).json()["api_url"] == server.api_url
+    assert httpx.get(f"{server.ui_url}/ui-settings", timeout=60).json()["api_url"] == "/api"
+
+
+def test_pages_of_other_servers_get_no_answer_from_its_api(server: Server) -> None:
+    def allowed(origin: str) -> str | None:
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        headers = httpx.options(f"{server.api_url}/flow_runs/filter", headers=asked, timeout=60).headers
+        return headers.get("access-control-allow-origin")
+
+    assert allowed(server.ui_url) == server.ui_url
+    assert allowed("http://example.org") is None
 
 
 def test_a_taken_port_is_named(server: Server, tmp_path: Path) -> None:

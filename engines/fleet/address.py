@@ -1,0 +1,15 @@
+"""Which Ray cluster a run uses."""
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.operations import FleetConfig
+
+ADDRESS = "CAIRN_RAY_ADDRESS"
+"""Environment variable: the cluster that runs on this machine join where their configuration names none."""
+
+
+def ray_address(fleet: "FleetConfig") -> str | None:
+    """`auto` or `host:port` of the cluster to join; None where the run starts its own."""
+    return fleet.ray_address or os.environ.get(ADDRESS) or None

@@ -1,0 +1,224 @@
+"""The flows that deployments start: `cairn up` and `prefect deploy` offer these in Prefect's interface.
+
+Their parameters are the form that a person fills in, see `cairn.flows.deployments.forms`. Each does what the command of
+the same name does. A Retry of a flow run executes it again with the same parameters: `train` and `resume` go on from
+the last commit, the others begin anew.
+
+One run has one driver, whatever was started how often: the run's lease refuses a second one, with a sentence that names
+the first. Where a flow run was started by `cairn up`, it ends in order when that is gone.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+from prefect import Flow, flow, get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed, State
+from pydantic import Field
+
+from cairn.configs.loader import load
+from cairn.flows.deployments.forms import Options, Recipe, RunName, recipe_path
+from cairn.flows.deployments.names import NAMES
+from cairn.flows.events import Event, IterationDone, Message, RunStarted
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_for_runs, open_store
+
+STORE = "CAIRN_STORE"
+"""Environment variable: the store of flow runs whose form leaves it empty."""
+
+SERVED_BY = "CAIRN_SERVED_BY"
+"""Environment variable: the process with which a flow run ends."""
+
+Parameters = ParamSpec("Parameters")
+Restarts = Annotated[int, Field(ge=0, le=1000)]
+Iteration = Annotated[int, Field(ge=0, le=999_999)]
+
+
+def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, State[Any]]:
+    """End in order with the process that serves this flow run."""
+
+    @wraps(body)
+    def until_that_is_gone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> State[Any]:
+        server = os.environ.get(SERVED_BY)
+        if server is not None and os.getppid() == int(server):
+            threading.Thread(target=_end_with, args=(int(server),), name="served-by", daemon=True).start()
+        return body(*args, **kwargs)
+
+    return until_that_is_gone
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _name_of_run() -> str:
+    given: dict[str, Any] = flow_run.parameters
+    return str(given.get("run") or Path(given.get("recipe") or "run").stem)
+
+
+def _place(store: str | None) -> str:
+    return store or os.environ.get(STORE) or "."
+
+
+@flow(name="train", flow_run_name=_name_of_run, persist_result=False)
+@_served
+def train(
+    recipe: Recipe,
+    run: RunName | None = None,
+    options: Options | None = None,
+    restarts: Restarts = 0,
+    takeover: bool = False,
+    store: str | None = None,
+) -> State[Any]:
+    """Start a run, or go on with the run of that name from its last commit. Its configuration is frozen when it starts.
+
+    Args:
+        recipe: What the run is made from. Recipes of your own are the YAML files of the folder in which `cairn up` was
+            started, and of recipes/ and configs/recipes/ in it.
+        run: Name of the run, letters, digits, '.', '_' and '-'; by default that of the recipe's file.
+        options: What shall be other than the recipe says. An option that is left empty stays as it is there.
+        restarts: How often the run is started again by itself when its driver was killed.
+        takeover: Take the run from a driver that still lives; that driver stops.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.flows.train import go_on
+
+    name = run or Path(recipe).stem
+    config = load(recipe_path(recipe), list(options.overrides()) if options else ())
+    ledgers = open_for_runs(_place(store))
+    trained = go_on(ledgers, name, config, takeover, _log)
+    return _done(ledgers.url, trained)
+
+
+@flow(name="resume", flow_run_name="{run}", persist_result=False)
+@_served
+def resume(run: RunName, restarts: Restarts = 0, takeover: bool = False, store: str | None = None) -> State[Any]:
+    """Go on with a run from its last commit, with the configuration in its ledger.
+
+    Args:
+        run: Name of the run.
+        restarts: How often the run is started again by itself when its driver was killed.
+        takeover: Take the run from a driver that still lives; that driver stops.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.flows.train import go_on
+
+    ledgers = open_for_runs(_place(store))
+    trained = go_on(ledgers, run, None, takeover, _log)
+    return _done(ledgers.url, trained)
+
+
+@flow(name="fork", flow_run_name="{run}@{iteration} {new}", persist_result=False)
+@_served
+def fork(
+    run: RunName,
+    iteration: Iteration,
+    new: RunName,
+    options: Options | None = None,
+    restarts: Restarts = 0,
+    store: str | None = None,
+) -> State[Any]:
+    """Make a run that shares another's iterations up to one of them, and train it to its end with other options.
+
+    Args:
+        run: The run that is forked; it is left as it is.
+        iteration: The last one that the new run shares with it.
+        new: Name of the new run.
+        options: What shall be other than in the run that is forked. An option that is left empty stays as it is there.
+        restarts: How often the new run is started again by itself when its driver was killed.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.flows.fork import fork as forked
+    from cairn.flows.train import go_on
+
+    ledgers = open_for_runs(_place(store))
+    if not _is_fork(ledgers.url, new, run, iteration):  # else this is another try at the same flow run
+        forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()) if options else ())
+    return _done(ledgers.url, go_on(ledgers, new, None, False, _log))
+
+
+@flow(name="verify", flow_run_name="{run}", persist_result=False)
+@_served
+def verify(run: RunName, store: str | None = None) -> State[Any]:
+    """Read all of a run again and hold every byte against its digest, and every commit against its inputs.
+
+    Args:
+        run: Name of the run.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.storage.verification import verify as verified
+
+    checks = list(verified(Ledger.open(open_store(_place(store)), run)))
+    findings = [finding for check in checks for finding in check.findings]
+    for finding in findings:
+        get_run_logger().error(str(finding))
+    files = sum(check.files for check in checks)
+    if findings:
+        return Failed(message=f"{len(findings)} findings in run {run}; the logs name them")
+    return Completed(message=f"run {run} is sound: {files} files hold what their digests say")
+
+
+@flow(name="gc", flow_run_name="{run}", persist_result=False)
+@_served
+def gc(run: RunName, apply: bool = False, store: str | None = None) -> State[Any]:
+    """Find files of a run that nobody needs; remove them if asked to.
+
+    Args:
+        run: Name of the run.
+        apply: Remove what was found.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.configs.loader import from_manifest
+    from cairn.storage.collector import collect, garbage
+    from cairn.storage.retention import due, retire
+
+    ledger = Ledger.open(open_store(_place(store)), run)
+    keep = from_manifest(ledger.manifest.config).checkpoint
+    old = retire(ledger, keep, everything=True) if apply else list(due(ledger, keep, everything=True))
+    found = list(garbage(ledger))
+    if apply:
+        collect(ledger, found)
+    for one in (*old, *found):
+        get_run_logger().info(str(one))
+    return Completed(message=f"{len(old) + len(found)} pieces {'removed' if apply else 'found, none removed'}")
+
+
+FLOWS: tuple[Flow[..., Any], ...] = tuple(globals()[name] for name in NAMES)
+"""Each is deployed under its own name."""
+
+
+def _log(event: Event) -> None:
+    """In the logs of the flow run."""
+    logger = get_run_logger()
+    if isinstance(event, Message):
+        (logger.warning if event.level == "warning" else logger.info)(event.text)
+    elif isinstance(event, RunStarted):
+        logger.info(f"Run {event.run} goes on at iteration {event.iteration} of {event.iterations}")
+    elif isinstance(event, IterationDone):
+        logger.info(f"Iteration {event.iteration} is done")
+
+
+def _done(store: str, run: str) -> State[Any]:
+    from cairn.flows.views import run_status
+
+    status = run_status(open_store(store), run)
+    return Completed(
+        message=f"run {run} has its {status.num_rollout} iterations: weight version {status.weight_version}, state "
+        f"digest {status.state_digest}"
+    )
+
+
+def _is_fork(store: str, name: str, parent: str, iteration: int) -> bool:
+    try:
+        origin = Ledger.open(open_store(store), name).manifest.parent
+    except FileNotFoundError:
+        return False
+    return origin is not None and (origin.run, origin.iteration) == (parent, iteration)

@@ -1,0 +1,129 @@
+"""The form of a run in Prefect's interface: a recipe to choose, and every option of the configuration to change in it.
+
+Prefect draws a form from the JSON schema of a flow's parameters, and its server refuses what the schema does not allow
+before a run is made. So the form is the configuration's own schema, in which nothing is required: what is left out
+stays as the recipe has it. Ranges, words to choose from and descriptions are those of `cairn.configs.schema`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, create_model
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+import cairn.configs.schema
+from cairn.configs.options import section_of
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.yaml_file import parse_yaml
+from cairn.storage.layout import LONGEST_NAME, NAME_PATTERN
+
+FOLDERS = (".", "recipes", "configs/recipes")
+"""Where recipes of one's own are looked for, below the folder one stands in."""
+
+
+class Form(BaseModel):
+    """Parameters that may each be left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Fields that are empty rather than null: the interface would ask of which of the two types a value is."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for field in schema.get("properties", {}).values():
+            field.pop("default", None)
+            typed = [one for one in field.get("anyOf", ()) if one != {"type": "null"}]
+            if len(typed) == 1:
+                del field["anyOf"]
+                field.update({**typed[0], **field})
+            elif typed:
+                field["anyOf"] = typed
+        return schema
+
+    def overrides(self, prefix: str = "") -> Iterator[str]:
+        """What was filled in, as `section.option=value`."""
+        for name in sorted(self.model_fields_set):
+            value = getattr(self, name)
+            if isinstance(value, Form):
+                yield from value.overrides(f"{prefix}{name}.")
+            elif value is not None:
+                plain = type(self).__pydantic_serializer__.to_python(self, mode="json", include={name})[name]
+                yield f"{prefix}{name}={json.dumps(plain)}"
+
+
+def form_of(section: type[BaseModel]) -> type[Form]:
+    """The form of a section of the configuration, and of those within it."""
+    fields: dict[str, Any] = {}
+    for name, option in section.model_fields.items():
+        inner = section_of(option)
+        held: Any = option.annotation if inner is None else form_of(inner)
+        for constraint in option.metadata:
+            held = Annotated[held, constraint]
+        about = inner.__doc__ if inner is not None else option.description
+        text = " ".join((about or "").split()) + _default(option, inner)
+        fields[name] = (Optional[held], Field(None, title=name, description=text))  # noqa: UP045
+    return create_model(section.__name__, __base__=Form, __doc__=section.__doc__, **fields)
+
+
+def _default(option: FieldInfo, inner: type[BaseModel] | None) -> str:
+    if inner is not None or option.is_required():
+        return ""
+    value = option.get_default(call_default_factory=True)
+    return "" if value is None else f" Default: {json.dumps(value, default=list)}."
+
+
+if TYPE_CHECKING:
+    Options = Form
+else:
+    Options = form_of(RunConfig)
+    """All options of a run."""
+
+
+def recipes(folder: Path) -> dict[str, Path]:
+    """Recipes by name: those below the folder, relative to it, and Cairn's own, which give way to a file of the same
+    name. A file that holds no sections of a configuration is none."""
+    ours = Path(cairn.configs.schema.__file__).parent.parent / "recipes"
+    found = {path.name: path for path in sorted(ours.glob("*.yaml"))}
+    own = {str(path.relative_to(folder)): path for below in FOLDERS for path in sorted((folder / below).glob("*.yaml"))}
+    of_this_folder = {path.resolve() for path in own.values()}
+    own = {name: path for name, path in own.items() if _is_recipe(path)}
+    return own | {name: path for name, path in found.items() if path.resolve() not in of_this_folder}
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe that the form offers, or the one at that path."""
+    return recipes(Path.cwd()).get(name, Path(name))
+
+
+def _is_recipe(path: Path) -> bool:
+    try:
+        values = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(values, Mapping) and {"model", "data", "rollout"} <= set(values)
+
+
+@cache
+def _choices() -> tuple[str, ...]:
+    return tuple(recipes(Path.cwd()))
+
+
+class _Chosen:
+    """Offers the recipes that there are where the schema is made; takes any text, since a file may come later."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(core) | ({"enum": list(_choices())} if _choices() else {})
+
+
+Recipe = Annotated[str, _Chosen]
+"""Name of a recipe."""
+
+RunName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$", max_length=LONGEST_NAME)]
+"""Name of a run."""

@@ -1,0 +1,7 @@
+"""Names of the deployments; imports nothing."""
+
+DEPLOYMENT = "cairn"
+"""Of each: `train/cairn`."""
+
+NAMES = ("train", "resume", "fork", "verify", "gc")
+"""Of their flows, in `cairn.flows.deployed`."""

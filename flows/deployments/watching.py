@@ -1,0 +1,140 @@
+"""Drivers that were killed: their flow runs are marked Crashed, and started again where they ask for it.
+
+A process that was killed cannot say so, and Prefect believes it to be running for ever. Whether a driver lives is told
+by its run's lease. So every few seconds:
+
+| flow run | its run's newest lease | what is done |
+|---|---|---|
+| Running or Cancelling, since before the lease was taken | over | marked Crashed, with the iterations and steps in it |
+| Crashed, of a deployment, `restarts` left | over, its driver killed or preempted | scheduled again, as Retry does it |
+| Paused, Suspended, Scheduled, Pending, Cancelled, Failed | any | nothing |
+
+The lease decides, and a restarted driver has to get it: two that watch do no harm. Of a driver on another machine the
+clocks' word is taken, which can be wrong for what is shown and never for who may commit.
+"""
+
+import logging
+import os
+import threading
+import time
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.states import AwaitingRetry
+
+from cairn.flows.orchestration import crash_stale_runs, run_tags
+from cairn.storage.errors import Damaged, StoreError
+from cairn.storage.leases import LeaseState, Outcome, newest_lease
+from cairn.storage.store import open_store
+
+INTERVAL = 5.0
+"""Seconds between two looks."""
+
+AT_ITS_END = 60.0
+"""Seconds that a driver which has given its run back may take to tell Prefect."""
+
+RESTARTED = "Started again by itself"
+"""Beginning of the message of the state that a restart sets."""
+
+_log = logging.getLogger("prefect.cairn.watching")
+
+
+class _NotOver(Exception):
+    """Another driver has the run by now."""
+
+
+def watch(over: threading.Event, interval: float = INTERVAL) -> None:
+    """Look until the event is set."""
+    with get_client(sync_client=True) as client:
+        while not over.wait(interval):
+            try:
+                look(client)
+            except Exception as error:  # the server or a store may come back; what is not seen now is seen then
+                _log.warning("cannot look after drivers: %s", error)
+
+
+def look(client: SyncPrefectClient) -> None:
+    """Once: mark whose driver is gone, and start again what asks for it."""
+    running = _drivers(client, [StateType.RUNNING, StateType.CANCELLING])
+    lost = {flow_run.id for flow_run in running if _is_lost(flow_run)}
+    for flow_run in running:
+        if flow_run.id in lost:
+            others = [other.id for other in running if other.id not in lost]
+            _mark(client, flow_run, others)
+    for flow_run in _drivers(client, [StateType.CRASHED]):
+        _restart(client, flow_run)
+
+
+def _drivers(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
+    """Flow runs of drivers that have had their run's lease, newest first."""
+    wanted = {"tags": {"all_": ["cairn"]}, "state": {"type": {"any_": types}}, "parent_task_run_id": {"is_null_": True}}
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter.model_validate(wanted), sort=FlowRunSort.START_TIME_DESC
+    )
+    return [flow_run for flow_run in found if _place(flow_run) is not None]
+
+
+def _place(flow_run: FlowRun) -> tuple[str, str] | None:
+    """Store and run; None where the flow run has not had the lease, or its store is not the one that it seems to be."""
+    run = next((tag.removeprefix("run:") for tag in flow_run.tags if tag.startswith("run:")), None)
+    store = flow_run.parameters.get("store") or os.environ.get("CAIRN_STORE") or "."
+    if run is None or not run_tags(run, store) <= set(flow_run.tags):
+        return None
+    return store, run
+
+
+def _lease(flow_run: FlowRun) -> LeaseState | None:
+    store, run = _place(flow_run) or ("", "")
+    try:
+        return newest_lease(open_store(store), run)
+    except (StoreError, Damaged) as error:
+        _log.warning("cannot tell whether the driver of %s lives: %s", run, error)
+        return None
+
+
+def _is_lost(flow_run: FlowRun) -> bool:
+    lease = _lease(flow_run)
+    if lease is None or flow_run.state is None or not lease.looks_over():
+        return False
+    since = flow_run.state.timestamp if flow_run.state.is_running() else flow_run.start_time
+    if since is None or since.timestamp() > lease.acquired_at:
+        return False  # it has yet to take the lease
+    return lease.outcome is None or time.time() - lease.renewed_at > AT_ITS_END
+
+
+def _mark(client: SyncPrefectClient, flow_run: FlowRun, others: list[UUID]) -> None:
+    place = _place(flow_run)
+    assert place is not None
+    store, run = place
+
+    def require_lost() -> None:
+        if not _is_lost(client.read_flow_run(flow_run.id)):
+            raise _NotOver
+
+    try:
+        crash_stale_runs(client, run_tags(run, store), besides=others, require_held=require_lost)
+    except _NotOver:
+        return
+    _log.warning("the driver of %s is gone; its flow run is marked Crashed", run)
+
+
+def _restart(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+    limit = flow_run.parameters.get("restarts") or 0
+    if flow_run.deployment_id is None or not limit:
+        return
+    lease = _lease(flow_run)
+    if lease is None or not lease.looks_over() or lease.outcome not in (None, Outcome.PREEMPTED):
+        return
+    before = sum(_is_restart(state.message) for state in client.read_flow_run_states(flow_run.id))
+    if before >= limit:
+        return
+    message = f"{RESTARTED}, {before + 1} of {limit}: the driver's process was killed"
+    client.set_flow_run_state(flow_run.id, AwaitingRetry(message=message), force=True)
+    _log.warning("%s is started again, %d of %d", flow_run.name, before + 1, limit)
+
+
+def _is_restart(message: str | None) -> bool:
+    return message is not None and message.startswith(RESTARTED)
