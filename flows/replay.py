@@ -1,11 +1,11 @@
-"""`replay`: one committed step again, beside the ledger, and what it makes held against what was committed.
+"""`replay`: committed steps again, beside the ledger, and what they make held against what was committed.
 
 The iteration's own DAG is walked, and every step in it answered from the ledger, until it comes to the one that is
 wanted: that one's body runs, from the very inputs it was committed with, into a temporary folder. Engines start only
 where the step needs them, in a fleet of their own: a live driver of the run is not disturbed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from cairn.flows.starting import fleet_name, starting_fleet, total_steps
 from cairn.flows.trust import recorded_config
 from cairn.storage.commits import Commit, Record, Step
 from cairn.storage.comparison import compare
-from cairn.storage.errors import RunDiffers
+from cairn.storage.errors import Retired, RunDiffers
 from cairn.storage.ledger import Ledger
 from cairn.storage.redacted import redacted_samples
 from cairn.storage.snapshots import Attempt
@@ -27,6 +27,7 @@ from cairn.storage.store import Store, open_store
 from cairn.storage.terms import input_differences
 from cairn.tasks.context import RunContext
 from cairn.tasks.environment import changes
+from cairn.tasks.recovery import ReplayDiverged
 from cairn.tasks.step import DurableStep, StepCall, input_digest
 
 if TYPE_CHECKING:
@@ -53,16 +54,29 @@ class Replayed(Record):
 class Replaying:
     """Answers steps from the ledger, and does the wanted ones again. A StepRunner."""
 
-    def __init__(self, run: RunContext, wanted: Step, shard: str | None, scratch: Store) -> None:
+    def __init__(
+        self,
+        run: RunContext,
+        wanted: Collection[Step],
+        shard: str | None,
+        scratch: Store,
+        tell: Callable[[Replayed], None] = lambda again: None,
+        go_on: bool = False,
+    ) -> None:
+        """`tell` is called with each step that was done again. `go_on`: past one that cannot be, or from whose inputs
+        the weights do not come back."""
         self._run, self._wanted, self._shard, self._scratch = run, wanted, shard, scratch
+        self._tell, self._go_on = tell, go_on
         self.replayed: list[Replayed] = []
 
     def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
         committed = self._run.find(index, step.name, shard)
         if committed is None:
             raise _EndOfLedger
-        if step.name is self._wanted and self._shard in (None, shard):
-            self.replayed.append(self._again(step, committed, *args, **kwargs))
+        if step.name in self._wanted and self._shard in (None, shard):
+            again = self._tried(step, committed, *args, **kwargs)
+            self.replayed.append(again)
+            self._tell(again)
         return committed
 
     def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> "_Done":
@@ -71,6 +85,18 @@ class Replaying:
             return _Done(self.call(step, index, shard, *given, **kwargs))
         except _EndOfLedger:  # what was submitted beside it may be there
             return _Done(None)
+
+    def _tried(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
+        try:
+            return self._again(step, committed, *args, **kwargs)
+        except Retired as error:
+            if not self._go_on:
+                raise
+            return Replayed(name=committed.name, differences=(), environment=(), skipped=str(error))
+        except ReplayDiverged as error:
+            if not self._go_on:
+                raise
+            return Replayed(name=committed.name, differences=(str(error),), environment=())
 
     def _again(self, step: DurableStep[Any], committed: Commit, *args: Any, **kwargs: Any) -> Replayed:
         run = self._run
@@ -119,10 +145,43 @@ def replay(
         which = step if shard is None else f"{step}.{shard}"
         raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
     with beside_the_ledger(owner, emit) as run, TemporaryDirectory(prefix="cairn-replay-") as folder:
-        runner = Replaying(run, step, shard, open_store(folder))
+        runner = Replaying(run, {step}, shard, open_store(folder))
         with suppress(_EndOfLedger):
             iteration(run, runner, index)
     return runner.replayed
+
+
+def replay_all(
+    ledger: Ledger,
+    steps: Collection[Step] = frozenset(Step),
+    tell: Callable[[Replayed], None] = lambda again: None,
+    emit: Callable[[Event], None] = lambda event: None,
+) -> list[Replayed]:
+    """Do every committed step of some kinds again, in the order in which they were made; what a run shares with its
+    parent included. Engines are started once for each run that made a part of it, and weights go on from one iteration
+    to the next. `tell` is called with each when it is done.
+
+    What cannot be done again, since its files are retired or redacted, is among the results with the reason; weights
+    that do not come back are a difference, and the next step begins from a checkpoint. Raises RunDiffers as `replay`.
+    """
+    found: list[Replayed] = []
+    numbers = ledger.iterations()
+    for name in dict.fromkeys(ledger.owner(index).run for index in numbers):
+        own = [index for index in numbers if ledger.owner(index).run == name]
+        with beside_the_ledger(ledger.owner(own[0]), emit) as run:
+            for index in own:
+                with TemporaryDirectory(prefix="cairn-replay-") as folder:
+                    runner = Replaying(run, steps, None, open_store(folder), tell, go_on=True)
+                    try:
+                        iteration(run, runner, index)
+                    except _EndOfLedger:
+                        pass
+                    except Retired as error:  # what the steps would be given
+                        rest = Replayed(name=f"{index:06d}", differences=(), environment=(), skipped=str(error))
+                        runner.replayed.append(rest)
+                        tell(rest)
+                found += runner.replayed
+    return found
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from cairn.storage.layout import LAST_NUMBER
 if TYPE_CHECKING:
     from cairn.flows.diff import Parting
     from cairn.flows.events import Event
+    from cairn.flows.replay import Replayed
 
 _PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d+)")
 
@@ -64,53 +65,89 @@ def fork(
 def replay(
     run: RunArgument,
     iteration: Annotated[
-        int, typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0.")
-    ],
+        int | None,
+        typer.Argument(metavar="[ITER]", min=0, max=LAST_NUMBER, help="Number of the iteration, from 0."),
+    ] = None,
     step: Annotated[
-        str, typer.Argument(metavar="STEP", help="rollout, reward, filter, …, or one shard of it: reward.00-000.")
-    ],
+        str | None,
+        typer.Argument(metavar="[STEP]", help="rollout, reward, filter, …, or one shard of it: reward.00-000."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every step of every iteration.")] = False,
+    kind: Annotated[
+        str | None, typer.Option("--step", metavar="KIND", help="With --all: only steps of this kind.")
+    ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Do one committed step again, beside the ledger, and compare what it makes bit for bit.
+    """Do committed steps again, beside the ledger, and compare what they make bit for bit.
 
-    Nothing is written into the ledger, and a live driver of the run is not disturbed: engines, where the step needs
-    them, are started apart. Exits with 1 if anything differs.
+    Nothing is written into the ledger, and a live driver of the run is not disturbed: engines, where the steps need
+    them, are started apart. Exits with 1 if anything differs. Steps whose inputs are retired or redacted are named, and
+    are no difference.
 
     Examples:
 
     - `cairn replay quickstart 12 train` restores the weights before iteration 12 and does its update again
     - `cairn replay quickstart 12 reward.00-000 --json`
+    - `cairn replay quickstart --all` does the whole run again
+    - `cairn replay quickstart --all --step reward` grades every sample again
     """
-    from cairn.flows.replay import NothingToReplay
+    from cairn.flows.replay import NothingToReplay, Replayed, replay_all
     from cairn.flows.replay import replay as replayed
     from cairn.storage.commits import Step
     from cairn.tasks.events import Message
-
-    name, _, shard = step.partition(".")
-    if name not in list(Step):
-        raise BadInput(f"{name!r} is not a step; steps are {', '.join(Step)}")
 
     def on_event(event: "Event") -> None:
         if isinstance(event, Message):
             tell(event.text)
 
-    try:
-        found = replayed(open_ledger(store, run), iteration, Step(name), shard or None, on_event)
-    except NothingToReplay as error:
-        raise BadInput(str(error)) from None
-    if json:
-        print_json([again.model_dump(mode="json") for again in found])
+    def tell_result(again: Replayed) -> None:
+        if not json:
+            _say_replayed(again)
+
+    if everything:
+        if iteration is not None or step is not None:
+            raise BadInput("--all is every iteration: leave ITER and STEP out; --step KIND does the steps of one kind")
+        steps = list(Step) if kind is None else [Step(_known_step(kind))]
+        found = replay_all(open_ledger(store, run), steps, tell_result, on_event)
+    elif iteration is None or step is None or kind is not None:
+        raise BadInput("give ITER and STEP, such as 12 train, or --all, which may have --step KIND")
     else:
+        name, _, shard = step.partition(".")
+        try:
+            found = replayed(open_ledger(store, run), iteration, Step(_known_step(name)), shard or None, on_event)
+        except NothingToReplay as error:
+            raise BadInput(str(error)) from None
         for again in found:
-            verdict = "differs" if again.differences else again.skipped or "equal, bit for bit"
-            say(f"{again.name}: {verdict}")
-            for sentence in again.differences:
-                say(f"  {sentence}")
-            for sentence in again.environment if again.differences else ():
-                say(f"  environment: {sentence}")
-    if any(again.differences for again in found):
+            tell_result(again)
+    differ, skipped = sum(bool(one.differences) for one in found), sum(one.skipped is not None for one in found)
+    if json and everything:
+        counts = {"equal": len(found) - differ - skipped, "differ": differ, "skipped": skipped}
+        print_json({"run": run, **counts, "steps": [one.model_dump(mode="json") for one in found]})
+    elif json:
+        print_json([one.model_dump(mode="json") for one in found])
+    elif everything:
+        equal = len(found) - differ - skipped
+        say(f"run {run}: {equal} steps are equal, bit for bit; {differ} differ, {skipped} cannot be done again")
+    if differ:
         raise typer.Exit(FAILED)
+
+
+def _known_step(name: str) -> str:
+    from cairn.storage.commits import Step
+
+    if name not in list(Step):
+        raise BadInput(f"{name!r} is not a step; steps are {', '.join(Step)}")
+    return name
+
+
+def _say_replayed(again: "Replayed") -> None:
+    verdict = "differs" if again.differences else f"not done again: {again.skipped}" if again.skipped else None
+    say(f"{again.name}: {verdict or 'equal, bit for bit'}")
+    for sentence in again.differences:
+        say(f"  {sentence}")
+    for sentence in again.environment if again.differences else ():
+        say(f"  environment: {sentence}")
 
 
 def diff(

@@ -203,7 +203,7 @@ def test_every_step_makes_the_same_again(store: str, config: RunConfig, tmp_path
         if step is Step.SCORE:
             continue
         with tiny_context(store, config, "a") as (run, _):
-            runner = Replaying(run, step, None, open_store(str(tmp_path / step)))
+            runner = Replaying(run, {step}, None, open_store(str(tmp_path / step)))
             iteration(run, runner, 1)
         assert runner.replayed, step
         assert [again.differences for again in runner.replayed] == [()] * len(runner.replayed), step
@@ -215,7 +215,7 @@ def test_a_step_that_makes_something_else_is_told_with_its_columns(
 ) -> None:
     with tiny_context(store, config, "a") as (run, _):
         run.config = config.model_copy(update={"seed": 1})
-        runner = Replaying(run, Step.ROLLOUT, None, open_store(str(tmp_path)))
+        runner = Replaying(run, {Step.ROLLOUT}, None, open_store(str(tmp_path)))
         iteration(run, runner, 1)
     (again,) = runner.replayed
     assert any("response_ids" in sentence and "rows" in sentence for sentence in again.differences)
@@ -236,7 +236,7 @@ def test_rewards_of_an_earlier_grader_stay_and_replay_says_what_has_changed(
         for index in range(2):
             iteration(run, DirectSteps(run), index)
         assert {name.partition("/")[0] for name in events.executed()} == {"000001"}
-        runner = Replaying(run, Step.REWARD, None, open_store(str(tmp_path / "scratch")))
+        runner = Replaying(run, {Step.REWARD}, None, open_store(str(tmp_path / "scratch")))
         iteration(run, runner, 0)
     assert [version.package for version in run_status(run.ledger.store, "tiny").written_by][-1] == "9"
     (again,) = runner.replayed
