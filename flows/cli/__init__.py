@@ -5,7 +5,7 @@ from cairn.flows.cli.benchmarks import benchmarks
 from cairn.flows.cli.convert import convert
 from cairn.flows.cli.costs import costs, timeline
 from cairn.flows.cli.decisions import approve, pin, quarantine, reject, unpin
-from cairn.flows.cli.evaluation import evaluate
+from cairn.flows.cli.evaluation import evaluate, leaderboard
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc
@@ -25,3 +25,4 @@ REMOVING = (gc, delete)
 for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command()(leaderboard)

@@ -7,17 +7,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, tell
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption, print_json, say, tell
 from cairn.flows.cli.evaluation_logs import require_exportable, write_log
 
 if TYPE_CHECKING:
-    from cairn.configs.schema.benchmark import Benchmark
     from cairn.flows.evaluation.evaluating import Found, Watcher
+    from cairn.flows.evaluation.leaderboard import Standing
     from cairn.flows.evaluation.models import Evaluable
     from cairn.storage.store import Store
 
 EngineOption = Annotated[
     str | None, typer.Option("--engine", metavar="KIND", help="transformers or sglang; by default that of the run.")
+]
+BaselineOption = Annotated[
+    str | None,
+    typer.Option("--baseline", metavar="RUN@ITER|FOLDER", help="Whose results in the store to compare with."),
+]
+MarginOption = Annotated[
+    float, typer.Option("--margin", min=0, help="By how much a score may be less than the baseline's.")
+]
+FailOption = Annotated[
+    bool, typer.Option("--fail-on-regression", help="Exit with 1 if one is worse than the baseline.")
 ]
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", metavar="FORMAT", help="float32 or bfloat16; by default that of the run.")
@@ -40,8 +50,12 @@ def evaluate(
     ] = None,
     n: Annotated[int | None, typer.Option("-n", min=1, help="Responses to each question.")] = None,
     data: Annotated[
-        str | None,
-        typer.Option("--data", metavar="FILE", help="The benchmark's rows: JSONL, Parquet or CSV; FILE@[0:100] of it."),
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="[NAME=]FILE",
+            help="Rows of the benchmarks, or of one: JSONL, Parquet or CSV; FILE@[0:100] of them; repeatable.",
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -54,6 +68,9 @@ def evaluate(
     ] = None,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads of the engine.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of all draws.")] = None,
+    baseline: BaselineOption = None,
+    margin: MarginOption = 0.0,
+    fail_on_regression: FailOption = False,
     export: Annotated[
         tuple[str, Path] | None,
         typer.Option(
@@ -87,35 +104,93 @@ def evaluate(
     asked = names if model is not None else names[1:]
     if not asked:
         raise BadInput("name at least one benchmark, such as gsm8k, or a YAML file of your own")
-    benchmarks = [_benchmark(name, n, data, overrides or []) for name in asked]
+    changes = _changes(overrides or [])
+    from cairn.flows.evaluation.asking import benchmarks_of
+
+    benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes)
     opened = answering_store(store)
     from cairn.flows.evaluation.evaluating import evaluate_models
     from cairn.flows.evaluation.questions import SEED
+    from cairn.flows.evaluation.regression import regressions
 
     given = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
     options = {name: value for name, value in given.items() if value is not None}
-    models = _models(opened, names[0], model, every, options)
-    require_exportable(export, len(models) * len(benchmarks))
-    found: list[Found] = []
-    with _watched(hidden=json) as watcher:
-        for one in evaluate_models(opened, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher):
-            found.append(one)
-            verdict = "computed" if one.computed else "found, nothing computed"
-            watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
-            if export is not None:
-                watcher.says(f"written for Inspect: {write_log(opened, one, export[1])}")
+    with _naming_bad_input():
+        models = _models(opened, names[0], model, every, options)
+        require_exportable(export, len(models) * len(benchmarks))
+        found: list[Found] = []
+        with _watched(hidden=json) as watcher:
+            for one in evaluate_models(
+                opened, models, benchmarks, seed=SEED if seed is None else seed, watcher=watcher
+            ):
+                found.append(one)
+                verdict = "computed" if one.computed else "found, nothing computed"
+                watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
+                if export is not None:
+                    watcher.says(f"written for Inspect: {write_log(opened, one, export[1])}")
+        worse = [] if baseline is None else regressions(opened, found, baseline, margin, tell)
     if json:
         print_json([_as_json(one) for one in found])
     else:
         from cairn.flows.cli.evaluation_tables import print_results
 
         print_results(found)
+    if worse and fail_on_regression:
+        raise typer.Exit(FAILED)
 
 
-def _benchmark(name: str, n: int | None, data: str | None, overrides: list[str]) -> "Benchmark":
+def leaderboard(
+    benchmark: Annotated[
+        str | None, typer.Option("--benchmark", metavar="NAME", help="Only results of this benchmark.")
+    ] = None,
+    baseline: BaselineOption = None,
+    margin: MarginOption = 0.0,
+    fail_on_regression: FailOption = False,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Show all results of a store, by benchmark, the best first.
+
+    Results stand together where questions, sampling and grading are equal; engine and number format may differ. Against
+    a baseline they are compared question by question. The newest result of each group is a regression if it is worse by
+    more than the margin, and by more than chance (95 %): then Prefect gets the event `cairn.evaluation.regressed`,
+    where `PREFECT_API_URL` or a profile names a server.
+
+    Examples:
+
+    - `cairn leaderboard`
+    - `cairn leaderboard --benchmark gsm8k --baseline quickstart@initial`
+    - `cairn leaderboard --baseline models/qwen3 --margin 0.01 --fail-on-regression` exits with 1
+    """
+    from cairn.flows.cli.reading import answering_store
+
+    opened = answering_store(store)
+    from cairn.flows.evaluation.leaderboard import leaderboard as standings
+    from cairn.flows.evaluation.regression import raise_event, sentence
+
+    found = standings(opened, benchmark, baseline, margin)
+    if baseline is not None and not any(one.baseline for one in found):
+        raise BadInput(f"there is no result of {baseline} to compare with; `cairn eval` makes one")
+    worse = [one for one in found if one.newest and one.comparison is not None and one.comparison.regressed]
+    if json:
+        print_json([_standing_as_json(one) for one in found])
+    elif not found:
+        say(f"no results in {store}; `cairn eval` makes some")
+    else:
+        from cairn.flows.cli.evaluation_tables import print_standings
+
+        print_standings(found, baseline)
+    for one in worse:
+        assert one.baseline is not None
+        assert one.comparison is not None
+        tell(sentence(one.result, one.baseline, one.comparison))
+        raise_event(one.result, one.baseline, one.comparison, tell)
+    if worse and fail_on_regression:
+        raise typer.Exit(FAILED)
+
+
+def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
     import yaml
-
-    from cairn.configs.benchmark_files import load_benchmark
 
     changes: dict[str, dict[str, Any]] = {}
     for override in overrides:
@@ -127,27 +202,26 @@ def _benchmark(name: str, n: int | None, data: str | None, overrides: list[str])
             changes.setdefault(section, {})[key] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise BadInput(f"--set {override!r}: the value is not YAML") from None
-    if n is not None:
-        changes.setdefault("sampling", {})["n"] = n
-    if data is not None:
-        changes.setdefault("source", {})["data"] = data
-    return load_benchmark(name, changes)
+    return changes
 
 
 def _models(
     store: "Store", place: str, folder: Path | None, every: int | None, options: dict[str, Any]
 ) -> "Sequence[Evaluable]":
+    from cairn.flows.evaluation.models import weights_to_evaluate
+
+    run, model = (place, None) if folder is None else (None, str(folder))
+    return weights_to_evaluate(store, run, model, every, options, tell)
+
+
+@contextmanager
+def _naming_bad_input() -> Iterator[None]:
     from pydantic import ValidationError
 
-    from cairn.flows.evaluation.engine import EngineOptions
-    from cairn.flows.evaluation.models import BadPlace, ModelFolder, models_of
+    from cairn.flows.evaluation.models import BadPlace
 
     try:
-        if folder is None:
-            return models_of(store, place, every, options, tell)
-        if every is not None:
-            raise BadInput("--every goes with iterations of a run, RUN@A:B")
-        return [ModelFolder(str(folder), EngineOptions.model_validate(options))]
+        yield
     except BadPlace as error:
         raise BadInput(str(error)) from None
     except ValidationError as error:
@@ -185,4 +259,23 @@ def _as_json(found: "Found") -> dict[str, Any]:
         "path": result.key.folder,
         **result.model_dump(mode="json", exclude={"values", "outputs"}),
         "digest": result.digest,
+    }
+
+
+def _standing_as_json(one: "Standing") -> dict[str, Any]:
+    result, compared = one.result, one.comparison
+    return {
+        "benchmark": result.key.benchmark,
+        "rank": one.rank,
+        "model": one.model,
+        "engine": result.key.settings.get("engine"),
+        "dtype": result.key.settings.get("dtype"),
+        "metrics": result.metrics,
+        "weights": result.key.weights,
+        "path": result.key.folder,
+        "committed_at": result.committed_at,
+        "baseline": one.baseline is not None and compared is None,
+        "difference": None if compared is None else compared.difference,
+        "interval": None if compared is None else [compared.low, compared.high],
+        "verdict": None if compared is None else compared.verdict,
     }

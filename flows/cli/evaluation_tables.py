@@ -1,42 +1,60 @@
 """How results of evaluations are printed for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from cairn.flows.cli.tables import console
+from cairn.flows.cli.tables import age, console
 from cairn.flows.evaluation.evaluating import Found
+from cairn.flows.evaluation.leaderboard import Standing
+from cairn.flows.evaluation.tables import figures
+from cairn.flows.terminal import printable
 
 
 def print_results(found: Sequence[Found]) -> None:
-    """A table, one result a line; of pass@k and maj@k the largest k."""
-    from rich.table import Table
-
-    columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("model", "benchmark", *columns, ""):
-        table.add_column(name, justify="right" if name in columns else "left", overflow="fold")
-    for one in found:
-        shown = figures(one.result.metrics)
-        verdict = "computed" if one.computed else "found"
-        table.add_row(one.model, one.result.key.benchmark, *(shown.get(name, "–") for name in columns), verdict)
+    """A table, one result a line."""
+    rows = [(one.model, one.result.key.benchmark, figures(one.result.metrics), _verdict(one)) for one in found]
+    columns = list(dict.fromkeys(name for _, _, shown, _ in rows for name in shown))
+    table = _table("model", "benchmark", *columns, "result", right=columns)
+    for model, benchmark, shown, verdict in rows:
+        table.add_row(_text(model), _text(benchmark), *(shown.get(name, "–") for name in columns), verdict)
     console().print(table)
 
 
-def figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """What a table shows of a result, by column."""
-    found = {f"avg@{metrics.get('n', 1):.0f}": _share(metrics["score"])}
-    if "interval_low" in metrics:
-        found["95 %"] = f"{_share(metrics['interval_low'])}–{_share(metrics['interval_high'])}"
-    for kind in ("pass", "maj"):
-        ks = [int(name.partition("@")[2]) for name in metrics if name.startswith(f"{kind}@")]
-        if ks and max(ks) > 1:
-            found[f"{kind}@{max(ks)}"] = _share(metrics[f"{kind}@{max(ks)}"])
-    found["samples"] = f"{metrics.get('samples', 0):.0f}"
-    if "response_len_mean" in metrics:
-        found["tokens"] = f"{metrics['response_len_mean']:.1f}"
-    found["truncated"] = f"{100 * metrics.get('truncated', 0):.1f} %"
-    found["failed"] = f"{metrics.get('failed', 0):.0f}"
-    return found
+def print_standings(found: Sequence[Standing], baseline: str | None) -> None:
+    """A table of all results, those that can be compared beside each other, the best first."""
+    columns = list(dict.fromkeys(name for one in found for name in figures(one.result.metrics)))
+    against = [] if baseline is None else [f"against {baseline}"]
+    table = _table("benchmark", "rank", "model", "engine", *columns, *against, "computed", right=["rank", *columns])
+    for one in found:
+        shown, settings = figures(one.result.metrics), one.result.key.settings
+        compared = one.comparison
+        versus = "–" if compared is None else f"{compared.difference:+.3f} {compared.verdict}"
+        table.add_row(
+            _text(one.result.key.benchmark) if one.rank == 1 else "",
+            str(one.rank),
+            _text(one.model),
+            f"{settings.get('engine')}, {settings.get('dtype')}",
+            *(shown.get(name, "–") for name in columns),
+            *([versus] if against else []),
+            age(one.result.committed_at),
+        )
+    console().print(table)
 
 
-def _share(value: float) -> str:
-    return f"{value:.3f}"
+def _table(*names: str, right: Sequence[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in names:
+        table.add_column(_text(name), justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def _text(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(printable(text))
+
+
+def _verdict(one: Found) -> str:
+    return "computed" if one.computed else "found, nothing computed"

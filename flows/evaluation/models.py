@@ -128,6 +128,18 @@ class Published:
             self._say(f"{self.name}: {event.text}")
 
 
+def weights_to_evaluate(
+    store: Store, run: str | None, model: str | None, every: int | None, options: Mapping[str, Any], say: Say
+) -> list[Evaluable]:
+    """What is to be evaluated. Raises BadPlace, and pydantic's ValidationError for options."""
+    if run is not None:
+        return models_of(store, run, every, options, say)
+    assert model is not None
+    if every is not None:
+        raise BadPlace("every N-th is of iterations of a run, RUN@A:B")
+    return [ModelFolder(model, EngineOptions.model_validate(options))]
+
+
 def models_of(
     store: Store, place: str, every: int | None = None, given: Mapping[str, Any] | None = None, say: Say = print
 ) -> list[Evaluable]:

@@ -1,0 +1,43 @@
+"""What a person, a schedule or a program asks for, as models and benchmarks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cairn.configs.benchmark_files import load_benchmark
+from cairn.configs.errors import ConfigError
+from cairn.configs.schema.benchmark import Benchmark
+
+
+def benchmarks_of(
+    names: Sequence[str],
+    *,
+    n: int | None = None,
+    data: Sequence[str] = (),
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Benchmark]:
+    """Benchmarks by name or YAML file, in order.
+
+    Args:
+        n: responses to each question, in the place of the benchmark's own number.
+        data: files with their rows: `FILE` for all, `NAME=FILE` for one of them.
+        changes: values for other options, by section.
+
+    Raises ConfigError, which lists every problem of a benchmark at once.
+    """
+    files: dict[str | None, str] = {}
+    for given in data:
+        name, equals, file = given.partition("=")
+        files[name if equals and name in names else None] = file if equals and name in names else given
+    found = []
+    for name in names:
+        sections = {section: dict(values) for section, values in (changes or {}).items()}
+        if n is not None:
+            sections.setdefault("sampling", {})["n"] = n
+        file_of = files.get(name, files.get(None))
+        if file_of is not None:
+            sections.setdefault("source", {})["data"] = file_of
+        found.append(load_benchmark(name, sections))
+    twice = {one.name for one in found if [other.name for other in found].count(one.name) > 1}
+    if twice:
+        raise ConfigError([f"the benchmark {min(twice)!r} is asked for twice: name each once"])
+    return found

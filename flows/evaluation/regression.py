@@ -1,0 +1,84 @@
+"""Telling that weights are worse than a baseline: Prefect's event `cairn.evaluation.regressed`, for its automations."""
+
+from collections.abc import Callable, Sequence
+
+from cairn.flows.evaluation.comparing import Comparison, compare, find_baseline, name_of, questions_digest
+from cairn.flows.evaluation.evaluating import Found
+from cairn.flows.evaluation.models import BadPlace
+from cairn.storage.evals import Evaluation, results
+from cairn.storage.store import Store
+
+Says = Callable[[str], None]
+
+REGRESSED = "cairn.evaluation.regressed"
+"""Name of the event."""
+
+
+def regressions(store: Store, found: Sequence[Found], baseline: str, margin: float, says: Says) -> list[str]:
+    """Sentences on the results that are worse than the baseline's, of each of which Prefect is told. Raises BadPlace
+    where there is no result of the baseline to compare one with."""
+    there = list(results(store))
+    sentences = []
+    for one in found:
+        comparable = [other for other in there if questions_digest(other) == questions_digest(one.result)]
+        against = find_baseline(comparable, baseline)
+        if against is None:
+            raise BadPlace(
+                f"there is no result of {baseline} on these questions of {one.result.key.benchmark}: evaluate it first"
+            )
+        comparison = compare(store, one.result, against, margin)
+        said = sentence(one.result, against, comparison)
+        says(said)
+        if comparison.regressed:
+            sentences.append(said)
+            raise_event(one.result, against, comparison, says)
+    return sentences
+
+
+def raise_event(
+    result: Evaluation,
+    baseline: Evaluation,
+    found: Comparison,
+    says: Says = lambda sentence: None,
+) -> bool:
+    """Tell Prefect of a regression, where an API is configured; whether it was told. Never raises: what cannot be told
+    is said."""
+    try:
+        from prefect.context import FlowRunContext
+        from prefect.events import emit_event
+
+        from cairn.flows.server import configured_api
+
+        if configured_api() is None and FlowRunContext.get() is None:
+            return False
+        emitted = emit_event(
+            REGRESSED,
+            resource={
+                "prefect.resource.id": f"cairn.evaluation.{result.key.digest[:16]}",
+                "prefect.resource.name": f"{result.key.benchmark} on {name_of(result)}",
+                "cairn.benchmark": result.key.benchmark,
+            },
+            payload={
+                "benchmark": result.key.benchmark,
+                "model": name_of(result),
+                "baseline": name_of(baseline),
+                "score": result.metrics["score"],
+                "baseline_score": baseline.metrics["score"],
+                "difference": found.difference,
+                "interval": [found.low, found.high],
+                "result": result.key.folder,
+            },
+        )
+        return emitted is not None
+    except Exception as error:  # whatever the server or its client has: the result stands without it
+        says(f"Prefect could not be told of the regression: {type(error).__name__}: {error}")
+        return False
+
+
+def sentence(result: Evaluation, baseline: Evaluation, found: Comparison) -> str:
+    """What became of a result against a baseline."""
+    return (
+        f"{result.key.benchmark} on {name_of(result)}: {found.verdict} against {name_of(baseline)}, "
+        f"{result.metrics['score']:.3f} after {baseline.metrics['score']:.3f} "
+        f"({found.difference:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f})"
+    )

@@ -1,0 +1,94 @@
+"""When a result is worse than another: by more than chance, question by question."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from cairn.flows.evaluation.comparing import best_first, compare, find_baseline
+from cairn.flows.evaluation.leaderboard import leaderboard
+from cairn.storage.commits import Environment
+from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
+from cairn.storage.store import Store, open_store
+
+
+def result(store: Store, model: str, rewards: list[float | None], **settings: Any) -> Evaluation:
+    """One reward a question."""
+    weights, tokenizer = (hashlib.sha256(name.encode()).hexdigest() for name in (model, "tokenizer"))
+    key = EvaluationKey(
+        weights=weights,
+        tokenizer=tokenizer,
+        benchmark="gsm8k",
+        settings={"prompt": "a", "dtype": "float32", **settings},
+    )
+    claim = find_or_claim(store, key)
+    assert isinstance(claim, Claim)
+    rows = pa.table({"prompt_index": list(range(len(rewards))), "reward": pa.array(rewards, pa.float32())})
+    with claim:
+        attempt = claim.attempt()
+        return claim.commit(
+            attempt,
+            outputs=(attempt.write_table("samples.parquet", rows),),
+            metrics={"score": sum(one or 0.0 for one in rewards) / len(rewards)},
+            values={},
+            origin={"model": model},
+            timings={},
+            started_at=0.0,
+            environment=Environment(device="cpu", threads=1),
+        )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path))
+
+
+def test_the_interval_is_that_of_the_mean_of_the_differences_of_questions(store: Store) -> None:
+    """Of 100 questions 40 are answered right by the baseline, and 30 of these by the other: differences -1 for 10."""
+    before = result(store, "before", [1.0] * 40 + [0.0] * 60)
+    after = result(store, "after", [1.0] * 30 + [0.0] * 70)
+    found = compare(store, after, before)
+    error = (10 * 0.9**2 + 90 * 0.1**2) ** 0.5 / 99**0.5 / 10
+    assert found.difference == pytest.approx(-0.1)
+    assert (found.low, found.high) == (pytest.approx(-0.1 - 1.959964 * error), pytest.approx(-0.1 + 1.959964 * error))
+    assert found.regressed
+    assert not compare(store, after, before, margin=0.1).regressed
+    assert compare(store, before, after).verdict == "better"
+
+
+def test_a_fall_within_chance_is_no_regression(store: Store) -> None:
+    before = result(store, "before", [1.0, 0.0] * 50)
+    after = result(store, "after", [1.0, 0.0] * 10 + [0.0, 1.0] * 39 + [0.0, 0.0])
+    found = compare(store, after, before)
+    assert found.difference == pytest.approx(-0.01)
+    assert (found.regressed, found.verdict) == (False, "no difference seen")
+
+
+def test_a_failed_sample_counts_as_wrong(store: Store) -> None:
+    before = result(store, "before", [1.0] * 20)
+    assert compare(store, result(store, "after", [None] * 10 + [1.0] * 10), before).difference == pytest.approx(-0.5)
+
+
+def test_results_of_other_questions_do_not_stand_beside_each_other(store: Store) -> None:
+    worse, best = result(store, "worse", [0.0, 1.0]), result(store, "best", [1.0, 1.0], dtype="bfloat16")
+    other = result(store, "other", [1.0, 1.0], prompt="b")
+    assert sorted(best_first([worse, best, other]), key=len) == [[other], [best, worse]]
+
+
+def test_a_baseline_is_named_by_its_folder_or_the_beginning_of_its_digest(store: Store) -> None:
+    one, other = result(store, "one", [0.0]), result(store, "other", [1.0])
+    assert find_baseline([one, other], "one") == find_baseline([one, other], one.key.weights[:8]) == one
+    assert find_baseline([one, other], "nobody") is None
+
+
+def test_the_newest_result_is_the_one_that_may_have_regressed(store: Store) -> None:
+    for model, right in (("baseline", 50), ("older", 10), ("newer", 49)):
+        result(store, model, [1.0] * right + [0.0] * (60 - right))
+    standings = leaderboard(store, baseline="baseline")
+    assert [one.model for one in standings] == ["baseline", "newer", "older"]
+    (newest,) = (one for one in standings if one.newest)
+    assert newest.model == "newer"
+    assert newest.comparison is not None
+    assert not newest.comparison.regressed
