@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _DEADLINE = 120.0
+_KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 
 
 def unpacked(packages: Sequence[str], folder: Path) -> Path:
@@ -26,6 +27,37 @@ def unpacked(packages: Sequence[str], folder: Path) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests of several processes may want the same packages at once
         if not root.exists():
             _unpack(packages, folder, root)
+    return root
+
+
+def newest(package: str, folder: Path) -> Path:
+    """The same for one package as Debian's unstable suite has it, without what it needs: for static programs that the
+    installed suite has too old. Raises RuntimeError where it cannot be had."""
+    root = folder / "root"
+    if root.exists():
+        return root
+    if not shutil.which("apt-get") or not _KEYRING.exists():
+        raise RuntimeError(f"{package} comes with apt-get and Debian's keys, which are not here")
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    sources = folder / "unstable.list"
+    sources.write_text(f"deb [signed-by={_KEYRING}] http://deb.debian.org/debian unstable main\n")
+    options = {
+        "Dir::Etc::SourceList": sources,
+        "Dir::Etc::SourceParts": "/dev/null",
+        "Dir::State::Lists": folder / "lists",
+        "Dir::Cache": folder / "cache",
+    }
+    apt = ["apt-get", "-qq", *(word for name, value in options.items() for word in ("-o", f"{name}={value}"))]
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for command in ("update", "download"):
+            words = [*apt, command] if command == "update" else [*apt, command, package]
+            done = subprocess.run(words, cwd=scratch, capture_output=True, text=True, timeout=5 * _DEADLINE)
+        if done.returncode:
+            raise RuntimeError(f"apt could not download {package}: {done.stderr.strip()}")
+        fresh = Path(scratch, "root")
+        subprocess.run(["dpkg", "--extract", *Path(scratch).glob("*.deb"), fresh], check=True, timeout=_DEADLINE)
+        fresh.rename(root)
     return root
 
 

@@ -1,10 +1,10 @@
-"""Commands that remove things: gc, delete."""
+"""Commands that look after a store: gc and delete remove things, probe finds out whether it can carry runs."""
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, tell
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
 from cairn.flows.cli.decisions import AsOption, WhyOption
 from cairn.flows.cli.reading import answering_store, open_ledger
 from cairn.flows.cli.tables import print_garbage, reporting
@@ -135,3 +135,20 @@ def _typed_name(store: "Store", run: str) -> str:
     """What a person types when asked for the name; nothing where nobody can be asked."""
     tell(f"This deletes run {run!r} in {store.url} for ever.")
     return typer.prompt("Type the run's name to delete it", err=True, default="", show_default=False)
+
+
+def probe(json: JsonOption = False, store: StoreOption = ".") -> None:
+    """Find out whether a store can carry runs: it answers, gives back what is written, and refuses a second exclusive
+    create. Leaves nothing behind. Every run does this before it starts.
+
+    Examples:
+
+    - `cairn probe --store s3://bucket/experiments`
+    """
+    from cairn.storage.store import open_for_runs
+
+    url = open_for_runs(store).url
+    if json:
+        print_json({"store": url, "fit": True})
+    else:
+        say(f"{url} can carry runs")
