@@ -143,7 +143,7 @@ class _Post:
                 self._changed.notify_all()
             with suppress(Exception, SystemExit):
                 self.watcher.stop()
-            why = f"{error}" if str(error) else type(error).__name__
+            why = next(iter(str(error).splitlines()), type(error).__name__)
             self._tell(Message(f"{self.name} is off for the rest of this driver: {why}. The run goes on", "warning"))
 
     def _next(self) -> Callable[[], None] | None:

@@ -6,14 +6,19 @@ value once.
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.trackers.tracker import Written
 from cairn.storage.ledger import Ledger
 
+_SQLITE = "sqlite:///"
 IDENTITY = "cairn.identity"
 _MARKS = {False: "cairn/point", True: "cairn/evaluation"}
 """Written last with a point, by whether it is an evaluation."""
@@ -35,6 +40,7 @@ class MlflowRun:
         for name in ("mlflow", "alembic"):  # they tell of every table that they make
             logging.getLogger(name).setLevel(logging.WARNING)
         tracking = config.tracking
+        make_whole(tracking.mlflow_tracking_uri)
         self._client = MlflowClient(tracking_uri=tracking.mlflow_tracking_uri)
         experiment = self._client.get_experiment_by_name(tracking.mlflow_experiment)
         place = experiment.experiment_id if experiment else self._client.create_experiment(tracking.mlflow_experiment)
@@ -76,6 +82,24 @@ class MlflowRun:
         params = [Param(name, str(value)[:_LONGEST]) for name, value in _flat(config.model_dump(mode="json"))]
         for first in range(0, len(params), _PARAMS):
             self._client.log_batch(self._run, params=params[first : first + _PARAMS])
+
+
+def make_whole(uri: str) -> None:
+    """Make the database of a new SQLite file, whole or not at all: MLflow makes it by hundreds of statements, and a
+    driver that is killed within leaves one that no MLflow can open."""
+    from mlflow.tracking import MlflowClient
+
+    file = Path(uri.removeprefix(_SQLITE))
+    if not uri.startswith(_SQLITE) or file.exists():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.{uuid4().hex}")
+    try:
+        MlflowClient(tracking_uri=f"{_SQLITE}{beside}").search_experiments(max_results=1)
+        with suppress(FileExistsError):  # somebody else was faster
+            os.link(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _allowed(name: str) -> str:
