@@ -9,6 +9,8 @@ from cairn.storage.store import open_store
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from cairn.flows.lineage_records import Lineage
+
 
 class OpenedStore:
     """All runs of a store, to be read. Keeps nothing open."""
@@ -22,6 +24,16 @@ class OpenedStore:
         """The result of a SELECT over the views of docs/sql.md, as a pyarrow table: `.to_pylist()`, `.to_pandas()` and
         `.column(name)` lead on. `params` are the values of its `?` or `$name`. Raises cairn.BadQuery."""
         return open_query(self.store).sql(text, params)
+
+    def lineage(
+        self, run: str, iteration: int, group_id: int, sample_index: int, token: int | None = None
+    ) -> "Lineage":
+        """Where a sample came from and what it went into; see `cairn.flows.lineage.lineage`. Raises FileNotFoundError
+        if there is no such run and LookupError if it has no such sample."""
+        from cairn.flows.lineage import lineage
+        from cairn.storage.ledger import Ledger
+
+        return lineage(Ledger.open(self.store, run), iteration, group_id, sample_index, token)
 
 
 def opened(url: str = ".") -> OpenedStore:

@@ -145,23 +145,29 @@ class LocalStore:
             return target.read_bytes()
 
     def read_many(self, paths: Sequence[str]) -> builtins.list[bytes | None]:
-        folders: dict[str, Path] = {}
-        found: builtins.list[bytes | None] = []
-        for path in paths:
-            folder, _, name = check_path(path).rpartition("/")
-            if folder not in folders:
-                folders[folder] = self._path(folder) if folder else self.root
+        inside: dict[str, str] = {"": str(self.root)}
+        """Folders that lie below the root themselves, by their store paths: no link leads out of these."""
+
+        def folder_of(path: str) -> str:
+            folder = path.rpartition("/")[0]
+            if folder not in inside:
+                full = f"{folder_of(folder)}/{folder.rpartition('/')[2]}"
+                inside[folder] = str(self._path(folder)) if os.path.islink(full) else full
+            return inside[folder]
+
+        def read(path: str) -> bytes | None:
             try:
-                descriptor = os.open(folders[folder] / name, os.O_RDONLY | os.O_NOFOLLOW)
+                descriptor = os.open(f"{folder_of(path)}/{path.rpartition('/')[2]}", os.O_RDONLY | os.O_NOFOLLOW)
+                with open(descriptor, "rb") as file:
+                    return file.read()
+            except FileNotFoundError:
+                return None
             except OSError:
-                try:
-                    found.append(self.read(path))
-                except FileNotFoundError:
-                    found.append(None)
-                continue
-            with open(descriptor, "rb") as file:
-                found.append(file.read())
-        return found
+                with suppress(FileNotFoundError):
+                    return self.read(path)  # follows a link that stays, and names what is wrong
+                return None
+
+        return [read(check_path(path)) for path in paths]
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         target = self._path(path)

@@ -9,6 +9,7 @@ from cairn.flows.cli.evaluation import evaluate, leaderboard
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc, probe
+from cairn.flows.cli.lineage import lineage
 from cairn.flows.cli.operating import up
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import runs, show, status, verify
@@ -17,7 +18,7 @@ from cairn.flows.cli.training import resume, train, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, sql, verify, report, costs, timeline, replay, diff, benchmarks)
+LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, diff, benchmarks)
 WORKING = (train, resume, validate, fork, convert, export, probe, up)
 DECIDING = (approve, reject, pin, unpin, quarantine)
 REMOVING = (gc, delete)
