@@ -28,6 +28,9 @@ StoreOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.")]
 
+OptionalRunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name of the run.")]
+EvalsOption = Annotated[bool, typer.Option("--evals", help="The results of evaluations, in the place of a run.")]
+
 
 class BadInput(Exception):
     """What was asked for does not exist or makes no sense. The message is one clear sentence."""
@@ -132,6 +135,12 @@ def describe(error: Exception) -> str:
             "or `cairn fork` the run at the last iteration that shall stay as it is",
         ]
     )
+
+
+def require_one(run: str | None, evals: bool) -> None:
+    """Raise BadInput unless either a run is named or the evaluations are asked for."""
+    if (run is None) != evals:
+        raise BadInput("name a run, or give --evals for the results of evaluations")
 
 
 def mind_interrupts() -> None:

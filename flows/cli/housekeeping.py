@@ -4,7 +4,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
+from cairn.flows.cli.app import (
+    BadInput,
+    EvalsOption,
+    JsonOption,
+    OptionalRunArgument,
+    RunArgument,
+    StoreOption,
+    print_json,
+    require_one,
+    say,
+    tell,
+)
 from cairn.flows.cli.decisions import AsOption, WhyOption
 from cairn.flows.cli.reading import answering_store, open_ledger
 from cairn.flows.cli.tables import print_garbage, reporting
@@ -14,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def gc(
-    run: RunArgument,
+    run: OptionalRunArgument = None,
+    evals: EvalsOption = False,
     apply: Annotated[bool, typer.Option("--apply", help="Remove what was found.")] = False,
     json: JsonOption = False,
     store: StoreOption = ".",
@@ -24,13 +36,19 @@ def gc(
     What interrupted drivers left behind: attempts that lost, groups that have gone into a committed shard, writes that
     did not end. And what the run's retention does not keep: `checkpoint.save_retain_interval` and
     `checkpoint.retain_snapshots`. Safe beside a live driver: what it writes, and finished groups that the next driver
-    takes over, are left alone.
+    takes over, are left alone. With --evals what interrupted evaluations left behind, whoever asked for them.
 
     Examples:
 
     - `cairn gc quickstart` shows what would go
     - `cairn gc quickstart --apply`
+    - `cairn gc --evals --apply`
     """
+    require_one(run, evals)
+    if run is None:
+        from cairn.flows.cli.evaluation_upkeep import gc_evals
+
+        return gc_evals(answering_store(store), apply, json)
     from cairn.configs.loader import from_manifest
     from cairn.storage.collector import collect, garbage
     from cairn.storage.retention import due, retire
@@ -46,6 +64,7 @@ def gc(
         print_json({"run": run, "removed": apply, "retention": rows[: len(old)], "garbage": rows[len(old) :]})
     else:
         print_garbage(run, old, found, removed=apply)
+    return None
 
 
 def delete(

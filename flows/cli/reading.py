@@ -5,7 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cairn.flows.cli import tables
-from cairn.flows.cli.app import FAILED, BadInput, JsonOption, RunArgument, StoreOption, print_json
+from cairn.flows.cli.app import (
+    FAILED,
+    BadInput,
+    EvalsOption,
+    JsonOption,
+    OptionalRunArgument,
+    RunArgument,
+    StoreOption,
+    print_json,
+    require_one,
+)
 from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
@@ -86,8 +96,11 @@ def show(
         tables.print_samples(chosen, len(found))
 
 
-def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".") -> None:
-    """Read all of a run again and hold every byte against its digest, and every commit against its inputs.
+def verify(
+    run: OptionalRunArgument = None, evals: EvalsOption = False, json: JsonOption = False, store: StoreOption = "."
+) -> None:
+    """Read all of a run again and hold every byte against its digest, and every commit against its inputs. With --evals
+    all results of evaluations, which are the store's, and no run's.
 
     Exits with 1 if anything is missing, altered or made from something else than the ledger says.
 
@@ -95,7 +108,13 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
 
     - `cairn verify quickstart`
     - `cairn verify quickstart --json | jq '.findings'`
+    - `cairn verify --evals`
     """
+    require_one(run, evals)
+    if run is None:
+        from cairn.flows.cli.evaluation_upkeep import verify_evals
+
+        return verify_evals(answering_store(store), json)
     from cairn.storage.verification import verify as verified
 
     checks = list(tables.with_progress(verified(open_ledger(store, run)), hidden=json))
@@ -117,6 +136,7 @@ def verify(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
         tables.print_verified(run, checks)
     if findings:
         raise typer.Exit(FAILED)
+    return None
 
 
 def open_ledger(store_url: str, run: str) -> "Ledger":

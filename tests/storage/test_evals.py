@@ -11,6 +11,7 @@ from cairn.storage import canonical, layout
 from cairn.storage.commits import Environment
 from cairn.storage.errors import Damaged
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find, find_or_claim, read_samples, results
+from cairn.storage.evals_upkeep import collect, garbage, verify
 from cairn.storage.schemas import GENERATED_EVALUATION
 from cairn.storage.store import Store, open_store
 from cairn.storage.write_ahead import WriteAhead
@@ -120,3 +121,36 @@ def test_results_of_all_models_are_listed_and_what_else_lies_there_is_passed_ove
     claimed(store, KEY.model_copy(update={"benchmark": "unfinished"}))
     store.write(f"{layout.evals()}/.DS_Store", b"")
     assert {result.key.digest for result in results(store)} == {key.digest for key in keys}
+
+
+def test_verification_names_what_is_missing_altered_or_unreadable(store: Store) -> None:
+    made = []
+    for benchmark in ("a", "b", "c", "d"):
+        with claimed(store, KEY.model_copy(update={"benchmark": benchmark})) as claim:
+            made.append(commit(store, claim))
+    store.delete(f"{made[0].key.folder}/{made[0].outputs[0].path}")
+    store.write(f"{made[1].key.folder}/{made[1].outputs[0].path}", b"other")
+    store.write(layout.evaluation_result(made[2].key.folder), b"{}")
+    found = {check.name.partition("/")[2][0]: [finding.fault for finding in check.findings] for check in verify(store)}
+    assert found == {"a": ["missing"], "b": ["altered"], "c": ["unreadable"], "d": []}
+
+
+def test_what_interrupted_evaluations_left_goes_and_finished_samples_stay(store: Store) -> None:
+    unfinished = claimed(store)
+    parts = f"{unfinished.attempt().folder}/write_ahead/000000.{'0' * 64}.arrow"
+    torn = f"{unfinished.attempt().folder}/samples.parquet"
+    for path in (parts, torn):
+        store.write(path, b"bytes")
+    assert list(garbage(store)) == []  # its claimant lives
+    unfinished.__exit__(RuntimeError)
+    assert [one.path for one in garbage(store)] == [torn]
+    with claimed(store) as claim:
+        made = commit(store, claim)
+    found = list(garbage(store))
+    assert {one.path: one.reason for one in found} == {parts: "lost", torn: "lost"}
+    collect(store, found)
+    assert list(garbage(store)) == []
+    assert read_samples(store, made).equals(ROWS)
+    assert {check.findings for check in verify(store)} == {()}
+    attempts = [name for name in store.list(KEY.folder) if name.endswith("/") and name != "claims/"]
+    assert attempts == [f"{made.attempt}/"]
