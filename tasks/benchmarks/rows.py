@@ -8,9 +8,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 
 from cairn.configs.schema.benchmark import TEMPLATES, Benchmark
 from cairn.configs.schema.data import RowFormat
@@ -132,11 +133,16 @@ def _prompt(benchmark: Benchmark, names: Mapping[str, Any], where: str) -> str |
 
 def _filled(template: str, names: Mapping[str, Any], where: str) -> str:
     try:
-        return TEMPLATES.from_string(template).render({**names, "row": names})
+        return _compiled(template).render({**names, "row": names})
     except TemplateError as error:
         raise BadData(
             f"{where} does not fit the benchmark's prompt ({error}); it has {', '.join(map(str, names))}"
         ) from None
+
+
+@cache
+def _compiled(template: str) -> Template:
+    return TEMPLATES.from_string(template)
 
 
 def _url(path: str) -> str:

@@ -38,6 +38,18 @@ def mean_and_error(rewards_QN: Sequence[NDArray[np.float64]]) -> tuple[float, fl
     return mean, sqrt(squares * count / (count - 1)) / total
 
 
+def interval(mean: float, error: float, questions: int, binary: bool) -> tuple[float, float]:
+    """95 % confidence interval of a mean: 1.96 standard errors to either side; of rewards that are 0 or 1 no further
+    than these. Where these are all the same, which leaves no error to go by, it is the exact one of as many independent
+    questions (Clopper and Pearson 1934): 0 right of 30 is 0 to 0.116."""
+    if not binary:
+        return mean - Z95 * error, mean + Z95 * error
+    if error == 0 and mean in (0.0, 1.0):
+        reach = 1 - 0.025 ** (1 / questions)
+        return (0.0, reach) if mean == 0 else (1 - reach, 1.0)
+    return max(0.0, mean - Z95 * error), min(1.0, mean + Z95 * error)
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     r"""Chance that of k samples, drawn without replacement from n of which `correct` are right, one is:
     $1 - \binom{n-c}{k} / \binom{n}{k}$, unbiased for $k \le n$. ValueError for another k."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from cairn.tasks.benchmarks.sample import EvaluatedSample
-from cairn.tasks.benchmarks.statistics import Z95, majority_at_k, mean_and_error, pass_at_k
+from cairn.tasks.benchmarks.statistics import interval, majority_at_k, mean_and_error, pass_at_k
 
 
 class Lengths(BaseModel):
@@ -40,7 +40,7 @@ class Summary(BaseModel):
     standard_error: float | None
     """Of the score, clustered by question; None with one question."""
     interval: tuple[float, float] | None
-    """95 % confidence interval of the score: 1.96 standard errors to either side."""
+    """95 % confidence interval of the score; None with one question."""
     pass_at: dict[int, float] | None
     """Unbiased pass@k by k; None where rewards are not 0 or 1."""
     majority_at: dict[int, float] | None
@@ -94,7 +94,7 @@ def summary(samples: Sequence[EvaluatedSample]) -> Summary:
         n=n,
         score=score,
         standard_error=error,
-        interval=None if error is None else (score - Z95 * error, score + Z95 * error),
+        interval=None if error is None else interval(score, error, len(questions), binary),
         pass_at=_pass_at(rewards_QN, n) if binary else None,
         majority_at=_majority_at(questions, rewards_QN, n) if binary else None,
         failed=sum(sample.reward is None for sample in samples),

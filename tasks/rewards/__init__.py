@@ -29,7 +29,7 @@ _LIBRARIES = {"math": "math-verify", "math500": "math-verify"}
 """Of the graders that rest on another distribution, which."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
-_OTHERS = {"gsm8k_strict": ("gsm8k",), "math500": ("math",)}
+_OTHERS = {"gsm8k_strict": ("gsm8k",), "math500": ("math",), "ifeval": ("instructions",)}
 """Of the graders that rest on other modules of this package, which."""
 
 

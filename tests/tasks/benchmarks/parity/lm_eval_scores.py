@@ -1,8 +1,10 @@
-"""Scores of lm-evaluation-harness for answers, by its own tasks: `.venv-lm-eval/bin/python lm_eval_scores.py ANSWERS`.
+"""Scores of lm-evaluation-harness for answers, by its own tasks.
+
+    .venv-lm-eval/bin/python lm_eval_scores.py answers.yaml lm_eval_scores.json
 
 The tasks are those that the harness comes with, filters, graders and metrics of theirs included; only the rows are
-others, one for every answer, and the model is one that gives the answers in order. Prints JSON: of every benchmark the
-score of each answer by each metric, and with the version of the task.
+others, one for every answer, and the model is one that gives the answers in order. Writes JSON: of every task its
+version, and the score of each answer by each metric.
 """
 
 import json
@@ -18,11 +20,21 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 DOCS = {
-    "gsm8k": lambda label: {"question": "?", "answer": f"So it is {label}.\n#### {label}"},
-    "aime24": lambda label: {"ID": "0", "Problem": "?", "Solution": "?", "Answer": label},
-    "minerva_math500": lambda label: {"problem": "?", "solution": f"So it is $\\boxed{{{label}}}$.", "answer": label},
+    "gsm8k": lambda given: {"question": "?", "answer": f"So it is {given['label']}.\n#### {given['label']}"},
+    "aime24": lambda given: {"ID": "0", "Problem": "?", "Solution": "?", "Answer": given["label"]},
+    "minerva_math500": lambda given: {
+        "problem": "?",
+        "solution": f"So it is $\\boxed{{{given['label']}}}$.",
+        "answer": given["label"],
+    },
+    "ifeval": lambda given: {
+        "key": 0,
+        "prompt": "?",
+        "instruction_id_list": [given["instruction"]],
+        "kwargs": [given["arguments"]],
+    },
 }
-"""A row with a label, as each task's data set has it."""
+"""A row of each task's data set for an answer."""
 
 MANAGER = TaskManager()
 
@@ -43,11 +55,11 @@ class Answers(LM):
     loglikelihood_rolling = loglikelihood
 
 
-def scores(task: str, answers: list[dict[str, str]]) -> dict[str, Any]:
+def scores(task: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each answer by each metric of the task, behind each of its filters."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
-        rows.write_text("".join(json.dumps(DOCS[task](answer["label"])) + "\n" for answer in answers))
+        rows.write_text("".join(json.dumps(DOCS[task](answer)) + "\n" for answer in answers))
         config = load_yaml(MANAGER.task_index[task].yaml_path, resolve_func=True)
         split = config["test_split"]
         config |= {
@@ -63,6 +75,8 @@ def scores(task: str, answers: list[dict[str, str]]) -> dict[str, Any]:
     by_metric: dict[str, list[int]] = {}
     for sample in sorted(found["samples"][task], key=lambda sample: sample["doc_id"]):
         for metric in sample["metrics"]:
+            if metric.startswith("inst_level"):  # of one instruction each, it is that of the prompt
+                continue
             name = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
             by_metric.setdefault(name, []).append(int(sample[metric]))
     return {"version": str(found["versions"][task]), "scores": by_metric}
@@ -70,4 +84,4 @@ def scores(task: str, answers: list[dict[str, str]]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     given = yaml.safe_load(Path(sys.argv[1]).read_text())
-    print(json.dumps({task: scores(task, given[task]) for task in given}))
+    Path(sys.argv[2]).write_text(json.dumps({task: scores(task, given[task]) for task in given}))
