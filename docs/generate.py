@@ -52,8 +52,8 @@ def metrics() -> str:
 
 Metrics are a view of the ledger: every step writes its numbers into its commit, and TensorBoard and `cairn status` show
 what the commits hold, so a run that was killed and resumed shows every iteration once. Event files lie in
-`tracking.tensorboard_dir`, one folder a run: `tensorboard --logdir tensorboard`. Names are slime's where slime has the
-metric.
+`tracking.tensorboard_dir`, one folder a run: `tensorboard --logdir tensorboard`; [tracking](tracking.md) tells of other
+trackers. Names are slime's where slime has the metric.
 
 The step of a point is its iteration, counted from 0. Evaluations (`eval/`) stand at the number of iterations that the
 weights were trained for: 0 is the initial weights.
