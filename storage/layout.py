@@ -159,7 +159,7 @@ def run_manifest(name: str) -> str:
 
 def upgrade(name: str, number: int) -> str:
     """The terms under which another version of the code went on with a run, from 1."""
-    return f"{run(name)}/upgrades/{digits(number, 'upgrade')}.json"
+    return f"{upgrades(name)}/{digits(number, 'upgrade')}.json"
 
 
 def decisions(name: str) -> str:
@@ -170,6 +170,11 @@ def decisions(name: str) -> str:
 def decision(name: str, number: int) -> str:
     """One decision, counted from 1."""
     return f"{decisions(name)}/{digits(number, 'decision')}.json"
+
+
+def upgrades(name: str) -> str:
+    """The folder of the terms of newer versions of the code."""
+    return f"{run(name)}/upgrades"
 
 
 def leases(name: str) -> str:

@@ -4,6 +4,7 @@ Everything durable rests on two promises that both kinds of store keep: a file a
 all, and of several creators of one path exactly one wins.
 """
 
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,19 @@ def open_store(url: str) -> Store:
 
     For S3, keys, region and endpoint come from the environment or the profile that AWS tools use (`AWS_ACCESS_KEY_ID`,
     `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE`, `AWS_ENDPOINT_URL`, …). Opens no connection.
+
+    Where `CAIRN_SIGNING_KEY` names a key, the store signs what it creates of a ledger: see `cairn.storage.signatures`.
     """
+    store = _open(url)
+    key = os.environ.get("CAIRN_SIGNING_KEY")
+    if not key:
+        return store
+    from cairn.storage.signatures import read_key, signing
+
+    return signing(store, read_key(key))
+
+
+def _open(url: str) -> Store:
     scheme = urlsplit(url).scheme
     if scheme == "s3":
         from cairn.storage.s3 import S3Store  # s3fs takes a second to import

@@ -4,7 +4,7 @@ from cairn.flows.cli.app import app
 from cairn.flows.cli.benchmarks import benchmarks
 from cairn.flows.cli.convert import convert
 from cairn.flows.cli.costs import costs, timeline
-from cairn.flows.cli.decisions import approve, pin, quarantine, reject, unpin
+from cairn.flows.cli.decisions import approve, keygen, pin, quarantine, reject, unpin
 from cairn.flows.cli.evaluation import evaluate, leaderboard
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
@@ -20,7 +20,7 @@ __all__ = ["app"]
 
 LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, diff, benchmarks)
 WORKING = (train, resume, validate, fork, convert, export, probe, up)
-DECIDING = (approve, reject, pin, unpin, quarantine)
+DECIDING = (approve, reject, pin, unpin, quarantine, keygen)
 REMOVING = (gc, delete)
 
 for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):

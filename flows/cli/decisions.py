@@ -1,10 +1,12 @@
-"""Commands by which people decide about a run: approve, reject, pin, unpin, quarantine."""
+"""Commands by which people decide about a run: approve, reject, pin, unpin,
+quarantine, keygen."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
 from cairn.flows.cli.reading import open_ledger
 from cairn.storage.layout import LAST_NUMBER
 
@@ -148,6 +150,32 @@ def quarantine(
     decision = ledger.decisions.record(lambda so_far: what, by=by, why=why)
     done = "may be drawn again" if lift else "is passed over"
     _print(decision, f"prompt {prompt} {done} from the next iteration on that run {run} begins, by {decision.by}", json)
+
+
+def keygen(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the private key goes; must not be there yet.")],
+    by: AsOption = None,
+) -> None:
+    """Make a key that signs what one writes into ledgers, and print the line that lets others check it.
+
+    Whoever has `CAIRN_SIGNING_KEY=FILE` in the environment signs every commit, decision and lease of theirs. The line
+    is for the file of `cairn verify RUN --signers`.
+
+    Examples:
+
+    - `cairn keygen ~/.cairn-key --as ada >> team.txt`, then `export CAIRN_SIGNING_KEY=~/.cairn-key`
+    """
+    from cairn.storage.decisions import this_user
+    from cairn.storage.signatures import new_key
+
+    name = by or this_user()
+    if not name or set(name) & set(" \t\n#"):
+        raise BadInput(f"{name!r} is no name for a signer: it is one word without '#'")
+    try:
+        say(f"{name} {new_key(file)}")
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
+    tell(f"the private key is in {file}: keep it to yourself, and set CAIRN_SIGNING_KEY={file}")
 
 
 def _verdict(

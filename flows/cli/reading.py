@@ -1,5 +1,6 @@
 """Commands that look and change nothing: runs, status, show, verify."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,7 @@ from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
     from cairn.storage.ledger import Ledger
+    from cairn.storage.signatures import Signed
     from cairn.storage.store import Store
 
 
@@ -97,28 +99,42 @@ def show(
 
 
 def verify(
-    run: OptionalRunArgument = None, evals: EvalsOption = False, json: JsonOption = False, store: StoreOption = "."
+    run: OptionalRunArgument = None,
+    evals: EvalsOption = False,
+    signers: Annotated[
+        Path | None,
+        typer.Option("--signers", metavar="FILE", help="Lines of NAME KEY: whose signature every commit must have."),
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
 ) -> None:
     """Read all of a run again and hold every byte against its digest, and every commit against its inputs. With --evals
     all results of evaluations, which are the store's, and no run's.
 
-    Exits with 1 if anything is missing, altered or made from something else than the ledger says.
+    Exits with 1 if anything is missing, altered or made from something else than the ledger says. With `--signers` it
+    says who wrote what, and whatever none of them has signed is a finding; `cairn keygen` makes keys.
 
     Examples:
 
     - `cairn verify quickstart`
     - `cairn verify quickstart --json | jq '.findings'`
     - `cairn verify --evals`
+    - `cairn verify quickstart --signers team.txt`
     """
     require_one(run, evals)
     if run is None:
         from cairn.flows.cli.evaluation_upkeep import verify_evals
 
+        if signers is not None:
+            raise BadInput("--signers is for a run: name one, and leave --evals out")
         return verify_evals(answering_store(store), json)
     from cairn.storage.verification import verify as verified
 
+    names = _signers(signers)
     checks = list(tables.with_progress(verified(open_ledger(store, run)), hidden=json))
     findings = [finding for check in checks for finding in check.findings]
+    signed = _signed(open_ledger(store, run), names) if names else []
+    unsigned = [one for one in signed if one.problem]
     if json:
         upgrades = sum(check.name.startswith("upgrades/") for check in checks)
         decisions = sum(check.name.startswith("decisions/") for check in checks)
@@ -131,12 +147,34 @@ def verify(
             "retired": sum(c.retired for c in checks),
             "redacted": sum(c.redacted for c in checks),
         }
-        print_json({"run": run, **counts, "findings": [finding.model_dump(mode="json") for finding in findings]})
+        found = [finding.model_dump(mode="json") for finding in findings]
+        found += [{"fault": "unsigned", "path": one.path, "message": one.problem} for one in unsigned]
+        wrote = {one.path: one.signer for one in signed if one.signer}
+        print_json({"run": run, **counts, **({"signers": wrote} if names else {}), "findings": found})
     else:
         tables.print_verified(run, checks)
-    if findings:
+        if names:
+            tables.print_signed(signed)
+    if findings or unsigned:
         raise typer.Exit(FAILED)
     return None
+
+
+def _signers(file: Path | None) -> dict[str, str]:
+    if file is None:
+        return {}
+    from cairn.storage.signatures import read_signers
+
+    try:
+        return read_signers(file)
+    except (OSError, ValueError) as error:
+        raise BadInput(str(error)) from None
+
+
+def _signed(ledger: "Ledger", signers: dict[str, str]) -> list["Signed"]:
+    from cairn.storage.signatures import check_signatures
+
+    return list(check_signatures(ledger, signers))
 
 
 def open_ledger(store_url: str, run: str) -> "Ledger":

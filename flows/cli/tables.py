@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cairn.storage.collector import Garbage
     from cairn.storage.decisions import GateStanding
     from cairn.storage.retention import Retirement
+    from cairn.storage.signatures import Signed
     from cairn.storage.verification import Verified
     from cairn.tasks.stale_commits import StaleStep
 
@@ -171,6 +172,17 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
         read += f", {upgrades} upgrade{'s' if upgrades > 1 else ''} to another version of the code"
     verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
     say(f"run {run}: {read} read; {verdict}")
+
+
+def print_signed(signed: Sequence["Signed"]) -> None:
+    """Who wrote what of a ledger, a line each, after what none of the signers has."""
+    from collections import Counter
+
+    for one in signed:
+        if one.problem:
+            say(f"unsigned: {one.problem}")
+    for name, count in sorted(Counter(one.signer for one in signed if one.signer).items()):
+        say(f"{name} wrote {count} of {len(signed)} files of the ledger")
 
 
 def print_garbage(run: str, old: Sequence["Retirement"], found: Sequence["Garbage"], removed: bool) -> None:
