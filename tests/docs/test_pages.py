@@ -19,7 +19,7 @@ from cairn.flows.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMAND = re.compile(r"^(?:\$ )?(?:\.venv/bin/)?cairn (?P<arguments>[a-z].*)$")
+COMMAND = re.compile(r"(?:^|\s|/)cairn [a-z]")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z@\[\]:…]*|.*[…<>].*")
 """RUN, RUN@ITER, FOLDER: what a reader is to put something else for."""
 
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
     """A command as a page shows it."""
 
     page: Path
-    line: str
+    words: tuple[str, ...]
     is_whole: bool
     """In a code block, to be typed as it is; within a sentence it may be named without its arguments."""
 
@@ -65,9 +65,20 @@ def commands() -> Iterator[Shown]:
 
 def parts_of(page: Path, line: str, is_whole: bool) -> Iterator[Shown]:
     """The commands of a line, without comments and what they are piped into."""
-    for part in re.split(r"\s(?:\||&&?|>|;|#)(?:\s|$)", line.strip()):
-        if found := COMMAND.match(part.strip()):
-            yield Shown(page, found["arguments"].strip(), is_whole)
+    if not COMMAND.search(line):
+        return
+    words: list[str] = []
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    for word in [*lexer, ";"]:
+        if not set(word) <= set("|&;<>"):
+            words.append(word)
+            continue
+        while words and words[0] == "$":
+            words = words[1:]
+        if len(words) > 1 and words[0].removeprefix(".venv/bin/") == "cairn" and words[1][0].islower():
+            yield Shown(page, tuple(words[1:]), is_whole)
+        words = []
 
 
 @cache
@@ -86,15 +97,14 @@ def anchors(page: Path) -> set[str]:
 
 def problem(shown: Shown) -> str | None:
     """Why a command is none of the application's; None if it is."""
-    arguments = shlex.split(shown.line)
     group: Any = get_command(app)
-    command = group.commands.get(arguments[0])
+    command = group.commands.get(shown.words[0])
     if command is None:
-        return f"there is no command {arguments[0]}"
-    rest = arguments[1:]
-    context = command.context_class(command, info_name=arguments[0], resilient_parsing=not shown.is_whole)
+        return f"there is no command {shown.words[0]}"
+    rest = list(shown.words[1:])
+    context = command.context_class(command, info_name=shown.words[0], resilient_parsing=not shown.is_whole)
     if shown.is_whole and not any(PLACEHOLDER.fullmatch(argument) for argument in rest):
-        command.make_context(arguments[0], rest)  # types, numbers of arguments, and what is required
+        command.make_context(shown.words[0], rest)  # types, numbers of arguments, and what is required
         return None
     # A name stands for a value: only the options are looked at.
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
@@ -102,7 +112,7 @@ def problem(shown: Shown) -> str | None:
     for argument in rest:
         option = argument.partition("=")[0]
         if option.startswith("-") and option not in known:
-            return f"{arguments[0]} has no option {option}"
+            return f"{shown.words[0]} has no option {option}"
     return None
 
 
@@ -133,7 +143,7 @@ def test_every_command_and_option_shown_exists(page: Path) -> None:
             except Exception as error:
                 why = str(error)
             if why is not None:
-                wrong[shown.line] = why
+                wrong[" ".join(shown.words)] = why
     assert wrong == {}
 
 
@@ -147,7 +157,7 @@ def test_every_command_and_option_shown_exists(page: Path) -> None:
 )
 def test_a_command_that_does_not_exist_is_found(line: str, why: str) -> None:
     try:
-        found = problem(Shown(PAGES[0], line, is_whole=True))
+        found = problem(Shown(PAGES[0], tuple(line.split()), is_whole=True))
     except Exception as error:
         found = str(error)
     assert found is not None
