@@ -47,7 +47,7 @@ class Query:
         lost: dict[str, str] = {}
         while True:
             catalogue = Catalogue(self.store, self.run)
-            relations = Relations(catalogue, without=lost)
+            relations = Relations(catalogue, without=lost, run=self.run)
             with closing(duckdb.connect(config=_SETTINGS)) as connection:
                 views: frozenset[str] = frozenset()
                 try:

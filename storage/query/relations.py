@@ -16,9 +16,11 @@ from cairn.storage import layout, schemas
 from cairn.storage.commits import Step
 from cairn.storage.local import LocalStore
 from cairn.storage.query.catalogue import Catalogue, Tables
+from cairn.storage.query.evaluations import results_table
 from cairn.storage.query.files import SCHEME, LedgerFiles
 from cairn.storage.query.schema import View
 
+_EVALUATIONS = "evaluations"
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: schemas.ROLLOUT.append(schemas.KEPT).append(schemas.TRAJECTORIES),
     Step.REWARD: schemas.REWARD,
@@ -26,6 +28,7 @@ _TABLES: dict[str, pa.Schema] = {
     Step.SCORE: schemas.SCORE,
     Step.ADVANTAGE: schemas.ADVANTAGE,
     Step.EVAL: schemas.EVAL.append(schemas.TRAJECTORIES),
+    _EVALUATIONS: schemas.EVALUATED,
 }
 """The columns that a table may have; those that it was written without are NULL."""
 _RUNS = pa.schema(
@@ -55,9 +58,10 @@ _TYPES = {
 class Relations:
     """What the views of one query stand on."""
 
-    def __init__(self, catalogue: Catalogue, without: Collection[str] = ()):
-        """`without`: store paths of files that cannot be read."""
+    def __init__(self, catalogue: Catalogue, without: Collection[str] = (), run: str | None = None):
+        """`without`: store paths of files that cannot be read. `run`: only results of its weights."""
         self.catalogue = catalogue
+        self._run = run
         self.sizes: dict[str, int] = {}
         """Bytes of the files that may be read, by store path."""
         self._without = without
@@ -65,7 +69,7 @@ class Relations:
         store = catalogue.store
         self._files = None if isinstance(store, LocalStore) else LedgerFiles(store)
         self._root = f"{store.url}/" if self._files is None else f"{SCHEME}://"
-        self.folders = [self._root + layout.runs()]
+        self.folders = [self._root + layout.runs(), self._root + layout.evals()]
         """Where DuckDB finds the files."""
 
     def select(self, view: View, columns: Collection[str]) -> str:
@@ -84,6 +88,8 @@ class Relations:
                 connection.register("cairn_runs", self._runs())
             elif name == "commits":
                 connection.register("cairn_commits", self.catalogue.commits(list(Step)))
+            elif name == _EVALUATIONS:
+                self._define_evaluations(connection)
             elif step != name:
                 self.define(connection, f"cairn_{step}")
                 self._define_by_origin(connection, step)
@@ -151,15 +157,31 @@ class Relations:
             self._files.sizes |= files
         return [self._root + path for path in files]
 
+    def _define_evaluations(self, connection: duckdb.DuckDBPyConnection) -> None:
+        """The samples of results in `evals/`, each with what its result is of."""
+        results = results_table(self.catalogue, self._run)
+        files = dict(zip(results["file"].to_pylist(), results["bytes"].to_pylist(), strict=True))
+        files = {path: size for path, size in files.items() if path not in self._without}
+        self.sizes |= files
+        if self._files is not None:
+            self._files.sizes |= files
+        paths = pa.array([self._root + path for path in results["file"].to_pylist()], pa.string())
+        connection.register("cairn_results", results.set_column(0, "file", paths))
+        if files:
+            connection.execute("SET VARIABLE cairn_evaluations = $1", [[self._root + path for path in files]])
+            read = f"read_parquet(getvariable('cairn_evaluations'), {_known(_EVALUATIONS)}, filename = true)"
+        else:
+            own = ", ".join(f'NULL::{type_} AS "{name}"' for name, type_ in _columns(_EVALUATIONS))
+            read = f"(SELECT {own}, NULL::VARCHAR AS filename WHERE false)"
+        connection.execute(
+            f"CREATE TEMP VIEW cairn_evaluations AS SELECT * FROM cairn_results r JOIN {read} s ON s.filename = r.file"
+        )
+
     def _branch(self, step: str, tables: Tables, variable: str) -> str:
         start = len(self._root) + len(layout.iterations(tables.share.owner)) + 2
         after = start + len(layout.digits(0)) + len(f"/{step}/")
-        known = ", ".join(
-            f"{quoted(name)}: {{name: {quoted(name)}, type: {quoted(type_)}, default_value: NULL}}"
-            for name, type_ in _columns(step)
-        )
         at = f"substr(filename, {start}, 6)::BIGINT AS iteration, {_shard(step, tables, after)} AS shard"
-        read = f"read_parquet(getvariable('{variable}'), schema = MAP {{{known}}}, filename = true)"
+        read = f"read_parquet(getvariable('{variable}'), {_known(step)}, filename = true)"
         return (
             f"SELECT {quoted(tables.share.run)} AS run, {quoted(tables.share.owner)} AS owner, "
             f"{at}, {_renamed(step)} FROM {read}"
@@ -169,6 +191,15 @@ class Relations:
 def quoted(text: str) -> str:
     """As a string of SQL."""
     return "'" + text.replace("'", "''") + "'"
+
+
+def _known(step: str) -> str:
+    """The columns of a step's tables, as an argument of `read_parquet`; those that a file is without are NULL."""
+    known = ", ".join(
+        f"{quoted(name)}: {{name: {quoted(name)}, type: {quoted(type_)}, default_value: NULL}}"
+        for name, type_ in _columns(step)
+    )
+    return f"schema = MAP {{{known}}}"
 
 
 def _columns(step: str) -> list[tuple[str, str]]:

@@ -346,6 +346,46 @@ EVALS = View(
         "seed": _c("UBIGINT", "b.seed", ""),
     },
 )
+EVALUATIONS = View(
+    "evaluations",
+    "a sample of a result that the store keeps by its weights, from `cairn eval`, a schedule or anyone",
+    "cairn_evaluations b",
+    {
+        "result": _c("VARCHAR", "b.result", "store path of the result's folder"),
+        "run": _c("VARCHAR", "b.run", "whose weights they were when they were evaluated; NULL: a folder's"),
+        "iteration": _c("BIGINT", "b.iteration", "that left them; NULL: a folder's, or those that the run began with"),
+        "weight_version": _c("BIGINT", "b.weight_version", ""),
+        "model": _c("VARCHAR", "b.model", "the folder; NULL: a run's"),
+        "weights": _c("VARCHAR", "b.weights", "digest of the weights"),
+        "tokenizer": _c("VARCHAR", "b.tokenizer", "digest of what the tokenizer means"),
+        "engine": _c("VARCHAR", "b.engine", ""),
+        "dtype": _c("VARCHAR", "b.dtype", ""),
+        "settings": _c("VARCHAR", "b.settings", "JSON object of all else that the result depends on"),
+        "score": _c("DOUBLE", "b.score", "avg@n of the whole result"),
+        "metrics": _c("VARCHAR", "b.metrics", "JSON object of all figures of the result"),
+        "committed_at": _c("TIMESTAMPTZ", "to_timestamp(b.committed_at)", "of the result"),
+        "benchmark": _c("VARCHAR", "b.benchmark", ""),
+        "prompt_index": _c("BIGINT", "b.prompt_index", "row of the benchmark"),
+        "prompt_id": _c("VARCHAR", "b.prompt_id", "what names the row"),
+        "sample_index": _c("INTEGER", "b.sample_index", ""),
+        "prompt": _c("VARCHAR", "b.prompt_text", ""),
+        "response": _c("VARCHAR", "b.response_text", ""),
+        "response_tokens": _c("BIGINT", "len(b.response_ids)", ""),
+        "response_ids": _c("INTEGER[]", "b.response_ids", ""),
+        "log_probs": _c("FLOAT[]", "b.log_probs", "of the response tokens"),
+        "answer": _c("VARCHAR", "b.answer", "what the grader took for the answer"),
+        "reward": _c("FLOAT", "b.reward", "NULL: failed"),
+        "components": _c("VARCHAR", "b.components", "JSON object of what else the grader said"),
+        "label": _c("VARCHAR", "b.label", "expected answer"),
+        "grader": _c("VARCHAR", "b.grader", ""),
+        "grader_version": _c("VARCHAR", "b.grader_version", ""),
+        "finish_reason": _c("VARCHAR", "b.finish_reason", ""),
+        "status": _c("VARCHAR", "b.status", "`completed`, `truncated` or `failed`"),
+        "error": _c("VARCHAR", "b.error", ""),
+        "seed": _c("UBIGINT", "b.seed", ""),
+        "seconds": _c("FLOAT", "b.seconds", "from the sample's admission to its end"),
+    },
+)
 COSTS = View(
     "costs",
     "what a step took; see `steps` for the rest of its commit",
@@ -368,6 +408,7 @@ COSTS = View(
     },
 )
 VIEWS: dict[str, View] = {
-    view.name: view for view in (RUNS, STEPS, GROUPS, SAMPLES, SEGMENTS, REWARDS, ADVANTAGES, TOKENS, EVALS, COSTS)
+    view.name: view
+    for view in (RUNS, STEPS, GROUPS, SAMPLES, SEGMENTS, REWARDS, ADVANTAGES, TOKENS, EVALS, EVALUATIONS, COSTS)
 }
 """All views, by name."""

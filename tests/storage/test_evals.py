@@ -12,7 +12,8 @@ from cairn.storage.commits import Environment
 from cairn.storage.errors import Damaged
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find, find_or_claim, read_samples, results
 from cairn.storage.evals_upkeep import collect, garbage, verify
-from cairn.storage.schemas import GENERATED_EVALUATION
+from cairn.storage.query import open_query
+from cairn.storage.schemas import EVALUATED, GENERATED_EVALUATION
 from cairn.storage.store import Store, open_store
 from cairn.storage.write_ahead import WriteAhead
 
@@ -154,3 +155,28 @@ def test_what_interrupted_evaluations_left_goes_and_finished_samples_stay(store:
     assert {check.findings for check in verify(store)} == {()}
     attempts = [name for name in store.list(KEY.folder) if name.endswith("/") and name != "claims/"]
     assert attempts == [f"{made.attempt}/"]
+
+
+def test_sql_reads_the_samples_of_results_with_whose_weights_they_are(store: Store) -> None:
+    for name, rewards in (("one", [1.0, 0.0]), ("other", [1.0])):
+        with claimed(store, KEY.model_copy(update={"weights": hashlib.sha256(name.encode()).hexdigest()})) as claim:
+            attempt = claim.attempt()
+            empty = EVALUATED.empty_table().to_pydict()
+            rows = [
+                dict.fromkeys(empty) | {"prompt_index": index, "reward": reward}
+                for index, reward in enumerate(rewards)
+            ]
+            table = pa.Table.from_pylist(rows, pa.schema([field.with_nullable(True) for field in EVALUATED]))
+            claim.commit(
+                attempt,
+                outputs=(attempt.write_table("samples.parquet", table),),
+                metrics={"score": sum(rewards) / len(rewards)},
+                values={},
+                origin={"run": name, "iteration": 3},
+                timings={},
+                started_at=0.0,
+                environment=Environment(device="cpu", threads=1),
+            )
+    asked = "SELECT run, iteration, dtype, score, avg(reward), count(*) FROM evaluations GROUP BY ALL ORDER BY run"
+    found = [tuple(row.values()) for row in open_query(store).sql(asked).to_pylist()]
+    assert found == [("one", 3, "float32", 0.5, 0.5, 2), ("other", 3, "float32", 1.0, 1.0, 1)]
