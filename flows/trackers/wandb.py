@@ -15,12 +15,13 @@ iteration get three in a row, in the order in which a tracker writes them:
 The axes in the interface are `iteration` and, of evaluations, `trained`.
 """
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.trackers.tracker import Written
-from cairn.flows.trackers.wandb_files import history_steps
+from cairn.flows.trackers.wandb_files import history_steps, records
 from cairn.storage.ledger import Ledger
 
 _OF_ITERATIONS = ("rollout", "train", "perf", "age", "retries", "recovery", "alarm")
@@ -44,6 +45,7 @@ class WandbRun:
         import wandb
 
         tracking = config.tracking
+        remove_husks(Path(tracking.wandb_dir), run_id(ledger))
         self._written = offline_points(Path(tracking.wandb_dir), run_id(ledger))
         settings = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
         if tracking.wandb_host is not None:
@@ -83,14 +85,26 @@ class WandbRun:
         self._run.finish(exit_code=0 if completed else 1)
 
 
+def remove_husks(folder: Path, run: str) -> None:
+    """Remove what drivers left that were killed before W&B wrote anything: `wandb sync` fails on a file without
+    records, and uploads none of the run's others."""
+    for file in _files(folder, run):
+        if next(records(file.read_bytes()), None) is None:
+            shutil.rmtree(file.parent, ignore_errors=True)
+
+
 def offline_points(folder: Path, run: str) -> Written:
     """What the files of the W&B run in the folder hold."""
-    return _points({step for file in folder.glob(f"wandb/offline-run-*-{run}/*.wandb") for step in history_steps(file)})
+    return _points({step for file in _files(folder, run) for step in history_steps(file)})
 
 
 def points_before(step: int) -> Written:
     """What a W&B run holds whose next row is `step`: it takes none below."""
     return _points(set(range(step)))
+
+
+def _files(folder: Path, run: str) -> list[Path]:
+    return sorted(folder.glob(f"wandb/offline-run-*-{run}/*.wandb"))
 
 
 def _row(step: int, is_evaluation: bool) -> int:

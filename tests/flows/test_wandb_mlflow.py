@@ -15,7 +15,7 @@ from cairn.configs.loader import parse
 from cairn.flows.events import RunStarted
 from cairn.flows.trackers.extras import tracking_problems
 from cairn.flows.trackers.tracker import Written
-from cairn.flows.trackers.wandb import points_before
+from cairn.flows.trackers.wandb import points_before, run_id
 from cairn.flows.trackers.wandb_files import records
 from cairn.storage.ledger import Ledger
 from tests.flows.test_trackers import drive, tracked
@@ -95,6 +95,16 @@ def test_a_wandb_file_with_a_torn_end_is_read_up_to_the_tear(tmp_path: Path) -> 
     assert drive(ledger, 3, 3) == []
     told = Counter((row.get("iteration"), row.get("trained")) for row in rows_in_wandb(tmp_path / "w", torn=1))
     assert told == Counter((row.get("iteration"), row.get("trained")) for row in whole)
+
+
+def test_a_wandb_file_without_records_which_it_could_not_upload_is_removed(tmp_path: Path) -> None:
+    ledger = written_run(tmp_path, use_wandb=True, wandb_mode="offline", wandb_dir=str(tmp_path / "w"))
+    husks = [f"offline-run-20260101_000000-{name}" for name in (run_id(ledger), "somebody-elses")]
+    for husk in husks:
+        (tmp_path / "w" / "wandb" / husk).mkdir(parents=True)
+        (tmp_path / "w" / "wandb" / husk / "run.wandb").write_bytes(b":W&B\xe1\xbe\x00")
+    assert drive(ledger, 0, 1) == []
+    assert [(tmp_path / "w" / "wandb" / husk).exists() for husk in husks] == [False, True]
 
 
 def test_rows_below_the_step_at_which_wandb_goes_on_are_there() -> None:
