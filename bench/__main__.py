@@ -37,6 +37,7 @@ BENCHMARKS = {
     "invariance": "bench.invariance",
     "ledger": "bench.ledger",
     "sql": "bench.sql",
+    "report": "bench.report",
     "start": "bench.start",
     "recovery": "bench.recovery",
     "trl": "bench.trl",

@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 
 PACKAGES = Path(__file__).parents[1] / "build" / "chromium"
 """Where the unpacked packages are kept."""
-_NAMES = ["chromium-headless-shell", "fonts-dejavu-core"]
+_NAMES = ["chromium-headless-shell", "fonts-inter", "fonts-dejavu-core"]
 _INSTALLED = ("chromium-headless-shell", "chromium", "google-chrome")
+_FONTS = (
+    ("system-ui", "Inter"), ("sans-serif", "Inter"), ("serif", "DejaVu Serif"), ("monospace", "DejaVu Sans Mono")
+)  # fmt: skip
 _DEADLINE = 30_000  # milliseconds until Playwright gives up on what a test waits for: a busy machine is slow
 
 
@@ -58,6 +61,9 @@ def executable(folder: Path = PACKAGES) -> tuple[Path, dict[str, str]]:
     fonts.write_text(
         '<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "urn:fontconfig:fonts.dtd"><fontconfig>'
         + "".join(f"<dir>{place}</dir>" for place in places)
+        + "".join(
+            f"<alias><family>{kind}</family><prefer><family>{font}</family></prefer></alias>" for kind, font in _FONTS
+        )
         + f"<cachedir>{folder / 'fonts'}</cachedir></fontconfig>"
     )
     environment = {

@@ -17,6 +17,9 @@ def report(
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Hold every byte of the run against its digest, and say so.")
     ] = True,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="P", min=0, help="Of a device for an hour, in any currency.")
+    ] = None,
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
@@ -29,6 +32,7 @@ def report(
 
     - `cairn report quickstart` writes quickstart.html
     - `cairn report quickstart build/report.html --no-verify` leaves out reading checkpoints again
+    - `cairn report quickstart --price 2.50` says what it cost in money too
     - `cairn report quickstart --json | jq .bytes`
     """
     from rich.console import Console
@@ -46,7 +50,7 @@ def report(
         def tell(what: str, done: int, of: int) -> None:
             line.update(f"{what}: {done} of {of}" if of else f"{what}: {done}")
 
-        made = write_report(ledger, target, tell, verified=verify)
+        made = write_report(ledger, target, tell, verified=verify, price=price)
     if json:
         print_json(made.model_dump(mode="json"))
         return

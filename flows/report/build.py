@@ -3,7 +3,7 @@
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
+from cairn.flows.costs import run_costs
 from cairn.flows.report.blocks import Block, shortened, text_blocks
 from cairn.flows.report.choice import Why, choose
-from cairn.flows.report.data import History, Progress, Samples, read_history, read_samples
+from cairn.flows.report.data import History, Progress, Samples, read_history, read_samples, read_tokens
 from cairn.flows.report.facts import (
     configuration_facts,
     evaluation_facts,
@@ -27,9 +28,10 @@ from cairn.flows.report.facts import (
     time_facts,
     verification_facts,
 )
+from cairn.flows.report.money import cost_tables
 from cairn.flows.report.page import write_page
 from cairn.flows.report.panels import chosen_panels, meaning
-from cairn.flows.report.tokens import Texts, Tokens, read_tokens, token_blocks
+from cairn.flows.report.tokens import Texts, token_blocks
 from cairn.flows.views import run_status
 from cairn.storage.commits import Record, Step
 from cairn.storage.ledger import Ledger
@@ -43,12 +45,14 @@ _LARGEST = 50_000_000
 _TEXTS = 128 * 2**20
 """Bytes of all responses before they are packed: what a browser searches in a second."""
 _TEXTS_OF_A_BLOCK = 4 * 2**20
+_TRIED = 20
+"""Responses by which a tokenizer shows that it is the run's."""
 _ROOM = 0.72
 """Of a block's share of the file, base64 taken off and room left."""
 _PARTS = (
     ("overview", "Overview"),
     ("curves", "Curves"),
-    ("time", "Time"),
+    ("time", "Time and cost"),
     ("selection", "Selection"),
     ("evaluation", "Evaluation"),
     ("samples", "Samples"),
@@ -71,14 +75,20 @@ class Report(Record):
     """Of the verification; None where there was none."""
 
 
-def write_report(ledger: Ledger, file: Path, tell: Progress, *, verified: bool = True) -> Report:
+def write_report(
+    ledger: Ledger, file: Path, tell: Progress, *, verified: bool = True, price: float | None = None
+) -> Report:
     """Write the report of a run into a file, whole or not at all. Reads all of its commits and samples, and with
-    `verified` every other file too. Raises Damaged, where it cannot be told from the rest what is missing, and
-    OSError."""
+    `verified` every other file too. Raises Damaged if a commit is, and OSError.
+
+    Args:
+        price: of a device for an hour.
+    """
     status, config = run_status(ledger.store, ledger.run), from_manifest(ledger.manifest.config)
     checks = _verified(ledger, tell) if verified else None
     history = read_history(ledger, tell)
-    samples = read_samples(ledger, history, tell)
+    costs = run_costs(ledger, price)
+    samples = read_samples(ledger, tell)
     groups = groups_of(samples)
     why = choose(
         samples.rows.column("iteration").to_numpy(),
@@ -86,8 +96,9 @@ def write_report(ledger: Ledger, file: Path, tell: Progress, *, verified: bool =
         WITH_TOKENS,
         config.seed,
     )
-    tokens = read_tokens(ledger, history, samples.rows, np.flatnonzero(why != Why.NONE).tolist(), tell)
-    tell("packing", 0, 1)
+    tokens = read_tokens(ledger, samples, np.flatnonzero(why != Why.NONE).tolist(), tell)
+    with_tokens = pc.count_distinct(tokens.column("row")).as_py()
+    tell("packing", 0, 0)
     blocks, cut = _blocks(history, samples, groups, why, tokens, _texts(config.model.path, samples, tokens), config)
     facts = {
         "run": run_facts(status, config, history),
@@ -95,24 +106,24 @@ def write_report(ledger: Ledger, file: Path, tell: Progress, *, verified: bool =
         "tiles": tiles(status, history, samples, checks),
         "history": history,
         "time": time_facts(history),
-        "costs": [],
+        "costs": cost_tables(costs),
+        "wasted": bool(costs.wasted),
         "selection": selection_facts(groups),
         "evaluation": evaluation_facts(history, config),
-        "samples": _samples_facts(samples, tokens, cut),
+        "samples": _samples_facts(samples, with_tokens, cut),
         "lineage": lineage_facts(ledger, status, history),
         "configuration": configuration_facts(ledger),
         "verification": verification_facts(checks),
         "made": {"version": code_version().package, "at": time.time(), "store": ledger.store.url},
     }
     size = _write(file, facts, blocks)
-    tell("packing", 1, 1)
     return Report(
         run=ledger.run,
         file=str(file),
         bytes=size,
         iterations=len(history.iterations),
         samples=samples.rows.num_rows,
-        with_tokens=len(tokens),
+        with_tokens=with_tokens,
         findings=None if checks is None else sum(len(check.findings) for check in checks),
     )
 
@@ -125,9 +136,9 @@ def _verified(ledger: Ledger, tell: Progress) -> list[Verified]:
     return checks
 
 
-def _texts(path: str, samples: Samples, tokens: Sequence[Tokens]) -> Texts | None:
+def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
     """The texts of tokens, if the model's tokenizer is where the run had it and makes the responses of their ids."""
-    if not tokens:
+    if not tokens.num_rows:
         return None
     from cairn.engines.errors import BadModel
     from cairn.flows.validation import load_tokenizer
@@ -136,8 +147,10 @@ def _texts(path: str, samples: Samples, tokens: Sequence[Tokens]) -> Texts | Non
         texts = Texts(load_tokenizer(path))
     except BadModel:
         return None
-    responses = samples.rows.column("response").take(pa.array([one.row for one in tokens[:20]])).to_pylist()
-    return texts if all(map(texts.are_of, [one.values["id"] for one in tokens[:20]], responses)) else None
+    rows, ids = tokens.column("row").to_numpy(), tokens.column("id").to_numpy()
+    tried = np.unique(rows)[:_TRIED]
+    responses = samples.rows.column("response").take(pa.array(tried)).to_pylist()
+    return texts if all(map(texts.are_of, [ids[rows == row] for row in tried], responses)) else None
 
 
 def _blocks(
@@ -145,7 +158,7 @@ def _blocks(
     samples: Samples,
     groups: pa.Table,
     why: np.ndarray,
-    tokens: Sequence[Tokens],
+    tokens: pa.Table,
     texts: Texts | None,
     config: Any,
 ) -> tuple[dict[str, bytes], int | None]:
@@ -179,7 +192,7 @@ def _size(texts: Any) -> int:
 
 def _rows(rows: pa.Table, prompts: Any, why: np.ndarray, cut: int | None, counts: Mapping[str, int]) -> Block:
     block = Block(rows.num_rows)
-    for name in ("iteration", "sample_index", "prompt_tokens", "response_tokens", "segments", "age"):
+    for name in ("iteration", "sample_index", "prompt_tokens", "response_tokens", "masked_tokens", "age"):
         block.numbers(name, pc.fill_null(rows.column(name), -1).to_numpy().astype(np.int32))
     block.numbers("group_id", rows.column("group_id").to_numpy().astype(np.float64))
     for name in ("reward", "advantage", "log_prob", "seconds"):
@@ -234,24 +247,22 @@ def _parts(columns: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     return [{"metric": name, "label": name.partition(":")[2], "meaning": ""} for name in columns]
 
 
-def _samples_facts(samples: Samples, tokens: Sequence[Tokens], cut: int | None) -> dict[str, Any]:
+def _samples_facts(samples: Samples, with_tokens: int, cut: int | None) -> dict[str, Any]:
     rows = samples.rows
     count = rows.num_rows
     first, last = (pc.min_max(rows.column("iteration")).as_py()[end] for end in ("min", "max"))
-    all_shown = len(tokens) == count
+    all_shown = with_tokens == count
     note = f"All {count:,} samples" if count > 1 else "The one sample"
     if not all_shown:
         note += (
-            f", {len(tokens):,} of them with their tokens: the best, the worst and the median ones by reward, and "
+            f", {with_tokens:,} of them with their tokens: the best, the worst and the median ones by reward, and "
             "others of all iterations alike, drawn at random"
         )
     note += ". Keys: / searches, j and k (or the arrows in the table) go from one to the next."
     if cut is not None:
         note += f" Responses without tokens are cut at {cut:,} characters; `cairn show` has them whole."
-    if samples.retired:
-        note += f" The samples of {samples.retired:,} older files are gone: the run does not keep them for ever."
     facts = {"count": count, "note": note, "first": first, "last": last, "all_shown": all_shown}
-    return {**facts, "retired": samples.retired}
+    return {**facts, "notes": samples.notes}
 
 
 def _write(file: Path, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> int:

@@ -82,6 +82,7 @@ def _template() -> Any:
     environment.filters |= {
         "seen": seen,
         "date": _date,
+        "span": _span,
         "duration": duration,
         "percent": lambda value: "–" if value is None else f"{100 * value:.1f} %",
         "decimal": lambda value, digits=3: "–" if value is None else f"{value:.{digits}f}",
@@ -99,6 +100,11 @@ def seen(text: Any) -> str:
 
 def _date(seconds: float | None) -> str:
     return "–" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%-d %B %Y, %H:%M UTC")
+
+
+def _span(began: float, ended: float) -> str:
+    first, last = (datetime.fromtimestamp(seconds, UTC) for seconds in (began, ended))
+    return f"{_date(began)} to {last:%H:%M} UTC" if first.date() == last.date() else f"{_date(began)} to {_date(ended)}"
 
 
 def _size(count: float) -> str:

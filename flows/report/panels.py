@@ -1,6 +1,6 @@
 """Which metrics are drawn together. One that a run does not have is left out, and so is a panel without any."""
 
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cairn.flows.metrics import find_metric
@@ -16,6 +16,8 @@ class Panel:
     """(metric as `docs/metrics.md` names it, what the legend says)"""
     log: bool = False
     """Whether the axis is logarithmic."""
+    needs: str = ""
+    """A metric without which the panel says nothing."""
 
 
 PANELS = (
@@ -46,7 +48,12 @@ PANELS = (
     ),
     Panel("Policy loss", "", (("train/loss", "loss"), ("train/pg_loss", "policy"))),
     Panel("Critic", "reward²", (("train/value_loss", "value loss"),)),
-    Panel("Values", "reward", (("rollout/values", "mean value"), ("rollout/returns", "mean return"))),
+    Panel(
+        "Values",
+        "reward",
+        (("rollout/values", "mean value"), ("rollout/returns", "mean return")),
+        needs="rollout/values",
+    ),
     Panel(
         "Gradient norm",
         "",
@@ -76,20 +83,21 @@ PANELS = (
     Panel("Throughput", "tokens/s", (("perf/tokens_per_gpu_per_sec", "generated, of one engine or GPU"),)),
 )
 
-_ALWAYS_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfrac"}
+_OFTEN_ZERO = {"age/mean", "age/max", "train/tis_clipfrac", "train/value_clipfrac"}
 """Say something only where they are not zero throughout."""
 
 
-def chosen_panels(metrics: dict[str, Collection[float]]) -> list[dict[str, object]]:
-    """The panels of a run, with what each metric means, as the page's scripts take them."""
+def chosen_panels(metrics: Mapping[str, Sequence[float]]) -> list[dict[str, object]]:
+    """The panels of a run, with what each metric means, as the page's scripts take them. Of equal curves the first is
+    drawn."""
     panels = []
     for panel in PANELS:
-        curves = [
-            {"metric": name, "label": label, "meaning": meaning(name)}
-            for name, label in panel.curves
-            if name in metrics and (name not in _ALWAYS_ZERO or any(metrics[name]))
-        ]
-        if curves:
+        curves, drawn = [], list[Sequence[float]]()
+        for name, label in panel.curves:
+            if name in metrics and (name not in _OFTEN_ZERO or any(metrics[name])) and metrics[name] not in drawn:
+                curves.append({"metric": name, "label": label, "meaning": meaning(name)})
+                drawn.append(metrics[name])
+        if curves and (not panel.needs or panel.needs in metrics):
             panels.append({"title": panel.title, "unit": panel.unit, "curves": curves, "log": panel.log})
     return panels
 

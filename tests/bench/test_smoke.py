@@ -24,6 +24,7 @@ ON_A_BUCKET = ("ledger", "write_ahead")
 CHEAP = ("snapshots", "rollout", "training", "write_ahead", "ledger", "invariance")
 LONG = (
     "sql",
+    "report",
     "seeds",
     "orchestration",
     "sync",

@@ -39,7 +39,7 @@ class Reader {
       ["end", value("status") === "completed" ? value("finish_reason") : `${value("status")}, ${value("finish_reason")}`],
       ["expected answer", value("label")],
       ["error", value("error")],
-      ["segments", value("segments") > 1 ? String(value("segments")) : null],
+      ["given by the world", value("masked_tokens") > 0 ? plural(value("masked_tokens"), "token") : null],
       ["age", age > 0 ? plural(age, "publication") : null],
       ["generated in", Number.isNaN(value("seconds")) ? null : `${number(value("seconds"), 2)} s`],
       ["chosen as", why || null],

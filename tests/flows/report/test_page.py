@@ -45,7 +45,8 @@ def real(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     config = tiny_config(
         tiny_assets,
         data={"path": str(folder / "train.jsonl")},
-        algorithm={"use_rollout_logprobs": False},
+        algorithm={"use_rollout_logprobs": False, "use_kl_loss": True, "kl_loss_coef": 0.01},
+        training={"lr": 1e-3, "num_threads": 1, "num_steps_per_rollout": 2},  # the second needs old log-probs
         eval={"eval_interval": 1, "benchmarks": [heldout]},
     )
     with tiny_context(str(folder), config) as (run, _):
@@ -108,7 +109,7 @@ def test_tokens_are_coloured_by_what_is_asked_for_and_tell_their_values(page: Pa
     assert tokens.count() > 1
     expect(page.locator("#colours li").first).to_have_text("over \u22120.1")
     styles = {}
-    for colouring in ("log_prob", "log_ratio", "advantage", "mask", ""):
+    for colouring in ("log_prob", "log_ratio", "ref_log_ratio", "advantage", "age", "mask", ""):
         page.locator("#colouring").select_option(colouring)
         styles[colouring] = tokens.evaluate_all("all => all.map((one) => one.className).join()")
     assert "sequence-" in styles["log_prob"], "a random model is unsure of its tokens"
