@@ -23,7 +23,7 @@ from prefect.states import Completed, Failed, State
 from pydantic import Field
 
 from cairn.configs.loader import load
-from cairn.flows.deployments.forms import Options, Recipe, RunName, recipe_path
+from cairn.flows.deployments.forms import EMPTY, Options, Recipe, RunName, RunNameOrNone, recipe_path
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.events import Event, IterationDone, Message, RunStarted
 from cairn.storage.ledger import Ledger
@@ -64,7 +64,7 @@ def _name_of_run() -> str:
     return str(given.get("run") or Path(given.get("recipe") or "run").stem)
 
 
-def _place(store: str | None) -> str:
+def _place(store: str) -> str:
     return store or os.environ.get(STORE) or "."
 
 
@@ -72,11 +72,11 @@ def _place(store: str | None) -> str:
 @_served
 def train(
     recipe: Recipe,
-    run: RunName | None = None,
-    options: Options | None = None,
+    run: RunNameOrNone = "",
     restarts: Restarts = 0,
     takeover: bool = False,
-    store: str | None = None,
+    store: str = "",
+    options: Options = EMPTY,
 ) -> State[Any]:
     """Start a run, or go on with the run of that name from its last commit. Its configuration is frozen when it starts.
 
@@ -84,15 +84,15 @@ def train(
         recipe: What the run is made from. Recipes of your own are the YAML files of the folder in which `cairn up` was
             started, and of recipes/ and configs/recipes/ in it.
         run: Name of the run, letters, digits, '.', '_' and '-'; by default that of the recipe's file.
-        options: What shall be other than the recipe says. An option that is left empty stays as it is there.
         restarts: How often the run is started again by itself when its driver was killed.
         takeover: Take the run from a driver that still lives; that driver stops.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+        options: What shall be other than the recipe says. An option that is left empty stays as it is there.
     """
     from cairn.flows.train import go_on
 
     name = run or Path(recipe).stem
-    config = load(recipe_path(recipe), list(options.overrides()) if options else ())
+    config = load(recipe_path(recipe), list(options.overrides()))
     ledgers = open_for_runs(_place(store))
     trained = go_on(ledgers, name, config, takeover, _log)
     return _done(ledgers.url, trained)
@@ -100,7 +100,7 @@ def train(
 
 @flow(name="resume", flow_run_name="{run}", persist_result=False)
 @_served
-def resume(run: RunName, restarts: Restarts = 0, takeover: bool = False, store: str | None = None) -> State[Any]:
+def resume(run: RunName, restarts: Restarts = 0, takeover: bool = False, store: str = "") -> State[Any]:
     """Go on with a run from its last commit, with the configuration in its ledger.
 
     Args:
@@ -122,9 +122,9 @@ def fork(
     run: RunName,
     iteration: Iteration,
     new: RunName,
-    options: Options | None = None,
     restarts: Restarts = 0,
-    store: str | None = None,
+    store: str = "",
+    options: Options = EMPTY,
 ) -> State[Any]:
     """Make a run that shares another's iterations up to one of them, and train it to its end with other options.
 
@@ -132,22 +132,22 @@ def fork(
         run: The run that is forked; it is left as it is.
         iteration: The last one that the new run shares with it.
         new: Name of the new run.
-        options: What shall be other than in the run that is forked. An option that is left empty stays as it is there.
         restarts: How often the new run is started again by itself when its driver was killed.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+        options: What shall be other than in the run that is forked. An option that is left empty stays as it is there.
     """
     from cairn.flows.fork import fork as forked
     from cairn.flows.train import go_on
 
     ledgers = open_for_runs(_place(store))
     if not _is_fork(ledgers.url, new, run, iteration):  # else this is another try at the same flow run
-        forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()) if options else ())
+        forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()))
     return _done(ledgers.url, go_on(ledgers, new, None, False, _log))
 
 
 @flow(name="verify", flow_run_name="{run}", persist_result=False)
 @_served
-def verify(run: RunName, store: str | None = None) -> State[Any]:
+def verify(run: RunName, store: str = "") -> State[Any]:
     """Read all of a run again and hold every byte against its digest, and every commit against its inputs.
 
     Args:
@@ -168,7 +168,7 @@ def verify(run: RunName, store: str | None = None) -> State[Any]:
 
 @flow(name="gc", flow_run_name="{run}", persist_result=False)
 @_served
-def gc(run: RunName, apply: bool = False, store: str | None = None) -> State[Any]:
+def gc(run: RunName, apply: bool = False, store: str = "") -> State[Any]:
     """Find files of a run that nobody needs; remove them if asked to.
 
     Args:

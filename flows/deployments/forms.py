@@ -2,7 +2,8 @@
 
 Prefect draws a form from the JSON schema of a flow's parameters, and its server refuses what the schema does not allow
 before a run is made. So the form is the configuration's own schema, in which nothing is required: what is left out
-stays as the recipe has it. Ranges, words to choose from and descriptions are those of `cairn.configs.schema`.
+stays as the recipe has it. Ranges, words to choose from and descriptions are those of `cairn.configs.schema`. A switch
+is one of two words: a boolean that nobody touched the interface would send as false.
 """
 
 import json
@@ -12,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    create_model,
+    model_serializer,
+)
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -27,6 +37,20 @@ FOLDERS = (".", "recipes", "configs/recipes")
 """Where recipes of one's own are looked for, below the folder one stands in."""
 
 
+def without_null(fields: dict[str, JsonSchemaValue]) -> None:
+    """Let fields be empty rather than null: the interface would ask of which of the two types a value is."""
+    for field in fields.values():
+        if {"type": "null"} not in field.get("anyOf", ()):
+            continue
+        typed = [one for one in field.pop("anyOf") if one != {"type": "null"}]
+        about = dict(field)
+        field.clear()
+        field.update(**(typed[0] if len(typed) == 1 else {"anyOf": typed}), **about)
+    for field in fields.values():
+        if field.get("default", ...) is None:
+            del field["default"]
+
+
 class Form(BaseModel):
     """Parameters that may each be left out."""
 
@@ -34,17 +58,13 @@ class Form(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Fields that are empty rather than null: the interface would ask of which of the two types a value is."""
         schema = handler.resolve_ref_schema(handler(core))
-        for field in schema.get("properties", {}).values():
-            field.pop("default", None)
-            typed = [one for one in field.get("anyOf", ()) if one != {"type": "null"}]
-            if len(typed) == 1:
-                del field["anyOf"]
-                field.update({**typed[0], **field})
-            elif typed:
-                field["anyOf"] = typed
+        without_null(schema.get("properties", {}))
         return schema
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
 
     def overrides(self, prefix: str = "") -> Iterator[str]:
         """What was filled in, as `section.option=value`."""
@@ -63,6 +83,8 @@ def form_of(section: type[BaseModel]) -> type[Form]:
     for name, option in section.model_fields.items():
         inner = section_of(option)
         held: Any = option.annotation if inner is None else form_of(inner)
+        if held in (bool, bool | None):
+            held = Annotated[bool, WithJsonSchema({"type": "string", "enum": ["true", "false"]})]
         for constraint in option.metadata:
             held = Annotated[held, constraint]
         about = inner.__doc__ if inner is not None else option.description
@@ -83,6 +105,9 @@ if TYPE_CHECKING:
 else:
     Options = form_of(RunConfig)
     """All options of a run."""
+
+EMPTY = Options()
+"""The form as it is before anything is filled in."""
 
 
 def recipes(folder: Path) -> dict[str, Path]:
@@ -127,3 +152,6 @@ Recipe = Annotated[str, _Chosen]
 
 RunName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$", max_length=LONGEST_NAME)]
 """Name of a run."""
+
+RunNameOrNone = Annotated[str, Field(pattern=f"^({NAME_PATTERN})?$", max_length=LONGEST_NAME)]
+"""The same, where it may be left out."""

@@ -1,0 +1,111 @@
+"""The form of a run: what it offers, what it refuses, and what becomes of what was filled in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from prefect.utilities.callables import parameter_schema
+
+from cairn.configs.loader import load
+from cairn.configs.options import options
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.deployed import FLOWS, fork, train
+from cairn.flows.deployments.forms import Options, recipe_path, recipes
+
+ROOT = Path(__file__).parents[3]
+RECIPE = "configs/recipes/quickstart.yaml"
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return parameter_schema(train).model_dump_for_openapi()
+
+
+def fields(schema: dict[str, Any], section: str = "RunConfig", prefix: str = "") -> dict[str, dict[str, Any]]:
+    """Every field of the form's options, by its dotted name."""
+    found = {}
+    for name, field in schema["definitions"][section]["properties"].items():
+        below = field.get("$ref")
+        if below is None:
+            found[f"{prefix}{name}"] = field
+        else:
+            found |= fields(schema, below.rpartition("/")[2], f"{prefix}{name}.")
+    return found
+
+
+def test_the_form_has_every_option_of_the_configuration_with_its_description(schema: dict[str, Any]) -> None:
+    offered = fields(schema)
+    wanted = {option.name: option.description for option in options(RunConfig) if ".N." not in option.name}
+    groups = {name for name in wanted if any(field.startswith(f"{name}.") for field in offered)}
+    within_groups = {field for field in offered if any(field.startswith(f"{name}.") for name in groups)}
+    assert set(offered) - within_groups == set(wanted) - groups
+    assert all(offered[name]["description"].startswith(wanted[name]) for name in set(wanted) - groups)
+
+
+def test_nothing_but_the_recipe_need_be_filled_in_and_no_field_may_be_null(schema: dict[str, Any]) -> None:
+    assert schema["required"] == ["recipe"]
+    jsonschema.validate({"recipe": RECIPE}, schema)
+    assert not [name for name, field in fields(schema).items() if {"type": "null"} in field.get("anyOf", ())]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "why"),
+    [
+        ({"options": {"rollout": {"num_rollout": 0}}}, "less than the minimum of 1"),
+        ({"options": {"rollout": {"rollout_top_p": 1.5}}}, "greater than the maximum of 1"),
+        ({"options": {"rollout": {"pipeline": "later"}}}, "is not one of"),
+        ({"options": {"rollout": {"num_rolouts": 3}}}, "Additional properties are not allowed"),
+        ({"recipe": "none.yaml"}, "is not one of"),
+        ({"run": "../elsewhere"}, "does not match"),
+        ({"restarts": -1}, "less than the minimum of 0"),
+    ],
+)
+def test_what_no_run_could_have_is_refused_in_the_form(
+    schema: dict[str, Any], parameters: dict[str, Any], why: str
+) -> None:
+
+    with pytest.raises(jsonschema.ValidationError, match=why):
+        jsonschema.validate({"recipe": RECIPE, **parameters}, schema)
+
+
+def test_what_was_filled_in_changes_the_recipe_and_nothing_else() -> None:
+    filled: Any = {"seed": 7, "rollout": {"num_rollout": 3}, "training": {"lr": 1e-3, "lora": {"r": 4}}}
+    overrides = list(Options.model_validate(filled).overrides())
+    given = load(ROOT / RECIPE, overrides)
+    plain = load(ROOT / RECIPE)
+    assert (given.seed, given.rollout.num_rollout, given.training.lr, given.training.lora.r) == (7, 3, 1e-3, 4)
+    assert len(overrides) == 4
+    assert given.reward == plain.reward
+    assert list(Options().overrides()) == []
+
+
+def test_a_switch_that_nobody_touched_is_not_sent(schema: dict[str, Any]) -> None:
+    """Prefect's interface sends every boolean of a form, as false where it is empty."""
+    assert not [name for name, field in fields(schema).items() if field.get("type") == "boolean"]
+    assert list(Options.model_validate({"data": {"rollout_shuffle": "true"}}).overrides()) == [
+        "data.rollout_shuffle=true"
+    ]
+
+
+def test_recipes_are_those_of_the_folder_and_those_that_come_with_cairn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text((ROOT / RECIPE).read_text())
+    (tmp_path / "prefect.yaml").write_text("deployments: []\n")
+    monkeypatch.chdir(tmp_path)
+    found = recipes(tmp_path)
+    assert "recipes/mine.yaml" in found
+    assert "quickstart.yaml" in found
+    assert "prefect.yaml" not in found
+    assert load(recipe_path("quickstart.yaml")) == load(ROOT / RECIPE)
+
+
+def test_every_flow_says_what_it_does_and_what_each_parameter_means() -> None:
+    for flow in FLOWS:
+        described = parameter_schema(flow).properties
+        assert flow.description, flow.name
+        assert all(field.get("description") for field in described.values()), flow.name
+    assert "num_rollout" in json.dumps(parameter_schema(fork).definitions)
