@@ -163,8 +163,7 @@ def test_sql_reads_the_samples_of_results_with_whose_weights_they_are(store: Sto
             attempt = claim.attempt()
             empty = EVALUATED.empty_table().to_pydict()
             rows = [
-                dict.fromkeys(empty) | {"prompt_index": index, "reward": reward}
-                for index, reward in enumerate(rewards)
+                dict.fromkeys(empty) | {"prompt_index": index, "reward": reward} for index, reward in enumerate(rewards)
             ]
             table = pa.Table.from_pylist(rows, pa.schema([field.with_nullable(True) for field in EVALUATED]))
             claim.commit(
