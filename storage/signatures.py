@@ -100,7 +100,7 @@ class _Signs(_AnyStore):
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if not path.startswith(_SIGNED):
             return super().create(path, data, guard)
-        beside = _path(path, data)
+        beside = signature_path(path, data)
         signature = {"key": public_key(self.key), "signature": self.key.sign(_message(path, data)).hex()}
         self.write(beside, canonical.to_bytes(signature))
         created = False
@@ -155,7 +155,7 @@ def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Sign
     except FileNotFoundError:
         return Signed(path=path, signer=None, problem=f"{path} is missing")
     try:
-        fields = json.loads(store.read(_path(path, data)))
+        fields = json.loads(store.read(signature_path(path, data)))
         key, signature = str(fields["key"]), bytes.fromhex(fields["signature"])
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(signature, _message(path, data))
     except FileNotFoundError:
@@ -184,7 +184,8 @@ def _signed_files(ledger: Ledger) -> Iterator[str]:
         yield from ledger.markers(iteration)
 
 
-def _path(path: str, data: bytes) -> str:
+def signature_path(path: str, data: bytes) -> str:
+    """Where the signature of these bytes at a path is."""
     return f"{path}.{hashlib.sha256(data).hexdigest()[:16]}.sig"
 
 

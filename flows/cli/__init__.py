@@ -2,6 +2,7 @@
 
 from cairn.flows.cli.app import app
 from cairn.flows.cli.benchmarks import benchmarks
+from cairn.flows.cli.bundle import bundle, unbundle
 from cairn.flows.cli.convert import convert
 from cairn.flows.cli.costs import costs, timeline
 from cairn.flows.cli.decisions import approve, keygen, pin, quarantine, reject, unpin
@@ -22,8 +23,9 @@ LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, re
 WORKING = (train, resume, validate, fork, convert, export, probe, up)
 DECIDING = (approve, reject, pin, unpin, quarantine, keygen)
 REMOVING = (gc, delete)
+ONE_SAMPLE = (bundle, unbundle)
 
-for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING):
+for command in (*WORKING, *LOOKING, *DECIDING, *REMOVING, *ONE_SAMPLE):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(leaderboard)

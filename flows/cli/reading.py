@@ -130,7 +130,7 @@ def verify(
         return verify_evals(answering_store(store), json)
     from cairn.storage.verification import verify as verified
 
-    names = _signers(signers)
+    names = read_signers_of(signers)
     checks = list(tables.with_progress(verified(open_ledger(store, run)), hidden=json))
     findings = [finding for check in checks for finding in check.findings]
     signed = _signed(open_ledger(store, run), names) if names else []
@@ -160,7 +160,8 @@ def verify(
     return None
 
 
-def _signers(file: Path | None) -> dict[str, str]:
+def read_signers_of(file: Path | None) -> dict[str, str]:
+    """Names by key, of the file that `--signers` names; none without it."""
     if file is None:
         return {}
     from cairn.storage.signatures import read_signers

@@ -84,11 +84,11 @@ def test_a_commit_that_was_altered_digests_and_all_is_signed_by_nobody(signers: 
 def forged(store: Store, path: str) -> str:
     """An altered commit, with the signature of the true one where its own would be."""
     (signature,) = (one for one in store.find(layout.iteration("toy", 0)) if one.startswith(f"{path}."))
-    from cairn.storage.signatures import _path
+    from cairn.storage.signatures import signature_path
 
     data = edited(store.read(path))
     store.write(path, data)
-    store.write(_path(path, data), store.read(signature))
+    store.write(signature_path(path, data), store.read(signature))
     return f"{path} is wrongly signed"
 
 

@@ -1,0 +1,121 @@
+"""One sample in one file: whole, checked anywhere, and graded again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cairn.flows.bundle import CONTENTS
+from cairn.flows.cli import app
+from cairn.flows.iteration import iteration
+from cairn.storage import canonical
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+ROLLOUT = "/rollout/"
+
+
+def cairn(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def made(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A store with the run `tiny`, graded by a file of one's own, and `built_in`; two iterations of each, signed."""
+    folder = tmp_path_factory.mktemp("bundles")
+    with pytest.MonkeyPatch.context() as environment:
+        (folder / "signers").write_text(cairn("keygen", folder / "key", "--as", "ada").stdout)
+        environment.setenv("CAIRN_SIGNING_KEY", str(folder / "key"))
+        for name, reward in (("tiny", {}), ("built_in", {"rm_type": "random", "custom_rm_path": None})):
+            rollout = {"num_rollout": 2, "rollout_batch_size": 2, "rollout_max_response_len": 8}
+            config = tiny_config(tiny_assets, rollout=rollout, reward=reward, checkpoint={"save_interval": 1})
+            with tiny_context(str(folder / "store"), config, name) as (run, _):
+                for index in range(2):
+                    iteration(run, DirectSteps(run), index)
+    for name in ("tiny", "built_in"):
+        result = cairn("bundle", name, "1", "5", folder / f"{name}.zip", "--weights", "--store", folder / "store")
+        assert result.exit_code == 0, result.output
+    (folder / "store").rename(folder / "gone")
+    return str(folder)
+
+
+def test_a_bundle_is_checked_without_its_store_and_its_sample_graded_again(made: str) -> None:
+    result = cairn("unbundle", f"{made}/built_in.zip", "--signers", f"{made}/signers", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["problems"], found["not_graded"]) == ([], None)
+    assert found["graded_again"] == found["reward"]
+    assert found["contents"]["newest"].startswith("000001/")
+    assert found["contents"]["checkpoint"] == "000000/checkpoint"
+    assert found["commits"] >= 12
+    assert found["tables"] > 4, "its own and the checkpoint's"
+
+
+def test_code_in_a_bundle_runs_only_where_it_is_trusted(made: str) -> None:
+    answer = json.loads(cairn("unbundle", f"{made}/tiny.zip", "--json").stdout)
+    assert (answer["problems"], answer["graded_again"]) == ([], None)
+    assert "--trust-code" in answer["not_graded"]
+    answer = json.loads(cairn("unbundle", f"{made}/tiny.zip", "--trust-code", "--json").stdout)
+    assert (answer["problems"], answer["not_graded"]) == ([], None)
+    assert answer["graded_again"] == pytest.approx(answer["reward"], rel=1e-6)
+
+
+def reward_of_ten(name: str, data: bytes) -> bytes:
+    """The sample's commit of rewards says something else, with a digest that is right for it."""
+    if "/000001/reward.00-000.json" in name and name.endswith(".json"):
+        fields = canonical.unseal(data)
+        del fields["digest"]
+        return canonical.seal({**fields, "metrics": {"failed_samples": 10}})
+    return data
+
+
+def another_table(name: str, data: bytes) -> bytes:
+    return data[:-9] + b"x" + data[-8:] if ROLLOUT in name and name.endswith(".parquet") else data
+
+
+def another_answer(name: str, data: bytes) -> bytes:
+    if name != CONTENTS:
+        return data
+    fields = canonical.unseal(data)
+    del fields["digest"]
+    return canonical.seal({**fields, "given": {**fields["given"], "response": "a better answer"}})
+
+
+def without_its_past(name: str, data: bytes) -> bytes | None:
+    return None if "/000000/train.json" in name else data
+
+
+@pytest.mark.parametrize(
+    ("tampering", "sentence"),
+    [
+        (reward_of_ten, "was made from 000001/reward.00-000, which has another digest here"),
+        (another_table, "is not what was committed"),
+        (another_answer, "that the grader was given is not its row: response"),
+        (without_its_past, "was made from 000000/train, which is missing"),
+    ],
+)
+def test_whatever_was_altered_in_a_bundle_is_named(
+    made: str, tmp_path: Path, tampering: Callable[[str, bytes], bytes | None], sentence: str
+) -> None:
+    altered = tmp_path / "altered.zip"
+    with ZipFile(f"{made}/built_in.zip") as source, ZipFile(altered, "w") as target:
+        for name in source.namelist():
+            data = tampering(name, source.read(name))
+            if data is not None:
+                target.writestr(name, data)
+    result = cairn("unbundle", altered)
+    assert result.exit_code == 1
+    assert sentence in result.output
+
+
+def test_what_is_no_bundle_or_no_sample_is_said_in_a_sentence(made: str, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("no zip")
+    result = cairn("unbundle", tmp_path / "other")
+    assert (result.exit_code, "is no bundle of Cairn" in result.stderr) == (1, True)
+    assert cairn("unbundle", tmp_path / "absent").exit_code == 2
+    store = ("--store", f"{made}/gone")
+    assert "has samples 0 to 7, no 8" in cairn("bundle", "tiny", "1", "8", tmp_path / "new.zip", *store).stderr
+    taken = cairn("bundle", "tiny", "1", "5", tmp_path / "other", *store)
+    assert (taken.exit_code, "is there already" in taken.stderr) == (2, True)
