@@ -127,8 +127,9 @@ def _samples(samples: Sequence[Picked] | None) -> list[str]:
         label = "" if sample.label is None else f", label {code(sample.label[:200])}"
         parts += [
             f"### {sample.title}: reward {sample.reward:.4g}",
-            f"{about}{label}",
+            f"{about}{label}. Prompt:",
             block(sample.prompt, PROMPT_CHARACTERS),
+            "Response:",
             block(sample.response, RESPONSE_CHARACTERS),
         ]
     return parts
