@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -42,7 +42,8 @@ def options(schema: type[BaseModel], prefix: str = "") -> Iterator[Option]:
             description = " ".join((field.description or "").split())
             yield Option(f"{prefix}{name}", _values(field), default, description, schema)
         if item is not None:
-            yield from options(item, f"{prefix}{name}.{LIST_ITEM}.")
+            place = f"{name}.{LIST_ITEM}" if get_origin(field.annotation) is tuple else name
+            yield from options(item, f"{prefix}{place}.")
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
@@ -51,7 +52,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def item_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that stands in every place of a field's list, or None."""
+    """The section that stands in every place of a field's list, or that may stand in the field, or None."""
     return next((model for arg in get_args(field.annotation) if (model := _model(arg)) is not None), None)
 
 
@@ -67,11 +68,13 @@ def _values(field: FieldInfo) -> str:
         if annotation in names:
             return names[annotation]
         if _model(annotation) is not None:
-            return "sections"
+            return "section"
         args = get_args(annotation)
         origin = getattr(annotation, "__origin__", None)
+        if hasattr(annotation, "__metadata__"):
+            return spell(origin)
         if origin is tuple:
-            return f"list of {spell(args[0])}"
+            return f"list of {'sections' if _model(args[0]) is not None else spell(args[0])}"
         if origin is dict:
             return "mapping"
         if args and not any(isinstance(arg, type) for arg in args):

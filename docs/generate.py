@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, docs/metrics.md, docs/views.md and a section of docs/recovery.md:
+"""Write docs/configuration.md, docs/metrics.md, docs/views.md and sections of docs/recovery.md and docs/benchmarks.md:
 `python docs/generate.py`."""
 
 import json
@@ -10,8 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cairn.configs.benchmark_files import benchmark_names, load_benchmark
 from cairn.configs.options import LIST_ITEM, Option, options
+from cairn.configs.schema.benchmark import Benchmark
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.yaml_file import parse_yaml
 from cairn.flows.metrics import METRICS
 from cairn.storage.query import VIEWS
 
@@ -92,7 +95,48 @@ def recovery() -> str:
     return before + tally["section"](tally["read"]()) + rest.split(tally["END"])[1]
 
 
+def benchmarks() -> str:
+    """The page with the table of benchmarks and their options; the rest is written by hand."""
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    for name, made in (("table", _benchmark_table()), ("options", _benchmark_options())):
+        begin = f"<!-- {name.capitalize()}: written by docs/generate.py; change the code, not these lines. -->\n"
+        end = f"<!-- End of the {name}. -->\n"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{made}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def _benchmark_table() -> str:
+    answers = parse_yaml((DOCS.parent / "tests/tasks/benchmarks/parity/answers.yaml").read_text(encoding="utf-8"))
+    rows = []
+    for benchmark in map(load_benchmark, benchmark_names()):
+        follows, prompt, sampling = benchmark.follows, benchmark.prompt, benchmark.sampling
+        task = "" if follows is None else follows.task
+        held = answers.get("aime24" if task == "aime25" else task, [])
+        others = sum("differs" in answer for answer in held)
+        drawn = "greedy" if sampling.temperature == 0 else f"{sampling.n} at {sampling.temperature:g}"
+        rows.append(
+            [
+                f"`{benchmark.name}`",
+                str(benchmark.rows or "–"),
+                prompt.style + (f", {len(prompt.examples)} examples" if prompt.examples else ""),
+                f"{drawn}, {sampling.max_tokens} tokens",
+                f"`{benchmark.grader.name}`",
+                f"`{task}` {follows.version}" if follows else "–",
+                (follows.differs or "–") if follows else "–",
+                f"{len(held)}, {others} otherwise" if held else "–",
+            ]
+        )
+    return _table(["benchmark", "rows", "prompt", "samples", "grader", "follows", "but for", "held to"], rows)
+
+
+def _benchmark_options() -> str:
+    rows = [[f"`{o.name}`", o.values, _default(o), o.description] for o in options(Benchmark)]
+    return _table(["option", "values", "default", "meaning"], rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "benchmarks.md": benchmarks,
     "configuration.md": configuration,
     "metrics.md": metrics,
     "views.md": views,

@@ -21,9 +21,9 @@ class BenchmarkConfig(RowFormat):
     """Grader; by default that of `reward`. slime: `rm_type` of an eval dataset."""
 
     metric: str = "mean"
-    """What the benchmark's score is made of: `mean` is the mean reward; a function of your own,
-    `package.module.function` or `file.py:function`, gets all graded samples and may give metrics of its own, see
-    docs/plugins.md."""
+    """What the benchmark's score is made of: `mean` is the mean reward, `summary` the same with its error, pass@k and
+    others, see docs/benchmarks.md; a function of your own, `package.module.function` or `file.py:function`, gets all
+    graded samples and may give metrics of its own, see docs/plugins.md."""
 
     n_samples_per_eval_prompt: int = Field(1, ge=1)
     """slime: `--n-samples-per-eval-prompt`."""

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.flows.cli.app import JsonOption, print_json, say
+from cairn.flows.cli.app import JsonOption, print_json, say, tell
 
 if TYPE_CHECKING:
     from cairn.configs.schema.benchmark import Benchmark
@@ -33,6 +33,7 @@ def benchmarks(
     """
     from cairn.configs.benchmark_files import benchmark_names, load_benchmark
     from cairn.flows.cli.app import BadInput
+    from cairn.tasks.benchmarks.source import how_to_get
 
     if name is None and data is not None:
         raise BadInput("--data gives the rows of one benchmark: name it, as in `cairn benchmarks gsm8k --data FILE`")
@@ -48,8 +49,10 @@ def benchmarks(
     described = _described(benchmark) | _opened(benchmark)
     if json:
         print_json(described)
-    else:
-        _print_one(described)
+        return
+    _print_one(described)
+    if described["local"] is None:
+        tell(how_to_get(benchmark))
 
 
 def _described(benchmark: "Benchmark") -> dict[str, Any]:

@@ -19,12 +19,17 @@ def local_data(benchmark: Benchmark) -> str | None:
 def require_data(benchmark: Benchmark) -> str:
     """The same. Raises BadData, with how to get them, where they are not there."""
     found = local_data(benchmark)
-    if found is not None:
-        return found
+    if found is None:
+        raise BadData(how_to_get(benchmark))
+    return found
+
+
+def how_to_get(benchmark: Benchmark) -> str:
+    """What to do where the rows are not on this machine."""
     source = benchmark.source
     if source.dataset is None:
-        raise BadData(f"the benchmark {benchmark.name} names no rows: give a file with --data")
-    raise BadData(
+        return f"the benchmark {benchmark.name} names no rows: give a file with --data"
+    return (
         f"the rows of {benchmark.name} are not on this machine: give a file with --data, or fetch them once with `hf "
         f"download {source.dataset} {source.file} --repo-type dataset --revision {source.revision}`"
     )

@@ -39,6 +39,12 @@ def test_one_is_shown_with_the_question_it_asks_first(tmp_path: Path) -> None:
     assert set(machine["digests"]) == {"prompt", "sampling", "grader", "source"}
 
 
+def test_how_to_get_rows_that_are_not_here_is_said() -> None:
+    shown = cairn("math500")
+    assert shown.exit_code == 0
+    assert "hf download HuggingFaceH4/MATH-500 test.jsonl" in shown.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
