@@ -19,6 +19,7 @@ from cairn.flows.device_time import Devices, device_seconds, devices, driver_sec
 from cairn.flows.metrics import busy_seconds
 from cairn.flows.wasted import Waste, wasted
 from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.evals import Evaluation, results
 from cairn.storage.leases import all_leases
 from cairn.storage.ledger import Ledger
 
@@ -51,6 +52,8 @@ class EvaluationCost(Record):
     """Of all rollout engines; benchmarks that shared them in that time count whole."""
     tokens: int
     price: float | None = None
+    apart: bool = False
+    """By `cairn eval`, on an engine of its own, which is not among what the run reserved."""
 
 
 class Costs(Record):
@@ -126,8 +129,36 @@ def evaluation_costs(
     return tuple(sorted(found, key=lambda cost: (cost.trained, cost.benchmark)))
 
 
+def apart_costs(
+    results: Iterable[Evaluation], run: str, config: RunConfig, price_per_device_hour: float | None = None
+) -> tuple[EvaluationCost, ...]:
+    """Of the results in a store that were computed for weights of a run, each by one engine. What was adopted from the
+    run's own evaluations is not counted again."""
+    found = []
+    for result in results:
+        if result.origin.get("run") == run and result.adopted is None:
+            on_gpu = devices(config).kind == "GPU"
+            held = config.rollout.num_gpus_per_engine if on_gpu else result.environment.threads
+            seconds = result.committed_at - result.started_at
+            samples = sum(output.rows or 0 for output in result.outputs)
+            iteration = result.origin.get("iteration")
+            found.append(
+                EvaluationCost(
+                    benchmark=result.key.benchmark,
+                    trained=iteration + 1 if isinstance(iteration, int) else 0,
+                    samples=samples,
+                    seconds=seconds,
+                    device_seconds=seconds * held,
+                    tokens=round(samples * result.metrics.get("response_len_mean", 0.0)),
+                    price=priced(seconds * held, price_per_device_hour),
+                    apart=True,
+                )
+            )
+    return tuple(sorted(found, key=lambda cost: (cost.trained, cost.benchmark)))
+
+
 def run_costs(ledger: Ledger, price_per_device_hour: float | None = None) -> Costs:
-    """All of a run's costs. Reads every commit of it, and no samples."""
+    """All of a run's costs. Reads every commit of it, the results of evaluations in its store, and no samples."""
     config, leases = from_manifest(ledger.manifest.config), all_leases(ledger.store, ledger.run)
     own = [iteration for iteration in ledger.iterations() if iteration >= ledger.first_iteration]
     with ThreadPoolExecutor(_REQUESTS) as readers:
@@ -155,7 +186,10 @@ def run_costs(ledger: Ledger, price_per_device_hour: float | None = None) -> Cos
         accepted_samples=accepted,
         device_seconds_per_accepted_sample=whole / accepted if accepted else None,
         tokens_per_accepted_sample=response_tokens / accepted if accepted else None,
-        evaluations=evaluation_costs(commits, config, price_per_device_hour),
+        evaluations=(
+            *evaluation_costs(commits, config, price_per_device_hour),
+            *apart_costs(results(ledger.store), ledger.run, config, price_per_device_hour),
+        ),
         wasted=wasted(iterations, leases, config, price_per_device_hour),
         price=priced(whole, price_per_device_hour),
     )

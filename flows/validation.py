@@ -21,7 +21,7 @@ from cairn.engines.rollout.factory import kind_of
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
-from cairn.flows.trackers.extras import tracking_problems
+from cairn.flows.tracking import tracking_problems
 from cairn.storage.commits import FORMAT
 from cairn.tasks.data import BadData, PromptData
 from cairn.tasks.rewards import get_grader

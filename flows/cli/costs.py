@@ -104,7 +104,7 @@ def print_costs(found: "Costs") -> None:
     if found.evaluations:
         table = _table(("evaluation", "samples", "seconds", unit, "tokens"), has_price)
         for one in found.evaluations:
-            name = f"{one.benchmark} after {one.trained}"
+            name = f"{one.benchmark} after {one.trained}" + (", apart" if one.apart else "")
             _row(table, has_price, name, one.samples, one.seconds, one.device_seconds, one.tokens, one.price)
         shown.print(table)
     if found.wasted:

@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prefect.events import Event
+from prefect.events.clients import AssertingEventsClient
+from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cairn.configs.schema.tracking import AlarmRule, AlarmsConfig
 from cairn.flows import alarms as module
@@ -12,6 +16,7 @@ from cairn.flows.events import IterationDone, Message
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_run
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize(
@@ -103,3 +108,22 @@ def test_windows_reach_back_into_the_ledger(tmp_path: Path) -> None:
     ]
     # Of the means 2.5, 2.5 and 2.5, -1 the second is 0.75: a fall by 0.7.
     assert MetricHistory(ledger, config).metrics(3, shorter)["alarm/response_length"] == 1.0
+
+
+def test_prefect_gets_an_event_that_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted: list[Event] = []
+
+    async def keep(client: AssertingEventsClient, event: Event) -> None:
+        emitted.append(event)
+
+    monkeypatch.setattr(AssertingEventsClient, "_emit", keep)
+    EventsWorker.set_client_override(AssertingEventsClient)
+    try:
+        with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+            module.emit("toy", "reward", {"iteration": 3, "why": "0 is below 1"})
+            (event,) = wait_for(lambda: emitted, 30)
+    finally:
+        EventsWorker.set_client_override(None)
+    assert event.event == "cairn.alarm.reward"
+    assert event.resource["prefect.resource.id"] == "cairn.run.toy"
+    assert event.payload == {"iteration": 3, "why": "0 is below 1"}

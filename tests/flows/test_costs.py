@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli import app
-from cairn.flows.costs import evaluation_costs, run_costs, step_costs
+from cairn.flows.costs import apart_costs, evaluation_costs, run_costs, step_costs
 from cairn.flows.device_time import devices, driver_seconds
 from cairn.flows.wasted import Waste, wasted
-from cairn.storage.commits import Commit, Step
+from cairn.storage.commits import Commit, OutputFile, Step
+from cairn.storage.evals import Evaluation, EvaluationKey
 from cairn.storage.holders import Holder
 from cairn.storage.leases import LeaseState, Outcome
 from cairn.storage.ledger import Ledger
-from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
+from tests.flows.written_runs import ENVIRONMENT, config_of, new_run, write_iteration, write_run
 
 TIMES: dict[str, tuple[float, float]] = {
     "eval": (0, 4),
@@ -108,6 +109,29 @@ def test_an_evaluation_is_priced_by_itself(commits: list[Commit], config: RunCon
     (cost,) = evaluation_costs(commits, config, price_per_device_hour=900)
     assert (cost.benchmark, cost.trained, cost.samples, cost.tokens) == ("heldout", 0, 1, 3)
     assert (cost.device_seconds, cost.price) == (8, 2)
+
+
+def test_evaluations_by_engines_of_their_own_stand_apart(config: RunConfig) -> None:
+    key = EvaluationKey(weights="0" * 64, tokenizer="1" * 64, benchmark="gsm8k", settings={})
+    made = Evaluation(
+        key=key,
+        origin={"run": "toy", "iteration": 1, "weight_version": 2},
+        attempt="attempt",
+        epoch=1,
+        outputs=(OutputFile(path="samples.parquet", bytes=1, rows=10, sha256="0" * 64),),
+        metrics={"response_len_mean": 7.0},
+        started_at=100.0,
+        committed_at=130.0,
+        environment=ENVIRONMENT.model_copy(update={"threads": 2}),
+    )
+    others = [
+        made.model_copy(update={"adopted": "toy/000001/eval.gsm8k-v000002@0"}),
+        made.model_copy(update={"origin": {"run": "another", "iteration": 1}}),
+        made.model_copy(update={"origin": {"model": "/models/one"}}),
+    ]
+    (cost,) = apart_costs([made, *others], "toy", config, price_per_device_hour=60)
+    assert (cost.benchmark, cost.trained, cost.samples, cost.tokens) == ("gsm8k", 2, 10, 70)
+    assert (cost.seconds, cost.device_seconds, cost.price, cost.apart) == (30, 60, 1, True)
 
 
 def test_a_drivers_time_is_told_apart(commits: list[Commit]) -> None:
