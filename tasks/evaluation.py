@@ -93,6 +93,18 @@ class Engines:
     """What they compute on; asked when they have generated."""
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """Samples that are there already, of all requests in their order."""
+
+    samples: Sequence[Mapping[str, Any]]
+    """Columns of `GENERATED_EVALUATION`, or null where they are not known."""
+    environment: Environment
+    """That sampled them."""
+    commit: str
+    """That holds them: `cairn.storage.evals.Evaluation.adopted`."""
+
+
 def compute(
     claim: Claim,
     questions: Questions,
@@ -101,18 +113,23 @@ def compute(
     origin: Mapping[str, Any],
     here: Environment,
     progress: Progress = lambda done, total: None,
+    sampled: Sampled | None = None,
 ) -> Evaluation:
     """Make the result that is claimed. What an earlier attempt finished is not sampled again, and where nothing is
     missing no engine is asked for. `here`: this process, where graders compute. Raises what engines, grader and store
-    raise; finished samples stay."""
+    raise; finished samples stay. `sampled`: samples to grade in the place of new ones."""
     started_at, began = time.time(), time.perf_counter()
     attempt = claim.attempt()
     try:
         requests = questions.requests()
-        generated, environment = _generate(attempt, claim, questions, requests, engines, here, progress)
-        sampled = time.perf_counter()
+        if sampled is None:
+            table, environment = _generate(attempt, claim, questions, requests, engines, here, progress)
+            samples: Sequence[Mapping[str, Any]] = table.to_pylist()
+        else:
+            samples, environment = sampled.samples, sampled.environment
+        generated = time.perf_counter()
         with GraderPool(questions.grader) as grader:
-            rows = _graded(grader, questions, requests, tokenizer, generated.to_pylist())
+            rows = _graded(grader, questions, requests, tokenizer, samples)
         graded = time.perf_counter()
         metrics = dict(questions.measure(evaluated_samples(rows)))
         output = attempt.write_table(SAMPLES, rows)
@@ -126,9 +143,10 @@ def compute(
         metrics=metrics,
         values=dict(questions.described),
         origin=origin,
-        timings={"generate": sampled - began, "grade": graded - sampled, "run": time.perf_counter() - began},
+        timings={"generate": generated - began, "grade": graded - generated, "run": time.perf_counter() - began},
         started_at=started_at,
         environment=environment,
+        adopted=None if sampled is None else sampled.commit,
     )
 
 

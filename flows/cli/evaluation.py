@@ -93,6 +93,7 @@ def evaluate(
 
     Examples:
 
+    - `cairn eval quickstart@39 heldout` a benchmark of the run's own: what it sampled itself is taken over
     - `cairn eval quickstart@39 gsm8k --data gsm8k/test.jsonl`
     - `cairn eval quickstart@0:39 my_benchmark.yaml --every 10`
     - `cairn eval --model models/qwen3 gsm8k math500 --dtype bfloat16 --gpus 1 --json`
@@ -107,8 +108,12 @@ def evaluate(
     changes = _changes(overrides or [])
     from cairn.flows.evaluation.asking import benchmarks_of
 
-    benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes)
     opened = answering_store(store)
+    from cairn.flows.evaluation.models import benchmarks_of_run
+
+    with _naming_bad_input():
+        own = None if model is not None else benchmarks_of_run(opened, names[0])
+    benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes, own=own)
     from cairn.flows.evaluation.evaluating import evaluate_models
     from cairn.flows.evaluation.questions import SEED
     from cairn.flows.evaluation.regression import regressions

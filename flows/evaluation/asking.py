@@ -6,6 +6,7 @@ from typing import Any
 from cairn.configs.benchmark_files import load_benchmark
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.benchmark import Benchmark
+from cairn.flows.evaluation.own import OwnBenchmark
 
 
 def benchmarks_of(
@@ -14,13 +15,16 @@ def benchmarks_of(
     n: int | None = None,
     data: Sequence[str] = (),
     changes: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[Benchmark]:
+    own: Mapping[str, OwnBenchmark] | None = None,
+) -> list[Benchmark | OwnBenchmark]:
     """Benchmarks by name or YAML file, in order.
 
     Args:
         n: responses to each question, in the place of the benchmark's own number.
         data: files with their rows: `FILE` for all, `NAME=FILE` for one of them.
         changes: values for other options, by section.
+        own: benchmarks of the run that is evaluated, as they stand in its configuration: their names go first, and
+            what is said here changes nothing of them.
 
     Raises ConfigError, which lists every problem of a benchmark at once.
     """
@@ -28,8 +32,11 @@ def benchmarks_of(
     for given in data:
         name, equals, file = given.partition("=")
         files[name if equals and name in names else None] = file if equals and name in names else given
-    found = []
+    found: list[Benchmark | OwnBenchmark] = []
     for name in names:
+        if own is not None and name in own:
+            found.append(own[name])
+            continue
         sections = {section: dict(values) for section, values in (changes or {}).items()}
         if n is not None:
             sections.setdefault("sampling", {})["n"] = n

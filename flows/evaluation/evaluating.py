@@ -9,7 +9,8 @@ from cairn.configs.schema.benchmark import Benchmark
 from cairn.engines.models import check_model_folder
 from cairn.engines.tokenizers import tokenizer_digest
 from cairn.flows.evaluation.engine import own_engine, require_room
-from cairn.flows.evaluation.models import Evaluable, end_tokens
+from cairn.flows.evaluation.models import Evaluable, Published, end_tokens
+from cairn.flows.evaluation.own import OwnBenchmark
 from cairn.flows.evaluation.questions import SEED, questions_of
 from cairn.flows.sources import environment
 from cairn.flows.validation import load_tokenizer
@@ -42,7 +43,7 @@ class Found:
 def evaluate_models(
     store: Store,
     models: Sequence[Evaluable],
-    benchmarks: Sequence[Benchmark],
+    benchmarks: Sequence[Benchmark | OwnBenchmark],
     *,
     seed: int = SEED,
     watcher: Watcher | None = None,
@@ -55,20 +56,24 @@ def evaluate_models(
     for model in models:
         check_model_folder(model.base)
         tokenizer, ends = load_tokenizer(model.base), end_tokens(model.base)
-        asked = [questions_of(benchmark, tokenizer, seed) for benchmark in benchmarks]
+        asked = [
+            one.questions(tokenizer) if isinstance(one, OwnBenchmark) else questions_of(one, tokenizer, seed)
+            for one in benchmarks
+        ]
         for questions in asked:
             require_room(model.base, max(len(row.prompt_ids) for row in questions.rows))
         with ExitStack() as stack:
             stack.callback(model.close)
             serving = _Once(stack, model, watcher)
-            for questions in asked:
+            for benchmark, questions in zip(benchmarks, asked, strict=True):
                 key = EvaluationKey(
                     weights=model.weights,
                     tokenizer=tokenizer_digest(tokenizer),
                     benchmark=questions.name,
                     settings={**questions.settings, **model.options.settings(), "end_tokens": ends},
                 )
-                yield _evaluate(store, key, model, questions, tokenizer, serving, watcher)
+                own = benchmark if isinstance(benchmark, OwnBenchmark) else None
+                yield _evaluate(store, key, model, questions, tokenizer, serving, watcher, own)
 
 
 def _evaluate(
@@ -79,6 +84,7 @@ def _evaluate(
     tokenizer: Any,
     serving: "_Once",
     watcher: Watcher,
+    own: OwnBenchmark | None,
 ) -> Found:
     name = f"{questions.name} on {model.name}"
 
@@ -89,6 +95,9 @@ def _evaluate(
     if not isinstance(found, Claim):
         return Found(model.name, found, computed=False)
     with found:
+        sampled = model.sampled(own, questions) if own is not None and isinstance(model, Published) else None
+        if sampled is not None:
+            watcher.says(f"{name}: grading what the run sampled itself")
         result = compute(
             found,
             questions,
@@ -97,6 +106,7 @@ def _evaluate(
             model.origin,
             environment(),
             lambda done, total: watcher.progress(name, done, total),
+            sampled,
         )
     return Found(model.name, result, computed=True)
 

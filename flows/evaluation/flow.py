@@ -19,7 +19,8 @@ from prefect.utilities.annotations import opaque
 from cairn.configs.schema.benchmark import Benchmark
 from cairn.flows.evaluation.asking import benchmarks_of
 from cairn.flows.evaluation.evaluating import Found, Watcher, evaluate_models
-from cairn.flows.evaluation.models import BadPlace, Evaluable, weights_to_evaluate
+from cairn.flows.evaluation.models import BadPlace, Evaluable, benchmarks_of_run, weights_to_evaluate
+from cairn.flows.evaluation.own import OwnBenchmark
 from cairn.flows.evaluation.questions import SEED
 from cairn.flows.evaluation.regression import regressions
 from cairn.flows.evaluation.tables import markdown
@@ -69,7 +70,8 @@ def evaluate(
     if (run is None) == (model is None):
         raise BadPlace("give either a run or a model folder")
     opened = open_store(store)
-    asked = benchmarks_of(benchmarks, n=n, data=data or (), changes=changes)
+    own = None if run is None else benchmarks_of_run(opened, run)
+    asked = benchmarks_of(benchmarks, n=n, data=data or (), changes=changes, own=own)
     given = {"engine": engine, "dtype": dtype, "num_gpus": num_gpus, "num_threads": num_threads}
     options = {name: value for name, value in given.items() if value is not None}
     found: list[Found] = []
@@ -87,7 +89,7 @@ def evaluate(
     return Completed(message=message)
 
 
-def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark], seed: int) -> list[Found]:
+def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | OwnBenchmark], seed: int) -> list[Found]:
     """Every benchmark on a model, as a task of the flow run."""
     logger = get_run_logger()
 

@@ -15,11 +15,13 @@ from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, folder_digest
 from cairn.engines.weights.folders import folder_checksum
 from cairn.flows.evaluation.engine import EngineOptions
+from cairn.flows.evaluation.own import OwnBenchmark, own_benchmarks, sampled_by_the_run
 from cairn.flows.events import Event
 from cairn.flows.trust import recorded_config
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
+from cairn.tasks.evaluation import Questions, Sampled
 from cairn.tasks.events import Message
 
 Say = Callable[[str], None]
@@ -123,6 +125,13 @@ class Published:
             self._room.cleanup()
             self._room = None
 
+    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
+        """What the run itself sampled of these questions, by an engine of the same kind and number format."""
+        of_run = EngineOptions.of_run(own.config.rollout, {})
+        if of_run.settings() != self.options.settings():
+            return None
+        return sampled_by_the_run(self._ledger, self._synced, own, questions)
+
     def _told(self, event: Event) -> None:
         if isinstance(event, Message):
             self._say(f"{self.name}: {event.text}")
@@ -138,6 +147,15 @@ def weights_to_evaluate(
     if every is not None:
         raise BadPlace("every N-th is of iterations of a run, RUN@A:B")
     return [ModelFolder(model, EngineOptions.model_validate(options))]
+
+
+def benchmarks_of_run(store: Store, place: str) -> dict[str, OwnBenchmark]:
+    """A run's own benchmarks by name. Raises BadPlace, and ConfigError as `models_of` does."""
+    run = place.partition("@")[0]
+    try:
+        return own_benchmarks(recorded_config(Ledger.open(store, run)))
+    except (FileNotFoundError, ValueError) as error:
+        raise BadPlace(str(error)) from None
 
 
 def models_of(
