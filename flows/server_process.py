@@ -25,6 +25,23 @@ def database_url_in(home: Path) -> str:
     return f"sqlite+aiosqlite:///{home / DATABASE}"
 
 
+def _mend_bulk_inserts() -> None:
+    """Let Prefect schedule flow runs. It inserts them in bulk with values for attributes that are computed and no
+    columns; SQLAlchemy 2.0 passed over these, 2.1 refuses the whole insert. They are passed over again."""
+    from prefect.server.database.orm_models import FlowRun, TaskRun
+    from sqlalchemy import inspect
+    from sqlalchemy.ext.hybrid import hybrid_property
+
+    def pass_over(name: str) -> Any:
+        return lambda model, row, value: row.pop(name, None)
+
+    for model in (FlowRun, TaskRun):
+        mapper: Any = inspect(model)
+        for name, attribute in mapper.all_orm_descriptors.items():
+            if isinstance(attribute, hybrid_property) and attribute.bulk_dml_setter is None:
+                attribute.bulk_dml_setter = pass_over(name)
+
+
 def serve(listener: socket.socket, parent: int) -> None:
     """Serve Prefect's application on `listener` until told to stop or until process `parent` is gone."""
     server: Any = None
@@ -48,6 +65,8 @@ def serve(listener: socket.socket, parent: int) -> None:
         from prefect.settings import PREFECT_HOME as SERVER_HOME
 
         from cairn.flows.prefect_database import create
+
+    _mend_bulk_inserts()
 
     class ImmediateTransactions(AioSqliteConfiguration):
         """Takes SQLite's write lock when a transaction begins, instead of failing when it first writes."""
