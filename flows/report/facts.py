@@ -190,7 +190,7 @@ def evaluation_facts(history: History, config: RunConfig) -> Facts:
 
 def lineage_facts(ledger: Ledger, status: RunStatus, history: History) -> Facts:
     """Which runs, code and machines a run comes from."""
-    chain, last = ledger, "on"
+    chain, last = ledger, "and later"
     runs: list[Facts] = []
     while True:
         parent = chain.manifest.parent

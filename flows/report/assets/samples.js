@@ -98,8 +98,7 @@ class SampleTable {
     const choice = find("#sample-search")
     choice.disabled = false
     choice.placeholder = "Search prompts, responses, labels"
-    const first = this.table.getRowFromPosition(1)
-    if (first) this.choose(first)
+    this.goTo(Math.max(0, this.rows.why.values.findIndex((why) => why > 0)))
   }
 
   choose(row) {
