@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import yaml
 from prefect.utilities.callables import parameter_schema
 
 from cairn.configs.loader import load
@@ -13,6 +14,7 @@ from cairn.configs.options import options
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.deployed import FLOWS, fork, train
 from cairn.flows.deployments.forms import Options, recipe_path, recipes
+from cairn.flows.deployments.names import DEPLOYMENT
 
 ROOT = Path(__file__).parents[3]
 RECIPE = "configs/recipes/quickstart.yaml"
@@ -109,3 +111,9 @@ def test_every_flow_says_what_it_does_and_what_each_parameter_means() -> None:
         assert flow.description, flow.name
         assert all(field.get("description") for field in described.values()), flow.name
     assert "num_rollout" in json.dumps(parameter_schema(fork).definitions)
+
+
+def test_prefect_yaml_deploys_what_cairn_up_serves() -> None:
+    described = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+    assert [one["entrypoint"] for one in described] == [f"cairn.flows.deployed.{flow.name}" for flow in FLOWS]
+    assert {one["name"] for one in described} == {DEPLOYMENT}
