@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -23,6 +23,7 @@ from prefect.states import Completed, Failed, State
 from pydantic import Field
 
 from cairn.configs.loader import load
+from cairn.flows.deployments.evaluation_forms import UNCHANGED_ENGINE, UNCHANGED_SAMPLING, Engine, Sampling
 from cairn.flows.deployments.forms import EMPTY, Options, Recipe, RunName, RunNameOrNone, recipe_path
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.events import Event, IterationDone, Message, RunStarted
@@ -189,6 +190,58 @@ def gc(run: RunName, apply: bool = False, store: str = "") -> State[Any]:
     for one in (*old, *found):
         get_run_logger().info(str(one))
     return Completed(message=f"{len(old) + len(found)} pieces {'removed' if apply else 'found, none removed'}")
+
+
+def _name_of_evaluation() -> str:
+    given: dict[str, Any] = flow_run.parameters
+    return f"{', '.join(given['benchmarks'])} on {given.get('run') or given.get('model') or 'nothing'}"
+
+
+@flow(name="evaluate", flow_run_name=_name_of_evaluation, persist_result=False)
+@_served
+def evaluate(
+    benchmarks: Annotated[list[str], Field(min_length=1)],
+    run: str = "",
+    model: str = "",
+    data: Sequence[str] = (),
+    every: Annotated[int, Field(ge=1)] = 1,
+    baseline: str = "",
+    margin: Annotated[float, Field(ge=0)] = 0.0,
+    fail_on_regression: bool = False,
+    store: str = "",
+    sampling: Sampling = UNCHANGED_SAMPLING,
+    engine: Engine = UNCHANGED_ENGINE,
+) -> State[Any]:
+    """Find out what weights get at benchmarks, and keep the results in the store; what is there is not computed again.
+
+    Args:
+        benchmarks: Names of benchmarks, such as gsm8k, or YAML files.
+        run: RUN, RUN@latest, RUN@ITER or RUN@A:B; a run that trains meanwhile is not disturbed.
+        model: A model folder in Hugging Face format, in the place of a run.
+        data: Files with rows: FILE for all benchmarks, NAME=FILE for one.
+        every: Of a range of iterations, each N-th.
+        baseline: RUN@ITER, RUN@initial or a model folder whose results are in the store: worse ones raise an event.
+        margin: By how much a score may be less than the baseline's.
+        fail_on_regression: End as failed where a score is worse than the baseline's.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+        sampling: What shall be other than the benchmarks say.
+        engine: What shall be other than in the run, or than by default.
+    """
+    from cairn.flows.evaluation.flow import evaluated
+
+    return evaluated(
+        open_store(_place(store)),
+        benchmarks,
+        run=run or None,
+        model=model or None,
+        every=every if every > 1 else None,
+        data=data,
+        sampling=sampling.model_dump(),
+        engine=engine.model_dump(),
+        baseline=baseline or None,
+        margin=margin,
+        fail_on_regression=fail_on_regression,
+    )
 
 
 FLOWS: tuple[Flow[..., Any], ...] = tuple(globals()[name] for name in NAMES)

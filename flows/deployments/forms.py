@@ -77,18 +77,19 @@ class Form(BaseModel):
                 yield f"{prefix}{name}={json.dumps(plain)}"
 
 
-def form_of(section: type[BaseModel]) -> type[Form]:
-    """The form of a section of the configuration, and of those within it."""
+def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
+    """The form of a section of the configuration, and of those within it. `defaults`: say them, as what an empty field
+    means."""
     fields: dict[str, Any] = {}
     for name, option in section.model_fields.items():
         inner = section_of(option)
-        held: Any = option.annotation if inner is None else form_of(inner)
+        held: Any = option.annotation if inner is None else form_of(inner, defaults=defaults)
         if held in (bool, bool | None):
             held = Annotated[bool, WithJsonSchema({"type": "string", "enum": ["true", "false"]})]
         for constraint in option.metadata:
             held = Annotated[held, constraint]
         about = inner.__doc__ if inner is not None else option.description
-        text = " ".join((about or "").split()) + _default(option, inner)
+        text = " ".join((about or "").split()) + (_default(option, inner) if defaults else "")
         fields[name] = (Optional[held], Field(None, title=name, description=text))  # noqa: UP045
     return create_model(section.__name__, __base__=Form, __doc__=section.__doc__, **fields)
 

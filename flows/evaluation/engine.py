@@ -1,16 +1,13 @@
 """An engine of an evaluation's own, in this process: no run's, and no cluster's."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from transformers.utils import logging as transformers_logging
 
-from cairn.configs.schema.base import Section
-from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, context_length
 from cairn.engines.rollout.factory import kind_of, make_engine
@@ -19,62 +16,13 @@ from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
+from cairn.flows.evaluation.options import EngineOptions
 from cairn.tasks.evaluation import Engines
 
 CALL_TIMEOUT = 120.0
 """Seconds that an engine may take to answer anything but a request to generate."""
 START_TIMEOUT = 600.0
 """Seconds until it must serve."""
-
-
-class EngineOptions(Section):
-    """What weights are evaluated with. Names and defaults as in `rollout`."""
-
-    engine: Literal["transformers", "sglang"] = "transformers"
-    """Kind of the rollout engine."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of weights and computation."""
-
-    sglang: dict[str, Any] = Field(default_factory=dict)
-    """Options of SGLang's server, as in `rollout.sglang`."""
-
-    num_gpus: float = Field(0, ge=0)
-    """GPUs that it takes; 0 computes on the CPU."""
-
-    num_threads: int = Field(1, ge=1)
-    """CPU threads. With one, samples of `transformers` do not depend on how they are batched."""
-
-    @classmethod
-    def of_run(cls, rollout: RolloutConfig, given: Mapping[str, Any]) -> "EngineOptions":
-        """A run's, but for those that are given; another engine has none of the run's own options."""
-        own: dict[str, Any] = {
-            "engine": rollout.engine,
-            "dtype": rollout.dtype,
-            "num_gpus": rollout.num_gpus_per_engine,
-            "num_threads": rollout.num_threads,
-        }
-        if rollout.engine == "sglang" == given.get("engine", rollout.engine):
-            own["sglang"] = rollout.sglang
-        return cls.model_validate({**own, **given})
-
-    def settings(self) -> dict[str, Any]:
-        """What a result's key has of it: what decides which bits come out, wherever they are computed."""
-        return {"engine": self.engine, "dtype": self.dtype, **({"sglang": self.sglang} if self.sglang else {})}
-
-    def rollout(self) -> RolloutConfig:
-        """As an engine is made from it."""
-        return RolloutConfig(
-            num_rollout=1,
-            rollout_batch_size=1,
-            rollout_max_response_len=1,
-            engine=self.engine,
-            dtype=self.dtype,
-            sglang=self.sglang,
-            num_gpus_per_engine=self.num_gpus,
-            num_threads=self.num_threads,
-            timeout=7 * 24 * 3600,  # of all that a benchmark asks at once
-        )
 
 
 class OwnEngine:

@@ -14,7 +14,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, folder_digest
 from cairn.engines.weights.folders import folder_checksum
-from cairn.flows.evaluation.engine import EngineOptions
+from cairn.flows.evaluation.options import EngineOptions
 from cairn.flows.evaluation.own import OwnBenchmark, own_benchmarks, sampled_by_the_run
 from cairn.flows.events import Event
 from cairn.flows.trust import recorded_config

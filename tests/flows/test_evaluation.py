@@ -17,9 +17,9 @@ from cairn.configs.schema.benchmark import Benchmark
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of
-from cairn.flows.evaluation.engine import EngineOptions
 from cairn.flows.evaluation.evaluating import Found, evaluate_models
 from cairn.flows.evaluation.models import ModelFolder
+from cairn.flows.evaluation.options import EngineOptions
 from cairn.storage.evals import folders, read_samples
 from cairn.storage.schemas import EVALUATED
 from cairn.storage.store import Store, open_store

@@ -1,0 +1,19 @@
+"""The form of an evaluation in Prefect's interface, made as that of a run is (`cairn.flows.deployments.forms`)."""
+
+from typing import TYPE_CHECKING
+
+from cairn.configs.schema.benchmark import BenchmarkSampling
+from cairn.flows.deployments.forms import Form, form_of
+from cairn.flows.evaluation.options import EngineOptions
+
+if TYPE_CHECKING:
+    Sampling = Engine = Form
+else:
+    Sampling = form_of(BenchmarkSampling, defaults=False)
+    """How responses are drawn."""
+    Engine = form_of(EngineOptions)
+    """What weights are evaluated with."""
+
+UNCHANGED_SAMPLING = Sampling()
+UNCHANGED_ENGINE = Engine()
+"""The forms as they are before anything is filled in."""
