@@ -18,15 +18,26 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 from prefect import Flow, flow, get_run_logger
+from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from pydantic import Field
 
 from cairn.configs.loader import load
 from cairn.flows.deployments.evaluation_forms import UNCHANGED_ENGINE, UNCHANGED_SAMPLING, Engine, Sampling
-from cairn.flows.deployments.forms import EMPTY, Options, Recipe, RunName, RunNameOrNone, recipe_path
+from cairn.flows.deployments.forms import (
+    EMPTY,
+    SAME_GRADER,
+    Options,
+    Recipe,
+    RewardOptions,
+    RunName,
+    RunNameOrNone,
+    recipe_path,
+)
 from cairn.flows.deployments.names import NAMES
 from cairn.flows.events import Event, IterationDone, Message, RunStarted
+from cairn.flows.markdown import slug
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_for_runs, open_store
 
@@ -39,6 +50,7 @@ SERVED_BY = "CAIRN_SERVED_BY"
 Parameters = ParamSpec("Parameters")
 Restarts = Annotated[int, Field(ge=0, le=1000)]
 Iteration = Annotated[int, Field(ge=0, le=999_999)]
+Range = Annotated[str, Field(pattern="^([0-9]{1,6}(:([0-9]{1,6})?)?)?$")]
 
 
 def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, State[Any]]:
@@ -242,6 +254,32 @@ def evaluate(
         margin=margin,
         fail_on_regression=fail_on_regression,
     )
+
+
+@flow(name="rescore", flow_run_name="{run}", persist_result=False)
+@_served
+def rescore(run: RunName, iterations: Range = "", reward: RewardOptions = SAME_GRADER, store: str = "") -> State[Any]:
+    """Grade the samples of a run again, by another grader or by today's code of its own, and say what changes in an
+    artifact `rescore-<run>`. The run is left as it is.
+
+    Args:
+        run: Name of the run.
+        iterations: One iteration, such as 39, or those from A to B, such as 0:39; all where it is left empty.
+        reward: The other grader. An option that is left empty stays as it is in the run; a `rm_type` alone takes the
+            place of the run's grader of its own.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.flows.rescore import rescore as rescored
+
+    ledger = Ledger.open(open_store(_place(store)), run)
+    overrides = list(reward.overrides("reward."))
+    found, _ = rescored(ledger, iterations or None, overrides, get_run_logger().info)
+    create_markdown_artifact(
+        key=f"rescore-{slug(run) or 'run'}",
+        markdown=found.markdown(),
+        description=f"Rewards of {run} by {found.grader}",
+    )
+    return Completed(message=found.conclusion())
 
 
 FLOWS: tuple[Flow[..., Any], ...] = tuple(globals()[name] for name in NAMES)

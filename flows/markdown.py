@@ -33,6 +33,11 @@ def block(text: str, longest: int) -> str:
     return f"{fence}text\n{shown}\n{fence}"
 
 
+def slug(name: str) -> str:
+    """A name as keys of artifacts may hold it: small letters, digits and dashes; empty if it has none of them."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of cells that are Markdown already."""
     lines = [header, ["---"] * len(header), *rows]

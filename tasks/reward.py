@@ -3,6 +3,7 @@
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -25,17 +26,43 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
     """Grade every sample of the shard. A grader that fails, or takes too long, over a sample marks it failed, never
     zero; what failed while it was generated is not graded, and stays failed. A group that is not finished is graded
     when it is."""
-    grader = step.run.grader
+    shard = graded_shard(step.run.grader, step.run.tokenizer, step.run.read(rollout))
+    graded = [one for one in shard.results if one is not None]
+    return Outcome(
+        tables={"rewards.parquet": shard.table},
+        metrics={"failed_samples": shard.failed, "graded_again": graded_again(graded)},
+        timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
+    )
+
+
+@dataclass(frozen=True)
+class GradedShard:
+    """What a grader makes of a rollout table, in the order of its rows."""
+
+    table: pa.Table
+    """REWARD."""
+    results: tuple[Graded | None, ...]
+    """None: the sample's group is not finished, and nothing was graded."""
+
+    @property
+    def failed(self) -> int:
+        """Samples without a reward that are of finished groups."""
+        return sum(one is not None and one.reward is None for one in self.results)
+
+
+def graded_shard(grader: GraderPool, tokenizer: Any, rollout: pa.Table) -> GradedShard:
+    """Grade the rows of a rollout table as the step does. The tokenizer is asked only where the grader sees whole
+    samples. Raises as `GraderPool.grade`."""
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
     if grader.sees_whole_samples:
         columns += ["response_ids", "prompt_text", "prompt_ids", "finish_reason", "segments"]
         columns.append(TRAJECTORIES.name)
-    samples = with_optional(step.run.read(rollout), columns).to_pydict()
+    samples = with_optional(rollout, columns).to_pydict()
     pairs = list(zip(samples["group_id"], samples["status"], strict=True))
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
     samples["metadata"] = [json.loads(metadata) if metadata else {} for metadata in samples["metadata"]]
-    given = given_samples(grader, step.run.tokenizer, samples)
+    given = given_samples(grader, tokenizer, samples)
     ready = iter(
         grade_generated(
             grader,
@@ -43,9 +70,10 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
             [error for error, later in zip(samples["error"], waits, strict=True) if not later],
         )
     )
-    graded = [Graded(None) if later else next(ready) for later in waits]
+    results = tuple(None if later else next(ready) for later in waits)
+    graded = [one or Graded(None) for one in results]
+    failed = [one is not None and one.reward is None for one in results]
     n = len(graded)
-    failed = [g.reward is None and not later for g, later in zip(graded, waits, strict=True)]
     table = pa.table(
         {
             "group_id": samples["group_id"],
@@ -61,11 +89,7 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
         },
         REWARD,
     )
-    return Outcome(
-        tables={"rewards.parquet": table},
-        metrics={"failed_samples": sum(failed), "graded_again": graded_again(graded)},
-        timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
-    )
+    return GradedShard(table, results)
 
 
 def given_samples(grader: GraderPool, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:

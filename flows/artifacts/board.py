@@ -7,7 +7,6 @@
 The digits belong to the run's manifest, so no two runs share a key and a run keeps its own wherever its driver is.
 """
 
-import re
 from typing import Any
 from uuid import UUID
 
@@ -17,6 +16,7 @@ from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.context import FlowRunContext, TaskRunContext
 
+from cairn.flows.markdown import slug
 from cairn.storage.ledger import Ledger
 
 PAGE = 200
@@ -26,8 +26,7 @@ _LONGEST_NAME = 60
 
 def run_key(ledger: Ledger) -> str:
     """Of a run's page, and the beginning of its other keys."""
-    name = re.sub(r"[^a-z0-9]+", "-", ledger.run.lower()).strip("-")[:_LONGEST_NAME]
-    return f"run-{name}-{ledger.manifest.identity[:12]}"
+    return f"run-{slug(ledger.run)[:_LONGEST_NAME]}-{ledger.manifest.identity[:12]}"
 
 
 class Board:

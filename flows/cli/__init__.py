@@ -15,11 +15,12 @@ from cairn.flows.cli.operating import up
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import runs, show, status, verify
 from cairn.flows.cli.report import report
+from cairn.flows.cli.rescore import rescore
 from cairn.flows.cli.training import resume, train, validate
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, diff, benchmarks)
+LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, rescore, diff, benchmarks)
 WORKING = (train, resume, validate, fork, convert, export, probe, up)
 DECIDING = (approve, reject, pin, unpin, quarantine, keygen)
 REMOVING = (gc, delete)

@@ -29,6 +29,7 @@ from pydantic_core import CoreSchema
 
 import cairn.configs.schema
 from cairn.configs.options import section_of
+from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.yaml_file import parse_yaml
 from cairn.storage.layout import LONGEST_NAME, NAME_PATTERN
@@ -102,13 +103,18 @@ def _default(option: FieldInfo, inner: type[BaseModel] | None) -> str:
 
 
 if TYPE_CHECKING:
-    Options = Form
+    Options = RewardOptions = Form
 else:
     Options = form_of(RunConfig)
     """All options of a run."""
+    RewardOptions = form_of(RewardConfig)
+    """Those of its grader."""
 
 EMPTY = Options()
 """The form as it is before anything is filled in."""
+
+SAME_GRADER = RewardOptions()
+"""The same of the grader's."""
 
 
 def recipes(folder: Path) -> dict[str, Path]:

@@ -3,5 +3,5 @@
 DEPLOYMENT = "cairn"
 """Of each: `train/cairn`."""
 
-NAMES = ("train", "resume", "evaluate", "fork", "verify", "gc")
+NAMES = ("train", "resume", "evaluate", "fork", "verify", "gc", "rescore")
 """Of their flows, in `cairn.flows.deployed`."""

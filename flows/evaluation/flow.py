@@ -4,7 +4,6 @@ Every result is looked up first, so a schedule that fires again over the same we
 table of the results is left as an artifact, `evaluation-<what was evaluated>`.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from cairn.flows.evaluation.own import OwnBenchmark
 from cairn.flows.evaluation.questions import SEED
 from cairn.flows.evaluation.regression import regressions
 from cairn.flows.evaluation.tables import markdown
+from cairn.flows.markdown import slug
 from cairn.storage.store import Store
 
 
@@ -64,7 +64,9 @@ def evaluated(
         found += _of_model(store, one, asked)
     place = run or Path(str(model)).name
     create_markdown_artifact(
-        key=f"evaluation-{_slug(place)}", markdown=markdown(found), description=f"{', '.join(benchmarks)} on {place}"
+        key=f"evaluation-{slug(place) or 'model'}",
+        markdown=markdown(found),
+        description=f"{', '.join(benchmarks)} on {place}",
     )
     computed = sum(one.computed for one in found)
     message = f"{computed} of {len(found)} results computed, {len(found) - computed} found"
@@ -91,7 +93,3 @@ def _of_model(store: Store, model: Evaluable, benchmarks: Sequence[Benchmark | O
     closed: Any = task.with_options(task_run_name=run_name)()
     found: list[Found] = closed.unwrap()
     return found
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model"
