@@ -7,7 +7,8 @@ from cairn.flows.deployments.forms import Form, form_of
 from cairn.flows.evaluation.options import EngineOptions
 
 if TYPE_CHECKING:
-    Sampling = Engine = Form
+    Sampling = Form
+    Engine = Form
 else:
     Sampling = form_of(BenchmarkSampling, defaults=False)
     """How responses are drawn."""

@@ -103,7 +103,8 @@ def _default(option: FieldInfo, inner: type[BaseModel] | None) -> str:
 
 
 if TYPE_CHECKING:
-    Options = RewardOptions = Form
+    Options = Form
+    RewardOptions = Form
 else:
     Options = form_of(RunConfig)
     """All options of a run."""
