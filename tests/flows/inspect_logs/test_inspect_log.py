@@ -108,11 +108,13 @@ def test_questions_with_one_id_are_told_apart(evaluated: tuple[Path, Path, Path]
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_computed(
-    evaluated: tuple[Path, Path, Path], tiny_assets: Path, export: tuple[str, str], said: str
+    evaluated: tuple[Path, Path, Path], tiny_assets: Path, tmp_path: Path, export: tuple[str, str], said: str
 ) -> None:
     folder, _, benchmark = evaluated
     place = folder / export[1]
-    words = ("eval", "--model", tiny_assets / "model", benchmark, benchmark, "--store", folder / "other")
+    another = tmp_path / "another.yaml"
+    another.write_text(benchmark.read_text().replace("name: digits", "name: another"))
+    words = ("eval", "--model", tiny_assets / "model", benchmark, another, "--store", folder / "other")
     refused = cairn(*words, "--export", export[0], place)
     assert (refused.exit_code, said in refused.stderr) == (2, True), refused.stderr
     assert not (folder / "other" / "evals").exists()
