@@ -25,6 +25,7 @@ UNREAD = CHANGES_NO_BITS | {
     "checkpoint": "what is kept, not what it is",
     "fleet": "where engines lie and how weights travel; what arrives is verified",
     "retry": "how often is tried what gives the same in the end",
+    "approval": "before which iterations people are asked; the answer is in the ledger",
     "operations": "how a driver runs and ends",
     "recovery": "what a driver does about bits that differ",
     "tracking": "what is told to people",
