@@ -163,6 +163,7 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path
     assert "Traceback" not in second.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_up_serves_the_ui_of_the_folder_until_it_is_stopped(folder: Path, signum: signal.Signals, code: int) -> None:
     with in_background(CAIRN, "up", "--port", "0") as process:
