@@ -69,16 +69,16 @@ def test_a_loss_of_sequences_is_its_formula_however_the_batch_is_cut(cuts: list[
 
 def test_its_updates_are_the_same_in_micro_batches_of_any_size(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
-    whole, small = (make_engine(folder, algorithm=GSPO, max_tokens_per_gpu=size) for size in (None, 40))
+    # Adam makes a whole step of lr of a gradient that is all rounding, unless adam_eps is above the rounding.
+    whole, small = (make_engine(folder, algorithm=GSPO, max_tokens_per_gpu=size, adam_eps=1e-5) for size in (None, 40))
     for version in range(2):
         results = [
             engine.train(BATCH, num_steps=1, expected_version=version, input_digest="d").metrics
             for engine in (whole, small)
         ]
         assert results[0] == pytest.approx(results[1], rel=1e-4, abs=1e-6)
-    # Adam makes a step of lr = 1e-3 of every gradient, of one that is all rounding too: a twentieth of it at most.
     for name, tensor in weights_of(whole).items():
-        torch.testing.assert_close(weights_of(small)[name], tensor, rtol=0, atol=5e-5)
+        torch.testing.assert_close(weights_of(small)[name], tensor, rtol=0, atol=1e-5)
 
 
 def test_what_a_loss_needs_decides_what_is_scored_and_read(tmp_path: Path) -> None:
