@@ -28,7 +28,7 @@ from bench.command import SMALL_RUN, parse, say
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted
-from cairn.flows.metrics import step_seconds
+from cairn.flows.reading.metrics import step_seconds
 from cairn.flows.train import start
 from cairn.storage.commits import Commit, Step
 from cairn.storage.store import open_for_runs

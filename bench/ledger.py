@@ -35,8 +35,8 @@ from bench.command import parse
 from bench.gateway import STORE_HELP, bucket
 from cairn.configs import loader
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.reading.views import all_runs, run_status
 from cairn.flows.train import report_changed_environment
-from cairn.flows.views import all_runs, run_status
 from cairn.storage import layout
 from cairn.storage.collector import garbage
 from cairn.storage.commits import Commit, Environment, Step

@@ -4,7 +4,7 @@
 
   direct   the steps, called one after the other: what the other shapes are compared with.
   tasks    the same as Prefect tasks of the driver's flow run: no graph of its own for each iteration.
-  subflow  what `train` does: those tasks inside `cairn.flows.orchestration.subflow`, on `cairn.flows.server`.
+  subflow  what `train` does: those tasks inside `cairn.flows.orchestration.flow_runs.subflow`, on the embedded server.
   pages    the same and the run's pages, until Prefect has them; the next iteration need not wait for that.
   plain    a flow and tasks as Prefect's decorators make them, on the same server.
 
@@ -35,10 +35,10 @@ from bench.command import parse, say
 from cairn.configs.schema.operations import RetryConfig
 from cairn.flows.artifacts.publishing import Pages
 from cairn.flows.events import IterationDone, RunStarted, StepCommitted, StepStarted
-from cairn.flows.orchestration import driving, silence_console, subflow
-from cairn.flows.prefect_steps import PrefectSteps
-from cairn.flows.server import prefect_api
-from cairn.flows.watchers import Watchers
+from cairn.flows.orchestration.flow_runs import driving, silence_console, subflow
+from cairn.flows.orchestration.server import prefect_api
+from cairn.flows.orchestration.steps import PrefectSteps
+from cairn.flows.watching.watchers import Watchers
 from cairn.storage.commits import Commit, Environment, OutputFile, Step
 from cairn.storage.snapshots import read_table
 from cairn.tasks.retries import RetryTally

@@ -54,14 +54,14 @@ def drive(store: str, run: str, recipe: str, overrides: list[str]) -> None:
     defer_compiler()  # as `cairn resume` does, like the rest
     warm.prepare(config)
     with collecting_later():
-        from cairn.flows.server import prepare_server
+        from cairn.flows.orchestration.server import prepare_server
 
         prepare_server(Path(store) / "prefect")
         import cairn.flows.train
     from cairn.engines.fleet.cluster import Cluster
     from cairn.engines.fleet.fleet import Fleet
     from cairn.flows.events import Event, RunStarted, StepCommitted
-    from cairn.flows.server import Server
+    from cairn.flows.orchestration.server import Server
     from cairn.storage.store import open_for_runs
 
     mark("Python")
@@ -190,7 +190,7 @@ def main() -> None:
         given += ["--smoke"] if arguments.smoke else []
         api_url = None
         if arguments.outlived:
-            from cairn.flows.server import Server
+            from cairn.flows.orchestration.server import Server
 
             server = Server(Path(folder) / "prefect")
             stack.callback(server.stop)

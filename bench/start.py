@@ -31,7 +31,7 @@ DEADLINE = 600.0
 CAIRN = str(Path(sys.executable).with_name("cairn"))
 
 PARTS = {
-    "cairn.flows.server": "Prefect's server",
+    "cairn.flows.orchestration.server": "Prefect's server",
     "cairn.tasks.rewards.worker": "graders",
     "gcs_server": "Ray and its agents",
     "raylet/raylet": "Ray and its agents",

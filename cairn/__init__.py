@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cairn.engines.trajectories import SampleRequest as SampleRequest
     from cairn.engines.trajectories import Segment as Segment
     from cairn.engines.trajectories import Trajectory as Trajectory
-    from cairn.flows.opened import opened
+    from cairn.flows.reading.opened import opened
     from cairn.storage.query.errors import BadQuery as BadQuery
     from cairn.tasks.advantages.batch import ScoredBatch as ScoredBatch
     from cairn.tasks.benchmarks.sample import EvaluatedSample as EvaluatedSample
@@ -44,7 +44,7 @@ _PLACES = {
     "Trajectory": "cairn.engines.trajectories",
     "TryAgain": "cairn.tasks.rewards",
     "file_rows": "cairn.tasks.data.files:rows",
-    "open": "cairn.flows.opened:opened",
+    "open": "cairn.flows.reading.opened:opened",
     "plugin": "cairn.configs.kinds",
 }
 

@@ -9,7 +9,7 @@
 A new one of ours is a file in the folder, and nothing else. What a function needs and which options it reads it
 declares itself, with `plugin`; what follows from that is said in one place, `cairn.engines.training.needs`. The source
 of yours counts in the digests of the steps that read the option (`cairn.tasks.step`), and a store may name it where it
-may name code at all (`cairn.flows.trust`): both follow from `KINDS`.
+may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`.
 """
 
 import inspect

@@ -15,7 +15,7 @@ from cairn.configs.options import LIST_ITEM, Option, options
 from cairn.configs.schema.benchmark import Benchmark
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.yaml_file import parse_yaml
-from cairn.flows.metrics import METRICS
+from cairn.flows.reading.metrics import METRICS
 from cairn.storage.query import VIEWS
 
 DOCS = Path(__file__).parent

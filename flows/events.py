@@ -27,7 +27,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class IterationDone:
-    """Every step of the iteration is committed. All else is a view of its commits: see `cairn.flows.metrics`."""
+    """Every step of the iteration is committed. All else is a view of its commits: `cairn.flows.reading.metrics`."""
 
     iteration: int
     commits: tuple[Commit, ...]

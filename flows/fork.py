@@ -6,8 +6,8 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest, inherit
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic
-from cairn.flows.sources import Sources
-from cairn.flows.trust import require_trusted
+from cairn.flows.driver.sources import Sources
+from cairn.flows.driver.trust import require_trusted
 from cairn.storage import layout
 from cairn.storage.commits import Step, newest_selection
 from cairn.storage.deletion import delete_run

@@ -10,8 +10,8 @@ With a lag of k an iteration is collected with weights k iterations older than t
     learn of i      the batch of i, and all of `learn` of i-1
     evaluation of i its weights; it has the rollout engines to itself
 
-Before an iteration is collected, somebody may have to let it begin (`cairn.flows.approval`); halves of earlier ones go
-on meanwhile.
+Before an iteration is collected, somebody may have to let it begin (`cairn.flows.driver.approval`); halves of earlier
+ones go on meanwhile.
 
 So k + 1 iterations are open at a time, each in a flow run and a thread of its own; the next one's is made ahead and
 waits. Nothing that a half reads depends on which of them is faster: `cairn.flows.iteration` gives each its inputs by
@@ -25,9 +25,9 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from cairn.flows.approval import Withheld
+from cairn.flows.driver.approval import Withheld
 from cairn.flows.iteration import StepRunner, collect, evaluate_after, learn
-from cairn.flows.prefect_steps import Stopping
+from cairn.flows.orchestration.steps import Stopping
 from cairn.storage.commits import Commit
 from cairn.tasks.context import RunContext
 

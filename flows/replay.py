@@ -11,12 +11,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from cairn.flows.driver.session import telling_what_is_stale
+from cairn.flows.driver.sources import Sources, open_graders
+from cairn.flows.driver.starting import fleet_name, starting_fleet, total_steps
+from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
 from cairn.flows.iteration import iteration
-from cairn.flows.session import telling_what_is_stale
-from cairn.flows.sources import Sources, open_graders
-from cairn.flows.starting import fleet_name, starting_fleet, total_steps
-from cairn.flows.trust import recorded_config
 from cairn.storage.commits import Commit, Record, Step
 from cairn.storage.comparison import compare
 from cairn.storage.errors import Retired, RunDiffers

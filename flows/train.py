@@ -13,12 +13,13 @@ from prefect import Flow, flow
 from prefect.exceptions import TerminationSignal
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.alarms import Alarms
-from cairn.flows.approval import admit
 from cairn.flows.artifacts.publishing import Pages
-from cairn.flows.divergence import fork_after_divergence
+from cairn.flows.driver.approval import admit
+from cairn.flows.driver.divergence import fork_after_divergence
+from cairn.flows.driver.preemption import Ending, Preempted, ending_in_order
+from cairn.flows.driver.session import open_run
 from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
-from cairn.flows.orchestration import (
+from cairn.flows.orchestration.flow_runs import (
     awaiting_approval,
     confirm_cancel,
     current_flow_run,
@@ -27,13 +28,12 @@ from cairn.flows.orchestration import (
     subflow,
     wait_for_cancel,
 )
+from cairn.flows.orchestration.server import PREFECT_HOME, prefect_api
+from cairn.flows.orchestration.steps import PrefectSteps
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.preemption import Ending, Preempted, ending_in_order
-from cairn.flows.prefect_steps import PrefectSteps
-from cairn.flows.server import PREFECT_HOME, prefect_api
-from cairn.flows.session import open_run
 from cairn.flows.trackers import trackers
-from cairn.flows.watchers import Watcher, Watchers
+from cairn.flows.watching.alarms import Alarms
+from cairn.flows.watching.watchers import Watcher, Watchers
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.retention import retire
@@ -60,7 +60,7 @@ def start(
 
     `config` creates the run or must equal the one it has; None takes the ledger's. Raises what `open_run` raises, and
     what a step raised after its last try. Raises Withheld if the run may not go on until somebody approves it, and
-    Preempted if the driver was told to end; see cairn.flows.approval and cairn.flows.preemption.
+    Preempted if the driver was told to end; see cairn.flows.driver.approval and cairn.flows.driver.preemption.
     """
     silence_console()
     try:

@@ -137,7 +137,7 @@ def untold(rollout: RolloutConfig, began: int) -> str | None:
 
     Runs of format 2 (`began`: that of the manifest) did not ask for it, and scored over the whole vocabulary. They do
     now, with an engine that says; with another one they go on as they began. A run that begins today is refused there
-    (`cairn.flows.validation`), a fork of such a run too.
+    (`cairn.flows.driver.validation`), a fork of such a run too.
     """
     return next(iter(kind_of(rollout.engine).kept_problems(rollout)), None) if began == 2 else None
 

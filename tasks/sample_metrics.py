@@ -2,7 +2,7 @@
 
 With a dynamic filter the two part: what is trained on was chosen by its reward, so its mean says little about the
 policy. The filter step tells the first, the advantage step the second, under the same names (see
-`cairn.flows.metrics`).
+`cairn.flows.reading.metrics`).
 """
 
 from collections.abc import Sequence

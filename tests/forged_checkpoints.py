@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows import replay, session
+from cairn.flows import replay
+from cairn.flows.driver import session
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.storage import canonical, layout

@@ -16,9 +16,9 @@ from cairn.engines.errors import EngineError, EngineTimeout, GenerationFailed
 from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import Completion, GenerateRequest, TrainBatch
+from cairn.flows.driver.sources import Sources
+from cairn.flows.driver.validation import data_problems
 from cairn.flows.iteration import iteration
-from cairn.flows.sources import Sources
-from cairn.flows.validation import data_problems
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import RunDiffers, StoreError
 from cairn.storage.ledger import Ledger

@@ -15,10 +15,10 @@ from cairn.configs.loader import parse
 from cairn.engines.training.checkpoint import STATE
 from cairn.flows.cli.app import say, tell
 from cairn.flows.cli.tables import print_status
+from cairn.flows.driver.session import open_run
+from cairn.flows.driver.trust import recorded_config, require_trusted
 from cairn.flows.iteration import iteration
-from cairn.flows.session import open_run
-from cairn.flows.trust import recorded_config, require_trusted
-from cairn.flows.views import run_status
+from cairn.flows.reading.views import run_status
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, StoreRefused

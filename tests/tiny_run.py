@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.sources import environment, input_digests, open_graders
-from cairn.flows.validation import load_tokenizer
+from cairn.flows.driver.sources import environment, input_digests, open_graders
+from cairn.flows.driver.validation import load_tokenizer
 from cairn.storage.commits import Commit
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger

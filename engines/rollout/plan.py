@@ -79,4 +79,4 @@ class EngineKind:
     """Sentences on why it would not say what top-p and top-k left to draw tokens from, asked of the configuration
     alone."""
     permitted: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """What a store may set of options that are its own mappings, by their names: see `cairn.flows.trust`."""
+    """What a store may set of options that are its own mappings, by their names: see `cairn.flows.driver.trust`."""

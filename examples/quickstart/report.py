@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from cairn.flows.reading.views import run_status
 from cairn.flows.report.curve import reward_curve
-from cairn.flows.views import run_status
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 

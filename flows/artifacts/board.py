@@ -16,7 +16,7 @@ from prefect.client.schemas.filters import ArtifactFilter
 from prefect.client.schemas.sorting import ArtifactSort
 from prefect.context import FlowRunContext, TaskRunContext
 
-from cairn.flows.markdown import slug
+from cairn.flows.text.markdown import slug
 from cairn.storage.ledger import Ledger
 
 PAGE = 200

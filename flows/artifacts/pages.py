@@ -1,16 +1,16 @@
 """The pages, as Markdown: pure functions of what the ledger holds.
 
-What a model wrote or a person named is shown as it is and does nothing: see `cairn.flows.markdown`.
+What a model wrote or a person named is shown as it is and does nothing: see `cairn.flows.text.markdown`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cairn.flows.artifacts.samples import Picked
-from cairn.flows.costs import StepCost
-from cairn.flows.markdown import block, code, plain, table
-from cairn.flows.metrics import find_metric
-from cairn.flows.progress import sparkline
+from cairn.flows.costs.costs import StepCost
+from cairn.flows.reading.metrics import find_metric
+from cairn.flows.text.markdown import block, code, plain, table
+from cairn.flows.watching.progress import sparkline
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
 

@@ -21,7 +21,7 @@ from cairn.flows.artifacts.board import Board, current_flow_run_id, run_key
 from cairn.flows.artifacts.pages import IterationFacts, RunFacts, iteration_page, run_page
 from cairn.flows.artifacts.progress import IterationProgress, ProgressBar
 from cairn.flows.artifacts.samples import Picked, picked_samples
-from cairn.flows.costs import StepCost, step_costs
+from cairn.flows.costs.costs import StepCost, step_costs
 from cairn.flows.events import (
     Event,
     GroupsGenerated,
@@ -32,8 +32,8 @@ from cairn.flows.events import (
     StepCommitted,
     StepStarted,
 )
-from cairn.flows.metrics import eval_metrics, iteration_metrics, step_seconds
-from cairn.flows.scores import benchmark_scores, generated_reward
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_seconds
+from cairn.flows.reading.scores import benchmark_scores, generated_reward
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, Retired, StoreError
 from cairn.tasks.context import RunContext
@@ -52,7 +52,7 @@ _MAY_PASS = (httpx.HTTPError, PrefectException, OSError, RuntimeError, StoreErro
 
 
 class Pages:
-    """See the module, and `cairn.flows.watchers.Watcher`."""
+    """See the module, and `cairn.flows.watching.watchers.Watcher`."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cairn.flows.signals import INTERRUPTED
-from cairn.flows.terminal import printable, printable_json
+from cairn.flows.driver.signals import INTERRUPTED
+from cairn.flows.text.terminal import printable, printable_json
 
 FAILED = 1
 BAD_INPUT = 2
@@ -108,7 +108,7 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, failure):
         return FAILED
     # Not imported for its own sake: it brings Prefect, which takes seconds.
-    server = sys.modules.get("cairn.flows.server")
+    server = sys.modules.get("cairn.flows.orchestration.server")
     return FAILED if server is not None and isinstance(error, server.ServerFailed) else None
 
 

@@ -33,7 +33,7 @@ def bundle(
 
     - `cairn bundle quickstart 39 17 sample.zip`
     """
-    from cairn.flows.bundle import bundle as bundled
+    from cairn.flows.export.bundle import bundle as bundled
 
     try:
         made = bundled(open_ledger(store, run), iteration, sample, file, weights=weights)
@@ -72,7 +72,7 @@ def unbundle(
     - `cairn unbundle sample.zip`
     - `cairn unbundle sample.zip --signers team.txt --json`
     """
-    from cairn.flows.unbundle import BadBundle, check
+    from cairn.flows.export.unbundle import BadBundle, check
 
     names = read_signers_of(signers)
     try:

@@ -12,7 +12,7 @@ from cairn.storage.layout import LAST_NUMBER
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cairn.flows.costs import Costs
+    from cairn.flows.costs.costs import Costs
 
 
 def costs(
@@ -34,7 +34,7 @@ def costs(
     - `cairn costs quickstart --price 2.50`
     - `cairn costs quickstart --json | jq '.wasted[] | select(.after_fault)'`
     """
-    from cairn.flows.costs import run_costs
+    from cairn.flows.costs.costs import run_costs
 
     found = run_costs(open_ledger(store, run), price)
     if json:
@@ -64,7 +64,7 @@ def timeline(
     from json import dumps
 
     from cairn.configs.loader import from_manifest
-    from cairn.flows.timeline import trace
+    from cairn.flows.costs.timeline import trace
 
     ledger = open_ledger(store, run)
     commits = ledger.commits(iteration)

@@ -182,7 +182,7 @@ def _verdict(
     run: str, iteration: int | None, *, approved: bool, why: str | None, by: str | None, json: bool, store: str
 ) -> None:
     from cairn.configs.loader import from_manifest
-    from cairn.flows.gates import decide
+    from cairn.flows.driver.gates import decide
     from cairn.storage.decision_kinds import Verdict
 
     ledger = open_ledger(store, run)

@@ -7,7 +7,7 @@ from cairn.flows.cli.tables import age, console
 from cairn.flows.evaluation.evaluating import Found
 from cairn.flows.evaluation.leaderboard import Standing
 from cairn.flows.evaluation.tables import figures
-from cairn.flows.terminal import printable
+from cairn.flows.text.terminal import printable
 
 
 def print_results(found: Sequence[Found]) -> None:

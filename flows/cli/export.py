@@ -45,8 +45,8 @@ def export(
     ledger = open_ledger(store, match["run"])
     # Of packages that it can do without, and of how it uses PyTorch: nobody who exports can mend that.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
-    from cairn.flows.export import CannotExport
-    from cairn.flows.export import export as exported_to
+    from cairn.flows.export.model import CannotExport
+    from cairn.flows.export.model import export as exported_to
     from cairn.tasks.events import Message
 
     def on_event(event: "Event") -> None:

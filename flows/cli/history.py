@@ -11,8 +11,8 @@ from cairn.flows.cli.training import SetOption
 from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
-    from cairn.flows.diff import Parting
     from cairn.flows.events import Event
+    from cairn.flows.reading.diff import Parting
     from cairn.flows.replay import Replayed
 
 _PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d+)")
@@ -37,9 +37,9 @@ def fork(
     - `cairn fork quickstart@19 warmer --set rollout.rollout_temperature=1.2` then `cairn resume warmer`
     - `cairn fork quickstart@39 longer --set rollout.num_rollout=80`
     """
-    from cairn.flows.diff import differing_options
     from cairn.flows.fork import CannotFork
     from cairn.flows.fork import fork as forked
+    from cairn.flows.reading.diff import differing_options
 
     place = _PLACE.fullmatch(origin)
     if place is None:
@@ -166,7 +166,7 @@ def diff(
     - `cairn diff quickstart warmer`
     - `cairn diff before after --json | jq -r .parts_at`
     """
-    from cairn.flows.diff import diff as compared
+    from cairn.flows.reading.diff import diff as compared
 
     found = compared(open_ledger(store, ours), open_ledger(store, theirs))
     if json:

@@ -10,7 +10,7 @@ from cairn.flows.cli.reading import open_ledger
 from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
-    from cairn.flows.lineage_records import Lineage, Made, Token, Update
+    from cairn.flows.reading.lineage_records import Lineage, Made, Token, Update
 
 _DIGITS = 12
 """Of a digest, for people."""
@@ -42,7 +42,7 @@ def lineage(
     - `cairn lineage quickstart 5 170 3 12` says how token 12 came to be and was trained on
     - `cairn lineage quickstart 5 170 3 --json | jq .update.state_digest`
     """
-    from cairn.flows.lineage import lineage as found_lineage
+    from cairn.flows.reading.lineage import lineage as found_lineage
 
     try:
         found = found_lineage(open_ledger(store, run), iteration, group, sample, token)
@@ -58,7 +58,7 @@ def _print(found: "Lineage") -> None:
     from rich.text import Text
 
     from cairn.flows.cli.tables import console
-    from cairn.flows.terminal import printable
+    from cairn.flows.text.terminal import printable
 
     out = console()
     facts = list(_facts(found))

@@ -12,7 +12,7 @@ from cairn.flows.cli.app import TERMINATED, StoreOption, mind_interrupts, tell
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cairn.flows.up import Up
+    from cairn.flows.deployments.up import Up
 
 REFRESH = 3.0
 """Seconds between two looks at the runs."""
@@ -43,13 +43,13 @@ def up(
     - `cairn up --port 4300 --store s3://bucket/experiments`
     - `CAIRN_RAY_ADDRESS=auto cairn up` on a machine of a Ray cluster
     """
-    from cairn.flows.server import is_loopback
+    from cairn.flows.orchestration.server import is_loopback
 
     mind_interrupts()
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(TERMINATED))
     if not is_loopback(host):
         tell(f"whoever reaches {host} may start runs, and thereby code: let a firewall or a proxy decide who does")
-    from cairn.flows.up import start
+    from cairn.flows.deployments.up import start
 
     tell("starting; this takes some seconds")
     running = start(store, host=host, port=port, ray=not no_ray)
@@ -110,7 +110,7 @@ def _table(running: "Up") -> "RenderableType":
 
 
 def _newest(store: str) -> list[Any]:
-    from cairn.flows.views import all_runs
+    from cairn.flows.reading.views import all_runs
     from cairn.storage.errors import StoreError
     from cairn.storage.store import open_store
 

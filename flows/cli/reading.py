@@ -37,7 +37,7 @@ def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
     - `cairn runs`
     - `cairn runs --store s3://bucket/experiments --json`
     """
-    from cairn.flows.views import all_runs
+    from cairn.flows.reading.views import all_runs
 
     found = all_runs(answering_store(store))
     if json:
@@ -56,7 +56,7 @@ def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".")
     - `cairn status quickstart`
     - `cairn status quickstart --json | jq -r .state_digest`
     """
-    from cairn.flows.views import run_status
+    from cairn.flows.reading.views import run_status
 
     found = run_status(open_ledger(store, run).store, run)
     if json:
@@ -83,7 +83,7 @@ def show(
     - `cairn show quickstart 39 --sample 17`
     - `cairn show quickstart 39 --limit 1000 --json | jq '.[].reward'`
     """
-    from cairn.flows.samples import iteration_samples
+    from cairn.flows.reading.samples import iteration_samples
 
     try:
         found = iteration_samples(open_ledger(store, run), iteration)

@@ -10,7 +10,7 @@ from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, s
 from cairn.flows.cli.reading import open_ledger
 
 if TYPE_CHECKING:
-    from cairn.flows.rescored import Rescored
+    from cairn.flows.rescore.rescored import Rescored
 
 
 def rescore(
@@ -41,9 +41,9 @@ def rescore(
     - `cairn rescore quickstart@39 --set reward.rm_type=math --json | jq .overall`
     """
     from cairn.flows.cli.tables import reporting
-    from cairn.flows.rescore import CannotRescore
-    from cairn.flows.rescore import rescore as rescored
-    from cairn.flows.rescored import write_parquet
+    from cairn.flows.rescore.rescored import write_parquet
+    from cairn.flows.rescore.rescoring import CannotRescore
+    from cairn.flows.rescore.rescoring import rescore as rescored
 
     run, at, iterations = place.partition("@")
     if write is not None:
@@ -79,7 +79,7 @@ def _print(found: "Rescored") -> None:
     from rich.text import Text
 
     from cairn.flows.cli.tables import console
-    from cairn.flows.rescored import HEADER
+    from cairn.flows.rescore.rescored import HEADER
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name in HEADER:

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cairn.flows.cli.app import say
-from cairn.flows.terminal import printable
+from cairn.flows.text.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cairn.flows.samples import SampleView
-    from cairn.flows.scores import Scores
-    from cairn.flows.views import Groups, Retries, RunStatus
+    from cairn.flows.reading.samples import SampleView
+    from cairn.flows.reading.scores import Scores
+    from cairn.flows.reading.views import Groups, Retries, RunStatus
     from cairn.storage.collector import Garbage
     from cairn.storage.decisions import GateStanding
     from cairn.storage.retention import Retirement
@@ -278,7 +278,7 @@ def _chosen(status: "RunStatus") -> str:
 
 
 def _gate(run: str, gate: "GateStanding") -> str:
-    from cairn.flows.gates import asking
+    from cairn.flows.driver.gates import asking
 
     if gate.state == "open" or gate.verdict is None:
         since = f", since {age(gate.gate.at)}" if gate.gate else ""
@@ -288,13 +288,13 @@ def _gate(run: str, gate: "GateStanding") -> str:
 
 
 def _change(scores: "Scores") -> str:
-    from cairn.flows.metrics import spell_score
+    from cairn.flows.reading.metrics import spell_score
 
     return f"{spell_score(scores.first, scores.first_failed, scores.first_graded)} → {_last(scores)}"
 
 
 def _last(scores: "Scores") -> str:
-    from cairn.flows.metrics import spell_score
+    from cairn.flows.reading.metrics import spell_score
 
     return spell_score(scores.last, scores.last_failed, scores.last_graded)
 

@@ -24,7 +24,7 @@ from cairn.flows.cli.app import (
     tell,
 )
 from cairn.flows.cli.tables import print_summary
-from cairn.flows.signals import EXIT_CODE, NOTICES, WITHHELD, mind_notices
+from cairn.flows.driver.signals import EXIT_CODE, NOTICES, WITHHELD, mind_notices
 
 if TYPE_CHECKING:
     from cairn.configs.schema.run import RunConfig
@@ -101,7 +101,7 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
 
     from cairn.configs.errors import ConfigError
     from cairn.configs.loader import load
-    from cairn.flows.validation import data_problems, setup_problems
+    from cairn.flows.driver.validation import data_problems, setup_problems
 
     try:
         config = load(recipe, overrides or [])
@@ -151,11 +151,11 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
     with collecting_later():
-        from cairn.flows.server import PREFECT_HOME, prepare_server
+        from cairn.flows.orchestration.server import PREFECT_HOME, prepare_server
 
         prepare_server(PREFECT_HOME)
-        from cairn.flows.session import as_recorded, telling_what_is_stale
-        from cairn.flows.views import RunState, run_status
+        from cairn.flows.driver.session import as_recorded, telling_what_is_stale
+        from cairn.flows.reading.views import RunState, run_status
 
     if is_new:
         config = as_recorded(store, run, config)
@@ -171,11 +171,11 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
             tell(f"run {run} has all its iterations; nothing is left to do")
             return
     with collecting_later():
-        from cairn.flows.approval import Withheld
+        from cairn.flows.driver.approval import Withheld
+        from cairn.flows.driver.preemption import Preempted
         from cairn.flows.events import RunStarted
-        from cairn.flows.preemption import Preempted
-        from cairn.flows.progress import Progress
         from cairn.flows.train import start
+        from cairn.flows.watching.progress import Progress
 
     again = f"cairn resume {run}" + ("" if store_url == "." else f" --store {shlex.quote(store_url)}")
     started = False

@@ -4,4 +4,4 @@ DEPLOYMENT = "cairn"
 """Of each: `train/cairn`."""
 
 NAMES = ("train", "resume", "evaluate", "fork", "verify", "gc", "rescore")
-"""Of their flows, in `cairn.flows.deployed`."""
+"""Of their flows, in `cairn.flows.deployments.flows`."""

@@ -26,7 +26,7 @@ from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.runner import Runner
 
 from cairn.engines.fleet.address import ADDRESS
-from cairn.flows.deployed import FLOWS, SERVED_BY
+from cairn.flows.deployments.flows import FLOWS, SERVED_BY
 from cairn.flows.deployments.names import DEPLOYMENT
 from cairn.flows.deployments.watching import watch
 

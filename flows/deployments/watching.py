@@ -25,7 +25,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import AwaitingRetry
 
-from cairn.flows.orchestration import crash_stale_runs, run_tags
+from cairn.flows.orchestration.flow_runs import crash_stale_runs, run_tags
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.store import open_store

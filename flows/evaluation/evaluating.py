@@ -8,12 +8,12 @@ from typing import Any
 from cairn.configs.schema.benchmark import Benchmark
 from cairn.engines.models import check_model_folder
 from cairn.engines.tokenizers import tokenizer_digest
+from cairn.flows.driver.sources import environment
+from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.evaluation.engine import own_engine, require_room
 from cairn.flows.evaluation.models import Evaluable, Published, end_tokens
 from cairn.flows.evaluation.own import OwnBenchmark
 from cairn.flows.evaluation.questions import SEED, questions_of
-from cairn.flows.sources import environment
-from cairn.flows.validation import load_tokenizer
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
 from cairn.storage.leases import LeaseState
 from cairn.storage.store import Store

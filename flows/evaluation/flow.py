@@ -1,4 +1,5 @@
-"""What the flow `evaluate` of `cairn.flows.deployed` does: by hand from its form, on a schedule, or from an automation.
+"""What the flow `evaluate` of `cairn.flows.deployments.flows` does: by hand from its form, on a schedule, or from an
+automation.
 
 Every result is looked up first, so a schedule that fires again over the same weights computes nothing, and says so. The
 table of the results is left as an artifact, `evaluation-<what was evaluated>`.
@@ -23,7 +24,7 @@ from cairn.flows.evaluation.own import OwnBenchmark
 from cairn.flows.evaluation.questions import SEED
 from cairn.flows.evaluation.regression import regressions
 from cairn.flows.evaluation.tables import markdown
-from cairn.flows.markdown import slug
+from cairn.flows.text.markdown import slug
 from cairn.storage.store import Store
 
 

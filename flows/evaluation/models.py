@@ -14,10 +14,10 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, folder_digest
 from cairn.engines.weights.folders import folder_checksum
+from cairn.flows.driver.trust import recorded_config
 from cairn.flows.evaluation.options import EngineOptions
 from cairn.flows.evaluation.own import OwnBenchmark, own_benchmarks, sampled_by_the_run
 from cairn.flows.events import Event
-from cairn.flows.trust import recorded_config
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
@@ -114,7 +114,7 @@ class Published:
 
     def folder(self) -> str:
         if self._room is None:
-            from cairn.flows.export import export
+            from cairn.flows.export.model import export
 
             self._room = tempfile.TemporaryDirectory(prefix="cairn-eval-")
             export(self._ledger, Path(self._room.name) / "model", self._synced.iteration, emit=self._told)

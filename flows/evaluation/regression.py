@@ -47,7 +47,7 @@ def raise_event(
         from prefect.context import FlowRunContext
         from prefect.events import emit_event
 
-        from cairn.flows.server import configured_api
+        from cairn.flows.orchestration.server import configured_api
 
         if configured_api() is None and FlowRunContext.get() is None:
             return False

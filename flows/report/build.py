@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.costs import run_costs
+from cairn.flows.costs.costs import run_costs
+from cairn.flows.reading.views import run_status
 from cairn.flows.report.blocks import Block, shortened, text_blocks
 from cairn.flows.report.choice import Why, choose
 from cairn.flows.report.data import History, Progress, Samples, read_history, read_samples, read_tokens
@@ -32,7 +33,6 @@ from cairn.flows.report.money import cost_tables
 from cairn.flows.report.page import write_page
 from cairn.flows.report.panels import chosen_panels, meaning
 from cairn.flows.report.tokens import Texts, token_blocks
-from cairn.flows.views import run_status
 from cairn.storage.commits import Record, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.verification import Verified, verify
@@ -141,7 +141,7 @@ def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
     if not tokens.num_rows:
         return None
     from cairn.engines.errors import BadModel
-    from cairn.flows.validation import load_tokenizer
+    from cairn.flows.driver.validation import load_tokenizer
 
     try:
         texts = Texts(load_tokenizer(path))

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.scores import benchmark_scores, generated_reward
+from cairn.flows.reading.scores import benchmark_scores, generated_reward
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.metrics import eval_metrics, iteration_metrics, step_seconds
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_seconds
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.query import open_query

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.diff import differing_options
+from cairn.flows.reading.diff import differing_options
+from cairn.flows.reading.views import RunState, RunStatus
 from cairn.flows.report.data import History, Samples
-from cairn.flows.views import RunState, RunStatus
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import Disposition

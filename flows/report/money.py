@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cairn.flows.costs import Costs
+from cairn.flows.costs.costs import Costs
 
 _PARTS = {
     "starting": "starting: drivers, engines, weights",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cairn.flows.metrics import find_metric
+from cairn.flows.reading.metrics import find_metric
 
 
 @dataclass(frozen=True)

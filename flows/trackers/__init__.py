@@ -4,7 +4,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.trackers import mlflow, tensorboard, wandb
 from cairn.flows.trackers.prometheus import Prometheus
 from cairn.flows.trackers.tracker import Tracker
-from cairn.flows.watchers import Watcher
+from cairn.flows.watching.watchers import Watcher
 from cairn.storage.ledger import Ledger
 
 

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.alarms import MetricHistory
 from cairn.flows.events import Event, IterationDone, RunStarted, StepCommitted, StepStarted
-from cairn.flows.metrics import eval_metrics, step_seconds
+from cairn.flows.reading.metrics import eval_metrics, step_seconds
+from cairn.flows.watching.alarms import MetricHistory
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.alarms import MetricHistory
 from cairn.flows.events import Event, IterationDone, RunDone, RunStarted
-from cairn.flows.metrics import eval_metrics
+from cairn.flows.reading.metrics import eval_metrics
+from cairn.flows.watching.alarms import MetricHistory
 from cairn.storage.commits import Commit
 from cairn.storage.ledger import Ledger
 

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from bench.ledger import CountingStore, commits_of, config_of, find_the_place
-from cairn.flows.views import RunState, run_status
+from cairn.flows.reading.views import RunState, run_status
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
 from cairn.storage.leases import Outcome

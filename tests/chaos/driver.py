@@ -16,9 +16,9 @@ import cairn.tasks.rollout
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.trajectories import SampleRequest
 from cairn.flows.cli.app import describe, exit_code
+from cairn.flows.driver.preemption import Preempted
+from cairn.flows.driver.signals import EXIT_CODE
 from cairn.flows.events import Event, Message
-from cairn.flows.preemption import Preempted
-from cairn.flows.signals import EXIT_CODE
 from cairn.flows.train import start
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger

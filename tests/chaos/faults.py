@@ -46,7 +46,7 @@ from typing import Any, Literal
 import psutil
 
 from cairn.flows.events import Event
-from cairn.flows.server import PREFECT_HOME
+from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.write_ahead import WriteAhead
@@ -243,8 +243,8 @@ def processes(driver: psutil.Process, victim: AnyVictim, cluster: psutil.Process
         "rollout": lambda command, name: command[0].startswith(ROLLOUT),
         "grader": lambda command, name: any("cairn.tasks.rewards.worker" in word for word in command),
         "ray": lambda command, name: name in ("gcs_server", "raylet"),
-        "prefect": lambda command, name: "cairn.flows.server_process" in command,
-        "database": lambda command, name: "cairn.flows.server_process" in command,
+        "prefect": lambda command, name: "cairn.flows.orchestration.server_process" in command,
+        "database": lambda command, name: "cairn.flows.orchestration.server_process" in command,
         "server": lambda command, name: _is_server(command),
         "scheduler": lambda command, name: command[0].startswith("sglang::scheduler"),
         "stopped": lambda command, name: _is_server(command),

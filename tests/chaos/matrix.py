@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cairn.flows.signals import EXIT_CODE
+from cairn.flows.driver.signals import EXIT_CODE
 from cairn.storage.commits import Step
 from tests.chaos.beside import COMMANDS
 from tests.chaos.faults import FAILED, AnyVictim, Fault, Moment, RareMoment, Victim, outages_met

@@ -27,10 +27,10 @@ import psutil
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli.housekeeping import gc
-from cairn.flows.diff import diff
+from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.iteration import iteration
+from cairn.flows.reading.diff import diff
 from cairn.flows.replay import Replaying
-from cairn.flows.sources import Sources, open_graders
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger

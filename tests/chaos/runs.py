@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.server import PREFECT_HOME
+from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.retention import is_retired

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from cairn.flows.fork import fork
-from cairn.flows.server import Server
+from cairn.flows.orchestration.server import Server
 from tests.chaos.configurations import CONFIGURATIONS, Origin, write_config
 from tests.chaos.runs import ROOT, Disturbed
 from tests.faulty_s3 import proxy_process

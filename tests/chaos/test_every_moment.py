@@ -14,8 +14,8 @@ import pytest
 
 import cairn.tasks.rollout
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.prefect_steps import Stopping
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.retention import retire

@@ -1,6 +1,6 @@
 """Whoever adds an option that holds text or a mapping decides what a store may set it to."""
 
-from cairn.flows.trust import RULES, free_options
+from cairn.flows.driver.trust import RULES, free_options
 
 
 def test_every_option_of_text_has_a_rule_for_what_a_store_may_set() -> None:

@@ -16,8 +16,8 @@ from cairn.configs.view import UndeclaredRead
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.training.aggregations import token_weights
 from cairn.engines.trajectories import call_seed
+from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration, last_selection
-from cairn.flows.validation import setup_problems
 from cairn.storage.commits import Step
 from cairn.storage.errors import RunDiffers
 from cairn.storage.schemas import MEASURED

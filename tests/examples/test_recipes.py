@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cairn.configs.loader import load
-from cairn.flows.validation import data_problems, setup_problems
+from cairn.flows.driver.validation import data_problems, setup_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"

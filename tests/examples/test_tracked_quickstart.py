@@ -10,7 +10,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from cairn.flows.metrics import find_metric, iteration_metrics
+from cairn.flows.reading.metrics import find_metric, iteration_metrics
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from tests.background import in_background

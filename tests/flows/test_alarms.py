@@ -10,9 +10,9 @@ from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cairn.configs.schema.tracking import AlarmRule, AlarmsConfig
-from cairn.flows import alarms as module
-from cairn.flows.alarms import Alarms, MetricHistory, alarms, raised
 from cairn.flows.events import IterationDone, Message
+from cairn.flows.watching import alarms as module
+from cairn.flows.watching.alarms import Alarms, MetricHistory, alarms, raised
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_run

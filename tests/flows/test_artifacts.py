@@ -23,8 +23,8 @@ from cairn.flows.artifacts.pages import IterationFacts, RunFacts, iteration_page
 from cairn.flows.artifacts.publishing import Pages
 from cairn.flows.artifacts.samples import Picked, picked_samples
 from cairn.flows.events import GroupsGenerated, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
-from cairn.flows.markdown import block, code, plain, table
-from cairn.flows.metrics import iteration_metrics, step_seconds
+from cairn.flows.reading.metrics import iteration_metrics, step_seconds
+from cairn.flows.text.markdown import block, code, plain, table
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.snapshots import read_table

@@ -8,8 +8,8 @@ from zipfile import ZipFile
 import pytest
 from typer.testing import CliRunner, Result
 
-from cairn.flows.bundle import CONTENTS
 from cairn.flows.cli import app
+from cairn.flows.export.bundle import CONTENTS
 from cairn.flows.iteration import iteration
 from cairn.storage import canonical
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

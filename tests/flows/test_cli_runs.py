@@ -15,8 +15,8 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
-from cairn.flows.sources import input_digests
-from cairn.flows.validation import load_tokenizer
+from cairn.flows.driver.sources import input_digests
+from cairn.flows.driver.validation import load_tokenizer
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store

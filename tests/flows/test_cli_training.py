@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from cairn.configs.loader import load
 from cairn.flows.cli import app
 from cairn.flows.cli.app import describe, exit_code
-from cairn.flows.signals import EXIT_CODE, NOTICES
+from cairn.flows.driver.signals import EXIT_CODE, NOTICES
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store

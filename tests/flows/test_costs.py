@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli import app
-from cairn.flows.costs import apart_costs, evaluation_costs, run_costs, step_costs
-from cairn.flows.device_time import devices, driver_seconds
-from cairn.flows.wasted import Waste, wasted
+from cairn.flows.costs.costs import apart_costs, evaluation_costs, run_costs, step_costs
+from cairn.flows.costs.device_time import devices, driver_seconds
+from cairn.flows.costs.wasted import Waste, wasted
 from cairn.storage.commits import Commit, OutputFile, Step
 from cairn.storage.evals import Evaluation, EvaluationKey
 from cairn.storage.holders import Holder

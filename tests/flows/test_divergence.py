@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from cairn.configs.loader import from_manifest
-from cairn.flows.divergence import fork_after_divergence
+from cairn.flows.driver.divergence import fork_after_divergence
+from cairn.flows.driver.preemption import Ending
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
-from cairn.flows.preemption import Ending
+from cairn.flows.reading.views import run_status
 from cairn.flows.train import opened
-from cairn.flows.views import run_status
 from cairn.storage.commits import Step
 from cairn.storage.errors import LeaseLost
 from cairn.storage.ledger import Ledger
@@ -119,9 +119,9 @@ def test_a_driver_that_has_lost_the_run_forks_nothing(
         with opened(open_store(str(tmp_path)), "tiny", config, False, lambda event: None, Ending()):
             diverge_too_late()
 
-    monkeypatch.setattr("cairn.flows.session.starting_fleet", without_engines)
-    monkeypatch.setattr("cairn.flows.session.needs_restore_point", lambda ledger, config: restores)
-    monkeypatch.setattr("cairn.flows.session.make_restore_point", diverge_too_late)
+    monkeypatch.setattr("cairn.flows.driver.session.starting_fleet", without_engines)
+    monkeypatch.setattr("cairn.flows.driver.session.needs_restore_point", lambda ledger, config: restores)
+    monkeypatch.setattr("cairn.flows.driver.session.make_restore_point", diverge_too_late)
     with pytest.raises(LeaseLost):
         drive_too_long()
 

@@ -18,7 +18,7 @@ from cairn.engines.errors import BadModel
 from cairn.engines.models import load_causal_lm
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.flows.cli import app
-from cairn.flows.export import CannotExport, export
+from cairn.flows.export.model import CannotExport, export
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.errors import Damaged

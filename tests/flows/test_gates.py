@@ -14,14 +14,14 @@ from typer.testing import CliRunner, Result
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import parse
-from cairn.flows import approval
-from cairn.flows.approval import AwaitingApproval, Rejected, admit
 from cairn.flows.cli import app
+from cairn.flows.driver import approval
+from cairn.flows.driver.approval import AwaitingApproval, Rejected, admit
+from cairn.flows.driver.gates import ask, decide, due, holding
 from cairn.flows.fork import fork
-from cairn.flows.gates import ask, decide, due, holding
 from cairn.flows.iteration import iteration
+from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.prefect_steps import Stopping
 from cairn.storage.commits import Step
 from cairn.storage.decision_kinds import Gate
 from cairn.storage.decisions import GateState

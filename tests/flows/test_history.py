@@ -8,14 +8,14 @@ import pytest
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.diff import diff
+from cairn.flows.driver.restore_point import needs_restore_point
+from cairn.flows.driver.starting import total_steps
 from cairn.flows.fork import CannotFork, fork
 from cairn.flows.iteration import iteration
+from cairn.flows.reading.diff import diff
+from cairn.flows.reading.scores import benchmark_scores
+from cairn.flows.reading.views import run_status
 from cairn.flows.replay import Replaying
-from cairn.flows.restore_point import needs_restore_point
-from cairn.flows.scores import benchmark_scores
-from cairn.flows.starting import total_steps
-from cairn.flows.views import run_status
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent

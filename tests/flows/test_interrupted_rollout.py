@@ -10,7 +10,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import Completion, GenerateRequest, RequestId
 from cairn.flows.cli.tables import print_status
 from cairn.flows.iteration import iteration
-from cairn.flows.views import Groups, run_status
+from cairn.flows.reading.views import Groups, run_status
 from cairn.storage.commits import Step
 from cairn.storage.store import open_store
 from tests.local_fleet import LocalFleet, calls

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import cairn
 from cairn.flows.cli import app
-from cairn.flows.lineage import lineage
+from cairn.flows.reading.lineage import lineage
 from cairn.storage import layout
 from cairn.storage.commits import Step
 from cairn.storage.errors import Damaged, Retired

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from cairn.configs.loader import parse
+from cairn.flows.costs.peaks import peak_tflops
 from cairn.flows.iteration import iteration
-from cairn.flows.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
-from cairn.flows.peaks import peak_tflops
+from cairn.flows.reading.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
 from cairn.storage.commits import Commit, OutputFile, Step
 from tests.flows.written_runs import ENVIRONMENT, RECIPE, config_of, new_run, write_iteration
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from cairn.configs.schema.run import RunConfig
+from cairn.flows.driver.signals import EXIT_CODE
 from cairn.flows.iteration import iteration
-from cairn.flows.orchestration import run_tags
-from cairn.flows.server import PREFECT_HOME, Server
-from cairn.flows.signals import EXIT_CODE
-from cairn.flows.views import RunState, run_status
+from cairn.flows.orchestration.flow_runs import run_tags
+from cairn.flows.orchestration.server import PREFECT_HOME, Server
+from cairn.flows.reading.views import RunState, run_status
 from cairn.storage.commits import Step
 from cairn.storage.leases import newest_lease
 from cairn.storage.ledger import Ledger
@@ -135,7 +135,9 @@ def servers_of(driver: Background) -> list[psutil.Process]:
 
     def serves(process: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
-            return any("cairn.flows.server" in word or "prefect.server" in word for word in process.cmdline())
+            return any(
+                "cairn.flows.orchestration.server" in word or "prefect.server" in word for word in process.cmdline()
+            )
         return False
 
     return [process for process in psutil.Process(driver.pid).children(recursive=True) if serves(process)]

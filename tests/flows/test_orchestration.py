@@ -30,7 +30,8 @@ from prefect.states import Failed, State
 
 from cairn.configs.schema.operations import RetryConfig
 from cairn.engines.errors import EngineDied
-from cairn.flows.orchestration import (
+from cairn.flows.driver.preemption import Preempted
+from cairn.flows.orchestration.flow_runs import (
     confirm_cancel,
     current_flow_run,
     driving,
@@ -38,8 +39,7 @@ from cairn.flows.orchestration import (
     subflow,
     wait_for_cancel,
 )
-from cairn.flows.preemption import Preempted
-from cairn.flows.prefect_steps import PrefectSteps
+from cairn.flows.orchestration.steps import PrefectSteps
 from cairn.storage.commits import Step
 from cairn.storage.errors import LeaseLost, NoSpace, StoreError, StoreRefused
 from cairn.tasks.events import Message
@@ -55,7 +55,7 @@ from pathlib import Path
 from prefect import flow, get_client, task
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run, task_run
-from cairn.flows.orchestration import driving, subflow
+from cairn.flows.orchestration.flow_runs import driving, subflow
 
 @task
 def step(first: bool):
@@ -282,7 +282,7 @@ def test_the_next_driver_of_a_run_marks_what_a_killed_one_left_as_crashed(
 def test_cancel_of_a_flow_run_that_no_runner_started_is_heard_by_its_driver_and_confirmed(
     url: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cairn.flows.orchestration.CANCEL_INTERVAL", 0.05)
+    monkeypatch.setattr("cairn.flows.orchestration.flow_runs.CANCEL_INTERVAL", 0.05)
     found: list[UUID] = []
     over = threading.Event()
 
@@ -335,7 +335,7 @@ def test_a_silenced_console_shows_nothing_and_the_interface_still_has_the_logs(
     code = """
 from prefect import flow
 from prefect.logging import get_run_logger
-from cairn.flows.orchestration import silence_console
+from cairn.flows.orchestration.flow_runs import silence_console
 
 @flow
 def failing():

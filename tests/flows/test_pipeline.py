@@ -12,8 +12,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, PublicationGone, WeightsDiffer
 from cairn.engines.fleet.fleet import _object_store_memory
 from cairn.flows.iteration import iteration
+from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
-from cairn.flows.prefect_steps import Stopping
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.halves import oldest_open, publish_for_open_halves

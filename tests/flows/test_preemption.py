@@ -12,11 +12,11 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import Completion, GenerateRequest
+from cairn.flows.driver.preemption import SAME_KEY, Ending, Preempted, save
+from cairn.flows.driver.session import _releasing
+from cairn.flows.driver.signals import EXIT_CODE
 from cairn.flows.iteration import iteration
-from cairn.flows.preemption import SAME_KEY, Ending, Preempted, save
-from cairn.flows.session import _releasing
-from cairn.flows.signals import EXIT_CODE
-from cairn.flows.views import run_status
+from cairn.flows.reading.views import run_status
 from cairn.storage.commits import Step
 from cairn.storage.errors import StoreError
 from cairn.storage.leases import Lease, Outcome, newest_lease
@@ -131,9 +131,9 @@ def test_a_store_that_is_away_does_not_hide_what_ended_the_driver(
 
 DRIVER = """
 import signal, sys, time
-from cairn.flows.preemption import Preempted, ending_in_order
-from cairn.flows.session import _releasing
-from cairn.flows.signals import EXIT_CODE
+from cairn.flows.driver.preemption import Preempted, ending_in_order
+from cairn.flows.driver.session import _releasing
+from cairn.flows.driver.signals import EXIT_CODE
 from cairn.storage.leases import Lease
 from cairn.storage.store import open_store
 store, grace, then = sys.argv[1:]

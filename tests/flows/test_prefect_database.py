@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.flows.prefect_database import FILE, create, migrated
+from cairn.flows.orchestration.database import FILE, create, migrated
 
 
 def dumped(database: Path) -> str:
@@ -35,7 +35,7 @@ def test_the_file_is_of_the_prefect_that_is_installed() -> None:
     migrations = Path(prefect.server.database.__file__).with_name("_migrations")
     newest = ScriptDirectory(migrations, version_locations=[migrations / "versions" / "sqlite"]).get_current_head()
     assert f"INSERT INTO \"alembic_version\" VALUES('{newest}')" in FILE.read_text(), (
-        "run python -m cairn.flows.prefect_database"
+        "run python -m cairn.flows.orchestration.database"
     )
 
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.configs.errors import ConfigError
 from cairn.flows.events import IterationDone, RunStarted, StepCommitted, StepStarted
-from cairn.flows.metrics import find_metric
+from cairn.flows.reading.metrics import find_metric
 from cairn.flows.trackers.prometheus import FAMILIES, Prometheus
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner, Result
 
-from cairn.flows import deployed
 from cairn.flows.cli import app
-from cairn.flows.rescored import RESCORED
+from cairn.flows.deployments import flows as deployed
+from cairn.flows.rescore.rescored import RESCORED
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.redaction import redact

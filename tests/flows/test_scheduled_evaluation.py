@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from prefect.deployments.runner import EntrypointType
 
-from cairn.flows.deployed import evaluate
+from cairn.flows.deployments.flows import evaluate
 
 if __name__ == "__main__":
     evaluate.serve(

@@ -21,7 +21,7 @@ import pytest
 from prefect import flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from cairn.flows.server import MOST_RESTARTS, Server, ServerFailed, ensure_server, prefect_api
+from cairn.flows.orchestration.server import MOST_RESTARTS, Server, ServerFailed, ensure_server, prefect_api
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -29,7 +29,7 @@ DRIVER = """
 import logging, sys, time
 from pathlib import Path
 from prefect import flow
-from cairn.flows.server import prefect_api
+from cairn.flows.orchestration.server import prefect_api
 
 @flow(name="left-behind")
 def left_behind():
@@ -44,7 +44,11 @@ with prefect_api(Path(sys.argv[1])):
 
 def servers_of(parent: int) -> list[psutil.Process]:
     """Server processes that a driver has started."""
-    return [child for child in psutil.Process(parent).children() if "cairn.flows.server_process" in child.cmdline()]
+    return [
+        child
+        for child in psutil.Process(parent).children()
+        if "cairn.flows.orchestration.server_process" in child.cmdline()
+    ]
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> Any:
@@ -207,7 +211,7 @@ def test_a_server_that_nobody_tells_to_serve_makes_no_database(tmp_path: Path) -
     environment = os.environ | {"PREFECT_HOME": str(tmp_path)}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", "cairn.flows.server_process", str(descriptor), str(os.getpid())]
+        command = [sys.executable, "-m", "cairn.flows.orchestration.server_process", str(descriptor), str(os.getpid())]
         nobody = subprocess.DEVNULL
         ended = subprocess.run(command, env=environment, pass_fds=[descriptor], stdin=nobody, timeout=120)
     assert ended.returncode == 1
@@ -224,7 +228,7 @@ def test_a_server_whose_driver_is_gone_before_it_serves_ends_without_a_database(
     }
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", "cairn.flows.server_process", str(descriptor), str(gone.pid)]
+        command = [sys.executable, "-m", "cairn.flows.orchestration.server_process", str(descriptor), str(gone.pid)]
         ended = subprocess.run(command, env=environment, pass_fds=[descriptor], timeout=120)
     assert ended.returncode == 1
     assert not database.exists()
@@ -234,7 +238,7 @@ def test_nothing_is_reported_to_the_makers_of_prefect(tmp_path: Path) -> None:
     terminal, other_end = pty.openpty()
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     subprocess.run(
-        [sys.executable, "-c", "import cairn.flows.server"],
+        [sys.executable, "-c", "import cairn.flows.orchestration.server"],
         env=environment,
         stdout=other_end,
         stderr=other_end,

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.flows.cli import app
-from cairn.flows.timeline import trace
+from cairn.flows.costs.timeline import trace
 from cairn.storage.commits import Commit
 from cairn.storage.ledger import Ledger
 from tests.flows.test_costs import timed

@@ -10,9 +10,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from cairn.configs.errors import ConfigError
 from cairn.flows.events import IterationDone, Message, RunDone, RunStarted
-from cairn.flows.metrics import find_metric
+from cairn.flows.reading.metrics import find_metric
 from cairn.flows.trackers import trackers
-from cairn.flows.watchers import Watchers
+from cairn.flows.watching.watchers import Watchers
 from cairn.storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
 from tests.small_disk import fill, small_disk, why_not

@@ -12,7 +12,7 @@ from cairn.configs.schema.base import Section
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED
-from cairn.flows import session, trust
+from cairn.flows.driver import session, trust
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.storage import canonical, layout
@@ -185,7 +185,7 @@ def test_an_ancestor_is_trusted_no_more_than_its_fork(
     recipe, store = forked
     forge(store, "tiny", change)
     started: list[RunConfig] = []
-    monkeypatch.setattr("cairn.flows.restore_point.starting_fleet", lambda config, *_: started.append(config))
+    monkeypatch.setattr("cairn.flows.driver.restore_point.starting_fleet", lambda config, *_: started.append(config))
     with (
         pytest.raises(ConfigError, match=rf"{option} is .* in the ledger of tiny, and a store may"),
         session.open_run(store, "forked", recipe if with_recipe else None),
@@ -205,7 +205,7 @@ def test_weights_of_an_ancestor_are_brought_back_in_the_clusters_of_the_fork(
         started.append(config)
         raise InterruptedError
 
-    monkeypatch.setattr("cairn.flows.restore_point.starting_fleet", start)
+    monkeypatch.setattr("cairn.flows.driver.restore_point.starting_fleet", start)
     with pytest.raises(InterruptedError), session.open_run(store, "forked", recipe):
         pass
     assert [config.fleet.ray_address for config in started] == [None]

@@ -18,12 +18,12 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli import app
-from cairn.flows.diff import diff
+from cairn.flows.driver.sources import Sources
+from cairn.flows.driver.trust import recorded_config
+from cairn.flows.driver.validation import setup_problems
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
-from cairn.flows.sources import Sources
-from cairn.flows.trust import recorded_config
-from cairn.flows.validation import setup_problems
+from cairn.flows.reading.diff import diff
 from cairn.storage import canonical, layout
 from cairn.storage.commits import FORMAT, OLDEST_FORMAT, Commit, Step
 from cairn.storage.errors import Damaged, RunDiffers, StaleCommits

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from cairn.configs.loader import ConfigError, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import INTERPRETER
-from cairn.flows.validation import data_problems, setup_problems
+from cairn.flows.driver.validation import data_problems, setup_problems
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.engines.training.builders import model_folder
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from cairn.flows.reading.samples import iteration_samples
+from cairn.flows.reading.views import RunState, RunStatus, all_runs, run_status
 from cairn.flows.report.curve import reward_curve
-from cairn.flows.samples import iteration_samples
-from cairn.flows.views import RunState, RunStatus, all_runs, run_status
 from cairn.storage.commits import Step
 from cairn.storage.leases import Outcome
 from cairn.storage.local import LocalStore

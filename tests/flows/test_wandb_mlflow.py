@@ -13,10 +13,10 @@ from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined] 
 
 from cairn.configs.loader import parse
 from cairn.flows.events import RunStarted
+from cairn.flows.trackers.requirements import tracking_problems
 from cairn.flows.trackers.tracker import Written
 from cairn.flows.trackers.wandb import points_before, run_id
 from cairn.flows.trackers.wandb_files import records
-from cairn.flows.tracking import tracking_problems
 from cairn.storage.ledger import Ledger
 from tests.flows.test_trackers import drive, tracked
 from tests.flows.written_runs import RECIPE, config_of, new_run, write_run
@@ -147,7 +147,7 @@ def test_what_is_missing_is_said_before_a_run_starts(monkeypatch: pytest.MonkeyP
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert problems(use_wandb=True) == []
     assert len(problems(use_wandb=True, wandb_host="https://wandb.example.com")) == 1
-    monkeypatch.setattr("cairn.flows.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("cairn.flows.trackers.requirements.find_spec", lambda name: None)
     assert [problem.partition(",")[0] for problem in problems(use_wandb=True, use_mlflow=True)] == [
         "tracking.use_wandb needs the extra wandb",
         "tracking.use_mlflow needs the extra mlflow",

@@ -6,9 +6,9 @@ from contextvars import ContextVar
 
 import pytest
 
-from cairn.flows import watchers
 from cairn.flows.events import Event, Message, RunStarted, StepStarted
-from cairn.flows.watchers import Watchers
+from cairn.flows.watching import watchers
+from cairn.flows.watching.watchers import Watchers
 from cairn.storage.commits import Step
 
 STARTED = RunStarted("toy", 1, 0, 3)

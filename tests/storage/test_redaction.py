@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cairn.flows.cli import app
-from cairn.flows.samples import iteration_samples
+from cairn.flows.reading.samples import iteration_samples
 from cairn.storage import layout, tables
 from cairn.storage.commits import Step
 from cairn.storage.decision_kinds import Redaction

@@ -13,10 +13,10 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.events import IterationDone
-from cairn.flows.metrics import eval_metrics
-from cairn.flows.progress import Progress
-from cairn.flows.scores import benchmark_scores
-from cairn.flows.views import run_status
+from cairn.flows.reading.metrics import eval_metrics
+from cairn.flows.reading.scores import benchmark_scores
+from cairn.flows.reading.views import run_status
+from cairn.flows.watching.progress import Progress
 from cairn.storage import layout
 from cairn.storage.collector import collect, garbage
 from cairn.tasks.benchmarks import EvaluatedSample, measure

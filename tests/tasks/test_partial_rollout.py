@@ -17,7 +17,7 @@ from cairn.engines.errors import EngineError
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration
-from cairn.flows.samples import iteration_samples
+from cairn.flows.reading.samples import iteration_samples
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Disposition
 from cairn.storage.verification import verify

@@ -10,8 +10,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import ClusterLost, EngineDied, EngineError, EngineTimeout, GenerationFailed
 from cairn.flows.cli.tables import print_status
 from cairn.flows.iteration import iteration
-from cairn.flows.metrics import find_metric, iteration_metrics
-from cairn.flows.views import run_status
+from cairn.flows.reading.metrics import find_metric, iteration_metrics
+from cairn.flows.reading.views import run_status
 from cairn.storage.commits import Step
 from cairn.storage.errors import NoSpace, StoreError, StoreRefused
 from cairn.storage.store import open_store

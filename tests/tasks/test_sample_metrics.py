@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cairn.flows.iteration import iteration
-from cairn.flows.metrics import iteration_metrics
+from cairn.flows.reading.metrics import iteration_metrics
+from cairn.flows.reading.views import run_status
 from cairn.flows.report.curve import reward_curve
-from cairn.flows.views import run_status
 from cairn.storage.commits import Step
 from cairn.tasks.sample_metrics import sample_metrics
 from cairn.tasks.selection import last_selection, number, unfinished_groups

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cairn.engines.errors import EngineDied
+from cairn.flows.driver.preemption import save
 from cairn.flows.iteration import iteration
-from cairn.flows.preemption import save
-from cairn.flows.views import run_status
+from cairn.flows.reading.views import run_status
 from cairn.storage.collector import garbage
 from cairn.storage.commits import Step
 from cairn.storage.errors import LeaseLost, NoSpace

@@ -11,7 +11,7 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.flows.iteration import iteration, last_selection
-from cairn.flows.samples import iteration_samples
+from cairn.flows.reading.samples import iteration_samples
 from cairn.storage.commits import Step
 from cairn.storage.schemas import EVAL, MEASURED, ROLLOUT, TRAJECTORIES
 from cairn.storage.verification import verify

@@ -3,7 +3,7 @@ the work, or choose a kernel.
 
 Every other one needs a recipe: those that name files, addresses, programs, modules or models, those that hold JSON, and
 those that a later SGLang adds. What a permitted option may hold says
-`cairn.flows.trust`.
+`cairn.flows.driver.trust`.
 """
 
 LAYOUT = """

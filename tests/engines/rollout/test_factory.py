@@ -11,8 +11,8 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines import rollout
 from cairn.engines.rollout.factory import kind_of, make_engine
 from cairn.engines.rollout.plan import EnginePlan, Place
+from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
-from cairn.flows.validation import setup_problems
 from cairn.storage.commits import Step
 from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context

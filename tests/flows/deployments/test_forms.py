@@ -12,7 +12,7 @@ from prefect.utilities.callables import parameter_schema
 from cairn.configs.loader import load
 from cairn.configs.options import options
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.deployed import FLOWS, fork, train
+from cairn.flows.deployments.flows import FLOWS, fork, train
 from cairn.flows.deployments.forms import Options, recipe_path, recipes
 from cairn.flows.deployments.names import DEPLOYMENT
 
@@ -114,5 +114,5 @@ def test_every_flow_says_what_it_does_and_what_each_parameter_means() -> None:
 
 def test_prefect_yaml_deploys_what_cairn_up_serves() -> None:
     described = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    assert [one["entrypoint"] for one in described] == [f"cairn.flows.deployed.{flow.name}" for flow in FLOWS]
+    assert [one["entrypoint"] for one in described] == [f"cairn.flows.deployments.flows.{flow.name}" for flow in FLOWS]
     assert {one["name"] for one in described} == {DEPLOYMENT}

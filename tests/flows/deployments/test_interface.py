@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from cairn.flows.views import run_status
+from cairn.flows.reading.views import run_status
 from cairn.storage.leases import newest_lease
 from cairn.storage.store import open_store
 from tests.background import Background, in_background

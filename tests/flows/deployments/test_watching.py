@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Paused, Running, State
 
 from cairn.flows.deployments.watching import look
-from cairn.flows.orchestration import run_tags
+from cairn.flows.orchestration.flow_runs import run_tags
 
 DRIVER = """
 import sys, time

@@ -24,7 +24,7 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic, scores_needed
-from cairn.flows.validation import setup_problems
+from cairn.flows.driver.validation import setup_problems
 from cairn.tasks.advantages import ScoredBatch, estimate
 from tests.tiny_run import tiny_config
 

@@ -17,7 +17,7 @@ import pytest
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
-from cairn.flows.sources import open_graders
+from cairn.flows.driver.sources import open_graders
 from cairn.tasks.rewards.pool import FRESH, Graded, GraderFailed, GraderPool
 from cairn.tasks.rewards.sample import Sample
 from tests.tiny_run import tiny_config

@@ -1,0 +1,315 @@
+"""The flows that deployments start: `cairn up` and `prefect deploy` offer these in Prefect's interface.
+
+Their parameters are the form that a person fills in, see `cairn.flows.deployments.forms`. Each does what the command of
+the same name does. A Retry of a flow run executes it again with the same parameters: `train` and `resume` go on from
+the last commit, the others begin anew.
+
+One run has one driver, whatever was started how often: the run's lease refuses a second one, with a sentence that names
+the first. Where a flow run was started by `cairn up`, it ends in order when that is gone.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+from prefect import Flow, flow, get_run_logger
+from prefect.artifacts import create_markdown_artifact
+from prefect.runtime import flow_run
+from prefect.states import Completed, Failed, State
+from pydantic import Field
+
+from cairn.configs.loader import load
+from cairn.flows.deployments.evaluation_forms import UNCHANGED_ENGINE, UNCHANGED_SAMPLING, Engine, Sampling
+from cairn.flows.deployments.forms import (
+    EMPTY,
+    SAME_GRADER,
+    Options,
+    Recipe,
+    RewardOptions,
+    RunName,
+    RunNameOrNone,
+    recipe_path,
+)
+from cairn.flows.deployments.names import NAMES
+from cairn.flows.events import Event, IterationDone, Message, RunStarted
+from cairn.flows.text.markdown import slug
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_for_runs, open_store
+
+STORE = "CAIRN_STORE"
+"""Environment variable: the store of flow runs whose form leaves it empty."""
+
+SERVED_BY = "CAIRN_SERVED_BY"
+"""Environment variable: the process with which a flow run ends."""
+
+Parameters = ParamSpec("Parameters")
+Restarts = Annotated[int, Field(ge=0, le=1000)]
+Iteration = Annotated[int, Field(ge=0, le=999_999)]
+Range = Annotated[str, Field(pattern="^([0-9]{1,6}(:([0-9]{1,6})?)?)?$")]
+
+
+def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, State[Any]]:
+    """End in order with the process that serves this flow run."""
+
+    @wraps(body)
+    def until_that_is_gone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> State[Any]:
+        server = os.environ.get(SERVED_BY)
+        if server is not None and os.getppid() == int(server):
+            threading.Thread(target=_end_with, args=(int(server),), name="served-by", daemon=True).start()
+        return body(*args, **kwargs)
+
+    return until_that_is_gone
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _name_of_run() -> str:
+    given: dict[str, Any] = flow_run.parameters
+    return str(given.get("run") or Path(given.get("recipe") or "run").stem)
+
+
+def _place(store: str) -> str:
+    return store or os.environ.get(STORE) or "."
+
+
+@flow(name="train", flow_run_name=_name_of_run, persist_result=False)
+@_served
+def train(
+    recipe: Recipe,
+    run: RunNameOrNone = "",
+    restarts: Restarts = 0,
+    takeover: bool = False,
+    store: str = "",
+    options: Options = EMPTY,
+) -> State[Any]:
+    """Start a run, or go on with the run of that name from its last commit. Its configuration is frozen when it starts.
+
+    Args:
+        recipe: What the run is made from. Recipes of your own are the YAML files of the folder in which `cairn up` was
+            started, and of recipes/ and configs/recipes/ in it.
+        run: Name of the run, letters, digits, '.', '_' and '-'; by default that of the recipe's file.
+        restarts: How often the run is started again by itself when its driver was killed.
+        takeover: Take the run from a driver that still lives; that driver stops.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+        options: What shall be other than the recipe says. An option that is left empty stays as it is there.
+    """
+    from cairn.flows.train import go_on
+
+    name = run or Path(recipe).stem
+    config = load(recipe_path(recipe), list(options.overrides()))
+    ledgers = open_for_runs(_place(store))
+    trained = go_on(ledgers, name, config, takeover, _log)
+    return _done(ledgers.url, trained)
+
+
+@flow(name="resume", flow_run_name="{run}", persist_result=False)
+@_served
+def resume(run: RunName, restarts: Restarts = 0, takeover: bool = False, store: str = "") -> State[Any]:
+    """Go on with a run from its last commit, with the configuration in its ledger.
+
+    Args:
+        run: Name of the run.
+        restarts: How often the run is started again by itself when its driver was killed.
+        takeover: Take the run from a driver that still lives; that driver stops.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.flows.train import go_on
+
+    ledgers = open_for_runs(_place(store))
+    trained = go_on(ledgers, run, None, takeover, _log)
+    return _done(ledgers.url, trained)
+
+
+@flow(name="fork", flow_run_name="{run}@{iteration} {new}", persist_result=False)
+@_served
+def fork(
+    run: RunName,
+    iteration: Iteration,
+    new: RunName,
+    restarts: Restarts = 0,
+    store: str = "",
+    options: Options = EMPTY,
+) -> State[Any]:
+    """Make a run that shares another's iterations up to one of them, and train it to its end with other options.
+
+    Args:
+        run: The run that is forked; it is left as it is.
+        iteration: The last one that the new run shares with it.
+        new: Name of the new run.
+        restarts: How often the new run is started again by itself when its driver was killed.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+        options: What shall be other than in the run that is forked. An option that is left empty stays as it is there.
+    """
+    from cairn.flows.fork import fork as forked
+    from cairn.flows.train import go_on
+
+    ledgers = open_for_runs(_place(store))
+    if not _is_fork(ledgers.url, new, run, iteration):  # else this is another try at the same flow run
+        forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()))
+    return _done(ledgers.url, go_on(ledgers, new, None, False, _log))
+
+
+@flow(name="verify", flow_run_name="{run}", persist_result=False)
+@_served
+def verify(run: RunName, store: str = "") -> State[Any]:
+    """Read all of a run again and hold every byte against its digest, and every commit against its inputs.
+
+    Args:
+        run: Name of the run.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.storage.verification import verify as verified
+
+    checks = list(verified(Ledger.open(open_store(_place(store)), run)))
+    findings = [finding for check in checks for finding in check.findings]
+    for finding in findings:
+        get_run_logger().error(str(finding))
+    files = sum(check.files for check in checks)
+    if findings:
+        return Failed(message=f"{len(findings)} findings in run {run}; the logs name them")
+    return Completed(message=f"run {run} is sound: {files} files hold what their digests say")
+
+
+@flow(name="gc", flow_run_name="{run}", persist_result=False)
+@_served
+def gc(run: RunName, apply: bool = False, store: str = "") -> State[Any]:
+    """Find files of a run that nobody needs; remove them if asked to.
+
+    Args:
+        run: Name of the run.
+        apply: Remove what was found.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.configs.loader import from_manifest
+    from cairn.storage.collector import collect, garbage
+    from cairn.storage.retention import due, retire
+
+    ledger = Ledger.open(open_store(_place(store)), run)
+    keep = from_manifest(ledger.manifest.config).checkpoint
+    old = retire(ledger, keep, everything=True) if apply else list(due(ledger, keep, everything=True))
+    found = list(garbage(ledger))
+    if apply:
+        collect(ledger, found)
+    for one in (*old, *found):
+        get_run_logger().info(str(one))
+    return Completed(message=f"{len(old) + len(found)} pieces {'removed' if apply else 'found, none removed'}")
+
+
+def _name_of_evaluation() -> str:
+    given: dict[str, Any] = flow_run.parameters
+    return f"{', '.join(given['benchmarks'])} on {given.get('run') or given.get('model') or 'nothing'}"
+
+
+@flow(name="evaluate", flow_run_name=_name_of_evaluation, persist_result=False)
+@_served
+def evaluate(
+    benchmarks: Annotated[list[str], Field(min_length=1)],
+    run: str = "",
+    model: str = "",
+    data: Sequence[str] = (),
+    every: Annotated[int, Field(ge=1)] = 1,
+    baseline: str = "",
+    margin: Annotated[float, Field(ge=0)] = 0.0,
+    fail_on_regression: bool = False,
+    store: str = "",
+    sampling: Sampling = UNCHANGED_SAMPLING,
+    engine: Engine = UNCHANGED_ENGINE,
+) -> State[Any]:
+    """Find out what weights get at benchmarks, and keep the results in the store; what is there is not computed again.
+
+    Args:
+        benchmarks: Names of benchmarks, such as gsm8k, or YAML files.
+        run: RUN, RUN@latest, RUN@ITER or RUN@A:B; a run that trains meanwhile is not disturbed.
+        model: A model folder in Hugging Face format, in the place of a run.
+        data: Files with rows: FILE for all benchmarks, NAME=FILE for one.
+        every: Of a range of iterations, each N-th.
+        baseline: RUN@ITER, RUN@initial or a model folder whose results are in the store: worse ones raise an event.
+        margin: By how much a score may be less than the baseline's.
+        fail_on_regression: End as failed where a score is worse than the baseline's.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+        sampling: What shall be other than the benchmarks say.
+        engine: What shall be other than in the run, or than by default.
+    """
+    from cairn.flows.evaluation.flow import evaluated
+
+    return evaluated(
+        open_store(_place(store)),
+        benchmarks,
+        run=run or None,
+        model=model or None,
+        every=every if every > 1 else None,
+        data=data,
+        sampling=sampling.model_dump(),
+        engine=engine.model_dump(),
+        baseline=baseline or None,
+        margin=margin,
+        fail_on_regression=fail_on_regression,
+    )
+
+
+@flow(name="rescore", flow_run_name="{run}", persist_result=False)
+@_served
+def rescore(run: RunName, iterations: Range = "", reward: RewardOptions = SAME_GRADER, store: str = "") -> State[Any]:
+    """Grade the samples of a run again, by another grader or by today's code of its own, and say what changes in an
+    artifact `rescore-<run>`. The run is left as it is.
+
+    Args:
+        run: Name of the run.
+        iterations: One iteration, such as 39, or those from A to B, such as 0:39; all where it is left empty.
+        reward: The other grader. An option that is left empty stays as it is in the run; a `rm_type` alone takes the
+            place of the run's grader of its own.
+        store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
+    """
+    from cairn.flows.rescore.rescoring import rescore as rescored
+
+    ledger = Ledger.open(open_store(_place(store)), run)
+    overrides = list(reward.overrides("reward."))
+    found, _ = rescored(ledger, iterations or None, overrides, get_run_logger().info)
+    create_markdown_artifact(
+        key=f"rescore-{slug(run) or 'run'}",
+        markdown=found.markdown(),
+        description=f"Rewards of {run} by {found.grader}",
+    )
+    return Completed(message=found.conclusion())
+
+
+FLOWS: tuple[Flow[..., Any], ...] = tuple(globals()[name] for name in NAMES)
+"""Each is deployed under its own name."""
+
+
+def _log(event: Event) -> None:
+    """In the logs of the flow run."""
+    logger = get_run_logger()
+    if isinstance(event, Message):
+        (logger.warning if event.level == "warning" else logger.info)(event.text)
+    elif isinstance(event, RunStarted):
+        logger.info(f"Run {event.run} goes on at iteration {event.iteration} of {event.iterations}")
+    elif isinstance(event, IterationDone):
+        logger.info(f"Iteration {event.iteration} is done")
+
+
+def _done(store: str, run: str) -> State[Any]:
+    from cairn.flows.reading.views import run_status
+
+    status = run_status(open_store(store), run)
+    return Completed(
+        message=f"run {run} has its {status.num_rollout} iterations: weight version {status.weight_version}, state "
+        f"digest {status.state_digest}"
+    )
+
+
+def _is_fork(store: str, name: str, parent: str, iteration: int) -> bool:
+    try:
+        origin = Ledger.open(open_store(store), name).manifest.parent
+    except FileNotFoundError:
+        return False
+    return origin is not None and (origin.run, origin.iteration) == (parent, iteration)

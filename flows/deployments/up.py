@@ -1,0 +1,209 @@
+"""`cairn up`: Prefect's server, a process that serves the deployments, and a Ray cluster, for as long as this process
+lives.
+
+    this process ── Prefect's server (cairn.flows.orchestration.server), unless one is configured
+                 ├─ the deployments  (cairn.flows.deployments.serving) ── a driver for each flow run
+                 └─ a Ray head       (cairn.engines.fleet.head), unless there is one or none is wanted
+
+Each child ends with its parent, however that ended. They are ended from the inside out: drivers give their runs back
+while the server can still hear it. A child that dies by itself is started again, at most three times in a row.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from cairn.engines.fleet.address import ADDRESS
+from cairn.flows.orchestration.server import LASTING, MOST_RESTARTS, PREFECT_HOME, Server, ServerFailed, configured_api
+
+SERVING = "cairn.flows.deployments.serving"
+HEAD = "cairn.engines.fleet.head"
+
+SERVING_END = 60.0
+"""Seconds that the deployments' process has to end, with all drivers."""
+HEAD_END = 60.0
+
+START_TIMEOUT = 300.0
+"""Seconds until a child must have said its first line."""
+
+CPUS_PER_CORE = 8
+"""CPUs that Ray offers to reservations for each that there is: they count, and bound nothing."""
+
+
+class Child:
+    """A module of ours as a process, which says a line when it is up, and is started again when it dies."""
+
+    def __init__(self, name: str, module: str, *arguments: str, log: Path, environment: dict[str, str]) -> None:
+        self.name, self.log = name, log
+        self._command = [sys.executable, "-P", "-m", module, str(os.getpid()), *arguments]
+        self._environment = environment
+        self._up, self._ended = threading.Event(), threading.Event()
+        self._stopping = False
+        self._told: str | None = None
+        self._changing = threading.Lock()
+        self.said: str | None = None
+        """Its first line."""
+        self._process = self._spawn()
+        self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def state(self) -> str:
+        if self._ended.is_set():
+            return "stopped" if self._stopping else "failed"
+        return "up" if self._up.is_set() else "starting"
+
+    def wait_up(self, timeout: float = START_TIMEOUT) -> str:
+        """Its first line. Raises ServerFailed if it ends before, or says nothing for too long."""
+        end = time.monotonic() + timeout
+        while not self._up.wait(0.1):
+            if self._ended.is_set() or time.monotonic() > end:
+                raise ServerFailed(f"{self.name} did not start; the end of its log, {self.log}:\n{self._tail()}")
+        assert self.said is not None
+        return self.said
+
+    def tell(self, line: str) -> None:
+        """Write a line to it, and to those that take its place."""
+        with self._changing:
+            self._told = line
+            self._write()
+
+    def require(self) -> None:
+        """Raise ServerFailed if it has ended for good."""
+        if self._ended.is_set():
+            raise ServerFailed(f"{self.name} ended by itself; the end of its log, {self.log}:\n{self._tail()}")
+
+    def stop(self, timeout: float) -> None:
+        """Tell it to end, and end it if it does not."""
+        with self._changing:
+            self._stopping = True
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._watcher.join()
+
+    def _write(self) -> None:
+        if self._told is not None:
+            assert self._process.stdin is not None
+            with suppress(BrokenPipeError), self._process.stdin as waiting:  # it may have died
+                waiting.write(self._told + "\n")
+
+    def _spawn(self) -> "subprocess.Popen[str]":
+        with self.log.open("a") as log:
+            return subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+
+    def _watch(self) -> None:
+        in_a_row = 0
+        while True:
+            began = time.monotonic()
+            assert self._process.stdout is not None
+            self._listen(self._process.stdout)
+            self._process.wait()
+            was_up = self._up.is_set()
+            in_a_row = 1 if time.monotonic() - began > LASTING else in_a_row + 1
+            with self._changing:
+                self._up.clear()
+                if self._stopping or not was_up or in_a_row > MOST_RESTARTS:
+                    self._ended.set()
+                    return
+                self._process = self._spawn()
+                self._write()
+
+    def _listen(self, said: IO[str]) -> None:
+        """Take the first line, and log what else is said."""
+        with said, self.log.open("a") as log:
+            for line in said:
+                if self._up.is_set():
+                    log.write(line)
+                    log.flush()
+                else:
+                    self.said = line.strip()
+                    self._up.set()
+
+    def _tail(self, lines: int = 12) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@dataclass
+class Up:
+    """What runs."""
+
+    ui_url: str
+    api_url: str
+    store: str
+    server: Server | None
+    """None where another one is configured."""
+    serving: Child
+    ray: Child | None
+    """None where none was wanted, or there is one."""
+    ray_address: str | None
+    """Of the cluster that runs join; None where each starts its own."""
+    _closing: ExitStack = field(default_factory=ExitStack)
+
+    def require(self) -> None:
+        """Raise ServerFailed if a part is gone for good."""
+        if self.server is not None and not self.server.alive():
+            raise ServerFailed(f"the Prefect server ended by itself; its log is {self.server.log}")
+        self.serving.require()
+        if self.ray is not None:
+            self.ray.require()
+
+    def close(self) -> None:
+        """End everything that was started, drivers first."""
+        self._closing.close()
+
+
+def start(store: str, *, host: str, port: int, ray: bool) -> Up:
+    """Start what is missing, and return when the interface can be used and the deployments are there.
+
+    `store`: a URL or folder, for flow runs that name none. Raises ServerFailed.
+    """
+    home = PREFECT_HOME.resolve()
+    home.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        api = configured_api()
+        server = None
+        if api is None:
+            server = Server(home, host=host, port=port)
+            stack.callback(server.stop)
+            server.serve()
+            api = server.api_url
+        address = os.environ.get(ADDRESS)
+        head = None
+        if ray and not address:
+            cpus = str(CPUS_PER_CORE * (os.cpu_count() or 1))
+            head = Child("the Ray head", HEAD, cpus, log=home / "ray.log", environment=dict(os.environ))
+            stack.callback(head.stop, HEAD_END)
+        environment = os.environ | {"PREFECT_API_URL": api, "CAIRN_STORE": store}
+        if head is not None:  # a cluster that is started asks for Ray's token, and who joins has to show it by itself
+            environment.setdefault("RAY_AUTH_MODE", "token")
+        serving = Child("the deployments' process", SERVING, log=home / "serving.log", environment=environment)
+        stack.callback(serving.stop, SERVING_END)
+        if server is not None:
+            server.wait_ready()
+        if head is not None:
+            address = head.wait_up()
+        serving.tell(address or "")
+        serving.wait_up()
+        return Up(api.removesuffix("/api"), api, store, server, serving, head, address or None, stack.pop_all())

@@ -1,0 +1,262 @@
+"""How a driver ends before its time: in order, and by a deadline.
+
+| what comes | what the driver does |
+|---|---|
+| SIGINT | stops its work and gives the run back as stopped |
+| SIGTERM, SIGUSR1, Ray drains a machine of it, Cancel in Prefect | the same as preempted, after a checkpoint |
+| another of these after that, or a second SIGINT | gives the run back, if that takes a moment, and ends at once |
+| the end of `operations.grace_period` seconds | the same |
+
+Work stops so: no step begins or is tried again; generations are aborted, after what finished in them is durable; a call
+of the training engine comes to its end, since an update that was begun cannot be taken back and may count.
+
+Signals are heard by a thread, over Python's wake-up descriptor. Their handlers are not to be relied on: within a flow
+Prefect has its own, whose exception Ray swallows while it waits for a result. What a handler raises only spares a wait.
+"""
+
+import contextvars
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from types import FrameType
+
+from cairn.flows.driver.signals import EXIT_CODE, INTERRUPTED, NOTICES, leave
+from cairn.storage.commits import Commit, Step
+from cairn.storage.leases import Lease, Outcome
+from cairn.tasks.checkpoint import checkpoint
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import Message
+from cairn.tasks.selection import last_selection
+
+GRACE = 30.0
+"""Seconds, while the run's configuration is not known."""
+
+A_MOMENT = 2.0
+"""Seconds that giving the run back may take at the very end."""
+
+SAME_KEY = 0.5
+"""Seconds within which a second SIGINT is the same Ctrl-C, passed on by a program that started the driver."""
+
+ABORT_INTERVAL = 1.0
+"""Seconds after which generations are aborted that began meanwhile."""
+
+DRAIN_INTERVAL = 2.0
+"""Seconds between two questions to Ray."""
+
+
+class Preempted(BaseException):
+    """The driver was told to end. No error: nobody is to mend it or to try again on the way up."""
+
+
+Watch = Callable[[threading.Event], float | None]
+"""Waits for word that the driver is to end; returns the seconds until it is too late, or None once the event is set."""
+
+
+class Ending:
+    """Whether this driver is to end, and by when."""
+
+    def __init__(self) -> None:
+        self._begun = threading.Event()
+        self._changing = threading.Lock()
+        self._stopped = False
+        self._raised: set[type[BaseException]] = set()
+        self._over = threading.Event()
+        self._first_interrupt: float | None = None
+        self._lease: Lease | None = None
+        self._grace = GRACE
+        self._run: RunContext | None = None
+        self.confirm: Callable[[], None] = lambda: None
+        """Tells whoever asked for the end that it has come: to be called when the flow has ended."""
+
+    def owns(self, lease: Lease, grace_period: float) -> None:
+        """Called when the driver has the lease."""
+        self._lease, self._grace = lease, grace_period
+
+    def works(self, run: RunContext) -> None:
+        """Called when the engines are up: from here on there is work to stop. Raises Preempted if it is too late."""
+        self._run = run
+        _handle_again()
+        if self._begun.is_set():
+            raise Preempted
+        self.watch("drain-notices", partial(_drained, run))
+
+    def watch(self, name: str, watch: Watch) -> None:
+        """End when the watch, in a thread of its own, says so."""
+
+        def listen() -> None:
+            seconds = watch(self._over)
+            if seconds is not None:
+                self.begin(seconds)
+
+        # Prefect's client finds its server in the context; without, it would start one of its own.
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(listen,), name=name, daemon=True).start()
+
+    def begin(self, limit: float = float("inf")) -> None:
+        """End within the grace period, and within `limit` seconds."""
+        with self._changing:
+            if self._begun.is_set():
+                return
+            self._begun.set()
+        threading.Thread(target=self._end_in, args=(min(self._grace, limit),), name="grace", daemon=True).start()
+        if self._run is not None:
+            self.stop_work()
+
+    def stop_work(self) -> None:
+        """Let no step begin, and have those that generate end."""
+        if self._run is not None and not self._run.stopping.is_set():
+            self._run.stopping.set()
+            threading.Thread(target=self._abort, args=(self._run,), name="stopping", daemon=True).start()
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Whatever breaks the block off after the driver was told to end becomes Preempted, once the work has stopped
+        and there is a checkpoint."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception | KeyboardInterrupt):
+                self._begun.wait(A_MOMENT)  # a handler was faster than the thread that hears the signal
+            if isinstance(error, KeyboardInterrupt):
+                self.stop_work()
+            if not self._begun.is_set():
+                raise
+            self.stop_work()
+            if self._run is not None and not self._stopped:
+                self._stopped = True
+                save(self._run)
+            raise error if isinstance(error, Preempted) else Preempted() from error
+
+    def hear(self, signum: int) -> None:
+        """Called with each signal, in a thread of its own."""
+        signal.alarm(0)  # Ray's handler, which came before Python's, would abort the process after three seconds
+        if self._begun.is_set():
+            self._end_now()
+        elif signum in NOTICES:
+            self.begin()
+        elif self._first_interrupt is None:
+            self._first_interrupt = time.monotonic()
+        elif time.monotonic() - self._first_interrupt > SAME_KEY:
+            self._end_now()
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread: break off what it does, once."""
+        # A notice that came before may not have been heard yet by the thread that hears them.
+        noticed = signum in NOTICES or Preempted in self._raised or self._begun.is_set()
+        error = Preempted if noticed else KeyboardInterrupt
+        if error not in self._raised:
+            self._raised.add(error)
+            raise error
+
+    def finish(self) -> None:
+        """The driver has ended in order."""
+        self._over.set()
+
+    def _abort(self, run: RunContext) -> None:
+        while not self._over.is_set():
+            for engine in run.fleet.rollout:
+                with suppress(Exception):  # it may be dead, or have nothing to do
+                    engine.abort()
+            self._over.wait(ABORT_INTERVAL)
+
+    def _end_in(self, seconds: float) -> None:
+        if not self._over.wait(seconds):
+            self._end_now()
+
+    def _end_now(self) -> None:
+        if self._over.is_set():
+            return
+        told = self._begun.is_set()
+        releasing = threading.Thread(
+            target=self._release, args=(Outcome.PREEMPTED if told else Outcome.STOPPED,), daemon=True
+        )
+        releasing.start()
+        releasing.join(A_MOMENT)
+        word = "preempted" if told else "interrupted"
+        print(f"{word}: ended at once; nothing committed is lost", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE if told else INTERRUPTED)
+
+    def _release(self, outcome: Outcome) -> None:
+        if self._lease is not None:
+            with suppress(Exception):  # then it looks like one that was killed
+                self._lease.release(outcome)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[Ending]:
+    """Handle the signals that end a driver for the length of the block, also those that were ignored when it began, as
+    in what a script starts in the background. Only the main thread can."""
+    ending = Ending()
+    if threading.current_thread() is not threading.main_thread():
+        yield ending
+        return
+    with ExitStack() as stack:
+        stack.callback(ending.finish)
+        ears, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        listener = threading.Thread(target=_listen, args=(ears, ending), name="signals", daemon=True)
+        listener.start()
+        stack.callback(os.close, mouth)  # ends the listener
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(mouth, warn_on_full_buffer=False))
+        for signum in (signal.SIGINT, *NOTICES):
+            before = signal.getsignal(signum)
+            # Where Prefect has started the flow, its handler is there, and knows more of the signal.
+            if not callable(before) or before in (signal.default_int_handler, leave):
+                stack.callback(signal.signal, signum, signal.signal(signum, ending.interrupt))
+        yield ending
+
+
+def _drained(run: RunContext, over: threading.Event) -> float | None:
+    while not over.wait(DRAIN_INTERVAL):
+        left = run.fleet.seconds_until_drained()
+        if left is not None:
+            run.emit(Message("Ray drains a machine of this run", "warning"))
+            return left
+    return None
+
+
+def _handle_again() -> None:
+    """Put Python's handlers back in the place of Ray's, which it sets when a cluster starts."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in (signal.SIGINT, *NOTICES):
+            handler = signal.getsignal(signum)
+            if callable(handler):
+                signal.signal(signum, handler)
+
+
+def _listen(ears: int, ending: Ending) -> None:
+    with open(ears, "rb", buffering=0) as signals:
+        while heard := signals.read(1):
+            if heard[0] in (signal.SIGINT, *NOTICES):
+                ending.hear(heard[0])
+
+
+def save(run: RunContext) -> Commit | None:
+    """Make a restore point of the newest weights, so that nothing has to be replayed; None where there is one already,
+    or the training engine does not hold them."""
+    newest = run.ledger.last_iteration()
+    places = [] if newest is None else range(newest, newest - 2 - run.ledger.lag, -1)
+    index = next((i for i in places if i >= run.ledger.first_iteration and run.find(i, Step.TRAIN)), None)
+    if index is None or run.find(index, Step.CHECKPOINT) is not None:
+        return None
+    trained = run.committed(index, Step.TRAIN)
+    try:
+        with run.weights_lock:
+            position = run.fleet.training.position()
+            if (position.weight_version, position.state_digest) != (trained.weight_version_out, trained.state_digest):
+                return None
+            saved = checkpoint(run, index, None, trained, last_selection(run, index))
+    except Exception as error:  # whoever goes on replays instead
+        run.emit(Message(f"No checkpoint could be made: {error}", "warning"))
+        return None
+    run.emit(Message(f"The weights of iteration {index} are saved"))
+    return saved
+
+
+OnLease = Callable[[Lease, float], None]
+"""Takes the lease when the driver has it, and its grace period."""

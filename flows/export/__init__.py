@@ -1,0 +1,1 @@
+"""What leaves a store: a model as a folder that others load, and one sample with all it came from."""

@@ -1,0 +1,261 @@
+"""`export`: the weights that an iteration left, as a folder that other programs load.
+
+| at the iteration lies | what is done |
+|---|---|
+| a checkpoint | its weights are read, by this process alone |
+| none, or it is retired | the run's engines start apart, load the newest checkpoint before it and replay what follows |
+
+The run's lease is not taken and nothing is written into the ledger: a live run may be exported. The folder is written
+beside its place under another name and renamed when it is whole.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from cairn.configs.loader import from_manifest
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.models import folder_digest, weight_files
+from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.folders import checksums_as, tensors_of
+from cairn.flows.events import Event
+from cairn.flows.export.model_card import Exported, model_card
+from cairn.flows.reading.scores import benchmark_scores
+from cairn.flows.replay import beside_the_ledger
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import Damaged
+from cairn.storage.ledger import Ledger
+from cairn.storage.retention import is_retired, newest_checkpoint
+from cairn.tasks.events import Message
+from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.versions import version_of
+
+CARD = "README.md"
+ADAPTER = "adapter"
+"""The folder beside a model in which a training engine leaves its adapter."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+)
+
+
+class CannotExport(Exception):
+    """What was asked for is not there, or would overwrite something. The message is one sentence."""
+
+
+def export(
+    ledger: Ledger,
+    target: Path,
+    iteration: int | None = None,
+    *,
+    adapter: bool = False,
+    emit: Callable[[Event], None] = lambda event: None,
+) -> Exported:
+    """Write the weights that an iteration left, the newest trained one by default, with tokenizer and card.
+
+    Args:
+        target: a folder that does not exist or is empty.
+        adapter: write the LoRA adapter alone, in peft's format; merged into the model otherwise.
+
+    Raises:
+        CannotExport: nothing was trained there, `target` is in use, or there is no adapter.
+        BadModel: the model that the run began with is not where it was, or another one is.
+        Damaged, Retired, ReplayDiverged: the weights cannot be had again as they were.
+    """
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise CannotExport(f"{target} is there already and not empty: give the name of a new folder")
+    trained = _trained(ledger, iteration)
+    owner = ledger.owner(trained.iteration)
+    config = from_manifest(owner.manifest.config)
+    if adapter and not config.training.lora.r:
+        raise CannotExport(f"run {owner.run!r} trains all weights and has no adapter: leave --adapter out")
+    base = Path(config.model.path)
+    digest = _require_base(owner, base)
+    with _renamed_to(target) as folder:
+        restored_from = _write_weights(ledger, config, trained, folder, adapter, emit)
+        _copy_tokenizer(base, folder)
+        files = [folder / ADAPTER_WEIGHTS] if adapter else weight_files(folder)
+        emit(Message("Checking what was written"))
+        shapes = [(tensor.numel(), str(tensor.dtype)) for _, tensor in tensors_of(files)]
+        exported = Exported(
+            run=ledger.run,
+            iteration=trained.iteration,
+            weight_version=version_of(trained),
+            state_digest=trained.state_digest,
+            commit=trained.digest,
+            restored_from=restored_from,
+            adapter=adapter,
+            dtype=" and ".join(sorted({dtype.removeprefix("torch.") for _, dtype in shapes})),
+            parameters=sum(count for count, _ in shapes),
+            tensors=weights_checksum(tensors_of(files)),
+            published=None if adapter else _require_published(owner, config, trained, folder, files),
+            base_model=base.name,
+            base_digest=digest,
+            data_digest=owner.terms.inputs.get("data"),
+            files={
+                str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()
+            },
+            scores=_scores(ledger, trained.iteration),
+            code=ledger.terms_of(trained).code_version.package,
+        )
+        (folder / CARD).write_text(model_card(exported), "utf-8")
+    return exported
+
+
+def _trained(ledger: Ledger, iteration: int | None) -> Commit:
+    """The train step of an iteration, or the newest one."""
+    last = ledger.last_iteration()
+    if iteration is None:
+        newest = -1 if last is None else last
+        found = (ledger.find(index, Step.TRAIN) for index in range(newest, max(-1, newest - 2 - ledger.lag), -1))
+        trained = next((commit for commit in found if commit is not None), None)
+        if trained is None:
+            raise CannotExport(f"run {ledger.run!r} has not trained anything yet: its weights are those it began with")
+        return trained
+    trained = ledger.find(iteration, Step.TRAIN)
+    if trained is None:
+        reach = "it has none" if last is None else f"its newest is {last}"
+        raise CannotExport(f"run {ledger.run!r} has no committed train step in iteration {iteration}; {reach}")
+    return trained
+
+
+def _require_base(owner: Ledger, base: Path) -> str:
+    """The digest of the folder that the run began with, from which config and tokenizer come."""
+    if not base.is_dir():
+        raise BadModel(f"model.path of run {owner.run} is {base}, which is not on this machine: put it back there")
+    found, recorded = folder_digest(base), owner.terms.inputs.get("model")
+    if recorded is not None and found != recorded:
+        raise BadModel(
+            f"{base} is not the model that run {owner.run} began with: it has digest {found}, not {recorded}"
+        )
+    return found
+
+
+def _write_weights(
+    ledger: Ledger, config: RunConfig, trained: Commit, folder: Path, adapter: bool, emit: Callable[[Event], None]
+) -> str:
+    """Write model or adapter into an empty folder; returns where the weights came from."""
+    saved = ledger.find(trained.iteration, Step.CHECKPOINT)
+    if saved is not None and saved.state_digest == trained.state_digest and not is_retired(ledger, saved):
+        emit(Message(f"Reading the checkpoint of iteration {saved.iteration}"))
+        _from_checkpoint(ledger, config, saved, folder, adapter)
+        return "checkpoint"
+    before = newest_checkpoint(ledger, trained.iteration - 1)
+    origin = "the initial weights" if before is None else f"the checkpoint of iteration {before.iteration}"
+    emit(
+        Message(f"Iteration {trained.iteration} has no checkpoint: starting the run's engines to replay its way there")
+    )
+    with beside_the_ledger(ledger.owner(trained.iteration), emit) as run, run.weights_lock:
+        restore_trainer(run, trained)
+        emit(Message("Writing the weights"))
+        run.fleet.training.export_hf(version_of(trained), folder.absolute())
+    if not any(folder.iterdir()):
+        raise CannotExport(f"the training engine runs on another machine, which does not share {folder.parent}")
+    _keep(folder, adapter)
+    return f"{origin}, and the train steps after it"
+
+
+def _from_checkpoint(ledger: Ledger, config: RunConfig, saved: Commit, folder: Path, adapter: bool) -> None:
+    _require_description(ledger, saved)
+    store, checkpoint, training = ledger.store, ledger.folder_of(saved), config.training
+    if training.engine == "torch":
+        from cairn.engines.training.torch.convert import export_checkpoint
+
+        dtype: torch.dtype = getattr(torch, training.dtype)
+        base = Path(config.model.path)
+        export_checkpoint(store, checkpoint, base, folder, dtype=dtype, lora=training.lora, adapter=adapter)
+        return
+    from cairn.engines.training.megatron.backend import backend_for
+
+    # What makes Megatron run on the CPU refuses to be installed where there is a GPU.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend_for(device)  # prepares megatron-core before anything imports it
+    from cairn.engines.training.megatron.convert import export_checkpoint as export_megatron
+
+    export_megatron(store, checkpoint, Path(config.model.path), folder, dtype=training.dtype, device=device)
+
+
+def _require_description(ledger: Ledger, saved: Commit) -> None:
+    """Hold the checkpoint's own description, which has the digest of every other file, against the commit."""
+    for output in saved.outputs:
+        if output.path.endswith("_state.json"):
+            path = f"{ledger.folder_of(saved)}/{Path(output.path).name}"
+            found = hashlib.sha256(ledger.store.read(path)).hexdigest()
+            if found != output.sha256:
+                raise Damaged(f"{path} is damaged: SHA-256 {output.sha256} was committed, {found} was read")
+
+
+def _keep(folder: Path, adapter: bool) -> None:
+    """Of a model with its adapter beside it, keep one."""
+    beside = folder / ADAPTER
+    if adapter:
+        for path in folder.iterdir():
+            if path != beside:
+                path.unlink()
+        for path in beside.iterdir():
+            path.rename(folder / path.name)
+    if beside.is_dir():
+        shutil.rmtree(beside)
+
+
+def _copy_tokenizer(base: Path, folder: Path) -> None:
+    """Bit for bit, so that it is the one that the run's prompts were written with."""
+    for pattern in TOKENIZER_FILES:
+        for path in base.glob(pattern):
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name)
+            else:
+                shutil.copyfile(path, folder / path.name)
+
+
+def _require_published(
+    owner: Ledger, config: RunConfig, trained: Commit, folder: Path, files: list[Path]
+) -> str | None:
+    """The digest of the weights that rollout engines had to find, if the files hold them."""
+    synced = owner.find(trained.iteration, Step.SYNC)
+    published = None if synced is None else synced.values.get("digest")
+    if not isinstance(published, str):
+        return None
+    found = list(checksums_as(folder, files, getattr(torch, config.rollout.dtype)))
+    if published not in found:
+        raise Damaged(f"what was written has digest {found[0]}, where {synced and synced.name} committed {published}")
+    return published
+
+
+def _scores(ledger: Ledger, iteration: int) -> dict[str, float]:
+    """Of every benchmark that the run evaluated these weights on."""
+    scores = benchmark_scores(ledger, from_manifest(ledger.manifest.config))
+    return {name: by_place[iteration + 1] for name, by_place in scores.items() if iteration + 1 in by_place}
+
+
+@contextmanager
+def _renamed_to(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target` that takes its name when all is well, and else is removed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as room:
+        folder = Path(room) / target.name
+        folder.mkdir()
+        yield folder
+        try:
+            os.rename(folder, target)  # over an empty folder too, and over nothing else
+        except OSError as error:
+            raise CannotExport(f"{target} cannot be made: {error.strerror}") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,211 @@
+"""Reading a bundle anywhere, without the store that it is from: what of it is true, and its reward again.
+
+| held against | |
+|---|---|
+| the digest in each file of the ledger | its content |
+| the digests in each commit | the tables that are here, and the commits that it was made from, all of which are here |
+| the signatures that are here, where signers are given | who wrote the files |
+| the row in the rollout's table | what the bundle says that the grader was given |
+| the recorded reward | what the same version of the grader says now |
+
+A bundle is consistent in itself if all of that holds. That it is of the run that it names, only a signature tells, or
+the digest of its newest commit, compared with what `cairn status` or somebody else says.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+
+from cairn.configs.loader import from_manifest
+from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
+from cairn.storage import canonical, layout
+from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.errors import Damaged
+from cairn.storage.ledger import Ledger
+from cairn.storage.local import LocalStore
+from cairn.storage.paths import check_path
+from cairn.storage.signatures import check_signature
+from cairn.storage.snapshots import read_bytes
+
+
+class BadBundle(Exception):
+    """The file is no bundle. The message says why."""
+
+
+class Checked(Record):
+    """What reading a bundle found."""
+
+    contents: Contents
+    commits: int
+    tables: int
+    """Files of commits, checkpoints' included, that are what was committed."""
+    problems: tuple[str, ...]
+    prompt: str | None
+    response: str | None
+    reward: float | None
+    """As recorded."""
+    graded_again: float | None
+    """The reward that the grader gives now; None where it was not asked."""
+    not_graded: str | None
+    """Why not."""
+
+
+def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: bool = False) -> Checked:
+    """Read a bundle. `trust_code`: run the source of a grader of somebody's own that is in it; graders of Cairn's own
+    always run. Raises BadBundle, FileNotFoundError."""
+    with TemporaryDirectory(prefix="cairn-bundle-") as folder:
+        contents = _unpacked(file, Path(folder))
+        store = LocalStore(f"{folder}/{STORE}")
+        try:
+            ledger = Ledger.open(store, contents.run)
+            commits, problems = _commits(ledger)
+            read, more = _tables(ledger, commits)
+            problems += [*more, *_strangers(store, ledger, commits)]
+            ledger.decisions.all()
+            if signers:
+                problems += _unsigned(store, signers)
+            found = ledger.find(*_place(contents.rollout))
+            row = None if found is None else sample_row(ledger, found, contents.group_id, contents.sample_index)
+            graded = None if found is None else ledger.find(found.iteration, Step.REWARD, found.shard)
+            recorded = None if graded is None else sample_row(ledger, graded, contents.group_id, contents.sample_index)
+        except (Damaged, FileNotFoundError, ValueError) as error:
+            raise BadBundle(f"{file} cannot be read: {error}") from None
+        if row is None:
+            raise BadBundle(f"{file} holds no row of the sample that it names")
+        newest = ledger.find(*_place(contents.newest))
+        if newest is None or newest.digest != contents.newest_digest:
+            problems.append(f"{contents.newest} is not the commit that the bundle says is its newest")
+        again, why = _graded(ledger, contents, row, recorded, Path(folder) / GRADER, problems, trust_code)
+        reward = None if recorded is None else recorded["reward"]
+        if why is None and (None if again is None else float(np.float32(again))) != reward:
+            problems.append(f"the reward is recorded as {reward}, and its grader gives {again} now")
+    return Checked(
+        contents=contents,
+        commits=len(commits),
+        tables=read,
+        problems=tuple(problems),
+        prompt=row["prompt_text"],
+        response=row["response_text"],
+        reward=reward,
+        graded_again=again,
+        not_graded=why,
+    )
+
+
+def _unpacked(file: Path, folder: Path) -> Contents:
+    try:
+        with ZipFile(file) as opened:
+            fields = canonical.unseal(opened.read(CONTENTS))
+            del fields["digest"]
+            if fields.get("format") != FORMAT:
+                raise ValueError(f"it has format {fields.get('format')}, this Cairn reads format {FORMAT}")
+            for name in opened.namelist():
+                if name != CONTENTS:
+                    opened.extract(check_path(name), folder)
+        contents = Contents.model_validate(fields)
+        if contents.grader is not None and not layout.is_name(contents.grader):
+            raise ValueError(f"its grader's file is called {contents.grader!r}")
+        return contents
+    except (BadZipFile, KeyError, ValueError) as error:
+        raise BadBundle(f"{file} is no bundle of Cairn: {error}") from None
+
+
+def _commits(ledger: Ledger) -> tuple[list[Commit], list[str]]:
+    """Every commit that is here, and what is wrong with the chain between them."""
+    commits = [commit for index in ledger.iterations() for commit in ledger.commits(index)]
+    digests = {commit.name: commit.digest for commit in commits}
+    problems = []
+    for commit in commits:
+        ledger.terms_of(commit)
+        for name, digest in commit.inputs.items():
+            if name.partition("/")[0].isdecimal() and digests.get(name) != digest:
+                there = "has another digest here" if name in digests else "is missing"
+                problems.append(f"{commit.name} was made from {name}, which {there}")
+    return commits, problems
+
+
+def _tables(ledger: Ledger, commits: list[Commit]) -> tuple[int, list[str]]:
+    read, problems = 0, []
+    for commit in commits:
+        for output in commit.outputs:
+            if not ledger.store.exists(layout.in_run(commit.run, output.path)):
+                continue  # of a step that is not the sample's own
+            try:
+                read_bytes(ledger.store, commit.run, output)
+                read += 1
+            except Damaged as error:
+                problems.append(str(error))
+    return read, problems
+
+
+def _strangers(store: LocalStore, ledger: Ledger, commits: list[Commit]) -> Iterator[str]:
+    """Tables that no commit names."""
+    named = {layout.in_run(commit.run, output.path) for commit in commits for output in commit.outputs}
+    for path in store.find(layout.runs()):
+        if not path.endswith((".json", ".sig")) and path not in named:
+            yield f"{path} is named by no commit"
+
+
+def _unsigned(store: LocalStore, signers: Mapping[str, str]) -> list[str]:
+    paths = [path for path in store.find(layout.runs()) if path.endswith(".json")]
+    sealed = [path for path in paths if layout.parse_file(path.split("/")[1], path) is None]
+    return [found.problem for path in sealed if (found := check_signature(store, path, signers)).problem]
+
+
+def _place(name: str) -> tuple[int, Step, str | None]:
+    iteration, _, rest = name.partition("/")
+    step, _, shard = rest.partition(".")
+    return int(iteration), Step(step), shard or None
+
+
+def _graded(
+    ledger: Ledger,
+    contents: Contents,
+    row: dict[str, Any],
+    recorded: dict[str, Any] | None,
+    sources: Path,
+    problems: list[str],
+    trust_code: bool,
+) -> tuple[float | None, str | None]:
+    """The reward that the grader gives now, or why it was not asked."""
+    from cairn.tasks.rewards import get_grader, grader_version
+    from cairn.tasks.rewards.pool import GraderPool
+    from cairn.tasks.rewards.sample import ResponseSegment, Sample
+
+    if recorded is None or recorded["reward"] is None:
+        return None, "it has no recorded reward"
+    given = contents.given
+    if given is None:
+        return None, "what its grader was given is not here"
+    claimed = {"response": row["response_text"], "label": row["label"], "prompt": row["prompt_text"]}
+    claimed |= {"metadata": json.loads(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
+    lists = {"response_ids": row["response_ids"], "prompt_ids": row["prompt_ids"]}
+    wrong = [name for name, value in claimed.items() if given[name] != value]
+    wrong += [name for name, value in lists.items() if list(given[name]) != list(value)]
+    if wrong:
+        problems.append(f"what the bundle says that the grader was given is not its row: {', '.join(wrong)}")
+        return None, "what its grader was given is not its row"
+    config = from_manifest(ledger.owner(contents.generated_in).manifest.config)
+    reward = config.reward
+    if reward.custom_rm_path is not None:
+        if contents.grader is None:
+            return None, "the source of its grader is not here"
+        if not trust_code:
+            return None, "its grader is code of somebody's own, which --trust-code runs"
+        function = reward.custom_rm_path.rpartition(":")[2]
+        reward = reward.model_copy(update={"custom_rm_path": f"{sources / contents.grader}:{function}"})
+    grader = get_grader(reward)
+    if grader_version(grader) != recorded["grader_version"]:
+        return None, f"its grader here has version {grader_version(grader)}, it was {recorded['grader_version']}"
+    segments = tuple(ResponseSegment(**segment) for segment in given["segments"])
+    sample = Sample(**{**given, "segments": segments, "response_ids": tuple(given["response_ids"])})
+    with ExitStack() as stack:
+        pool = stack.enter_context(GraderPool(reward, config.retry.grader))
+        (answer,) = pool.grade([sample])
+    return answer.reward, None

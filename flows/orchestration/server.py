@@ -1,0 +1,307 @@
+"""The embedded Prefect server: a child process of the driver that keeps its history in a folder.
+
+`prefect_api(home)` is what a driver wraps its flows in. An API that the user configured, by `PREFECT_API_URL` or by a
+Prefect profile, always wins; only without one is a server started, once a process and home:
+
+    <home>/prefect.db    SQLite, kept between runs: every server of this home shows the same history
+    <home>/server.log    what servers of this home had to say
+    <home>/start.lock    held while a server migrates the database
+
+Why a server of our own and not the one Prefect starts by itself: that one gives up after 20 s, serves no UI, keeps its
+history in the user's home and prints tracebacks when it goes. This one
+
+- makes its imports beside the driver's, and neither serves nor opens the database until it is told to;
+- takes a socket that is already bound, so no port can be lost in between and a request waits in the backlog until the
+  server is up;
+- polls its parent's process id, so it leaves within seconds however the driver died, SIGKILL included;
+- lives in a session of its own, so Ctrl-C reaches the driver alone, which can still report its last state;
+- is started again if it dies: the driver keeps the socket, so requests wait in its backlog meanwhile, and those that
+  broke off are repeated by Prefect's client.
+
+Several drivers in one folder have a server each, on one database: none loses its API when another driver ends.
+Measured, with eight no-op steps an iteration, on two cores (see also `bench/orchestration.py`):
+
+- SQLite transactions that begin DEFERRED fail at once when another connection wrote meanwhile; the API answers 503 and
+  Prefect's client sleeps about 2 s. On a slow machine that was every iteration. IMMEDIATE ones wait a few ms instead.
+- A listening socket made without `IPPROTO_TCP` gets no TCP_NODELAY from asyncio, and each request waits 40 ms more.
+- Task events recorded in batches instead of one by one: 260 -> 150 ms of the server's CPU time an iteration.
+- Events not compressed on their way over loopback: 3 ms of the driver's CPU time an iteration, 2 of the server's.
+- No event persister (the UI's event feed; runs, task runs, states and logs do not need it): 150 -> 115 ms, and 40
+  instead of 160 kB of database an iteration.
+"""
+
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import certifi
+import httpx
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import (
+    PREFECT_API_SSL_CERT_FILE,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    temporary_settings,
+)
+
+from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
+
+PREFECT_HOME = Path(".cairn/prefect")
+"""Database and log of the embedded server, below the folder one stands in."""
+
+CHILD = "cairn.flows.orchestration.server_process"
+
+START_TIMEOUT = 120.0
+"""Seconds a server may take to answer: 4 on an idle machine, 27 seen on a loaded one."""
+
+MOST_RESTARTS = 3
+"""How often in a row a server that died is started again."""
+
+LASTING = 60.0
+"""Seconds after which a server that dies does not count as having died in a row."""
+
+_DEFAULTS = {
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "64",
+    "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "false",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+    "DO_NOT_TRACK": "1",
+}
+"""Settings of an embedded server; the environment overrides each."""
+
+
+class ServerFailed(Exception):
+    """Prefect's server did not start, or was lost for good. The message says why and what to do."""
+
+
+class Server:
+    """A Prefect server in a child process, over the database in `home`. It dies with this process.
+
+    Once it has answered it is started again whenever it dies, at most `MOST_RESTARTS` times in a row.
+    """
+
+    def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Start the process, which waits to be told to serve, and return at once. Port 0 takes a free one; raises
+        ServerFailed if `port` is taken."""
+        home = home.resolve()
+        home.mkdir(parents=True, exist_ok=True)
+        self.home = home
+        self.log = home / "server.log"
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._listener = _listen(host, port)
+        self.ui_url = f"http://{reachable(host)}:{self._listener.getsockname()[1]}"
+        self.api_url = f"{self.ui_url}/api"
+        self._changing = threading.Lock()
+        self._serves = self._ready = self._stopped = False
+        self._process = self._spawn()
+        self._watcher = threading.Thread(target=self._watch, name="prefect-server", daemon=True)
+        self._watcher.start()
+
+    def serve(self) -> None:
+        """Let it serve, as soon as it can."""
+        with self._changing:
+            if not self._serves:
+                self._serves = True
+                _tell_to_serve(self._process)
+
+    def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Let it serve, and return when it answers. Raises ServerFailed, the server stopped, if it does not within
+        `timeout`."""
+        self.serve()
+        try:
+            # The connection waits in the backlog; it is reset if the server dies.
+            httpx.get(f"{self.api_url}/health", timeout=timeout, trust_env=False).raise_for_status()
+        except httpx.HTTPError as error:
+            late = isinstance(error, httpx.TimeoutException)
+            why = f"did not answer within {timeout:.0f} s" if late else f"died while it started ({error})"
+            self.stop()
+            raise ServerFailed(
+                f"the embedded Prefect server {why}. Its log is {self.log}; delete {self.home} if its database is "
+                f"broken, or set PREFECT_API_URL to use another server. Last lines of the log:\n{self._log_tail()}"
+            ) from error
+        self._ready = True
+
+    @property
+    def pid(self) -> int:
+        """Of the process that serves, or was the last to do so."""
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Whether the server runs, or is about to again."""
+        return self._watcher.is_alive()
+
+    def wait(self) -> int:
+        """Block until the server has ended for good; return its exit status."""
+        self._watcher.join()
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """End the process; it writes what it holds first. Does nothing if it has ended."""
+        with self._changing:
+            self._stopped = True
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._watcher.join()
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid())],
+                env=_environment(self.home, self.api_url),
+                pass_fds=[self._listener.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _watch(self) -> None:
+        """Start the server again while that may help; then reset the connections that wait for it."""
+        in_a_row = 0
+        with self._listener:
+            while True:
+                began = time.monotonic()
+                self._process.wait()
+                in_a_row = 1 if time.monotonic() - began > LASTING else in_a_row + 1
+                with self._changing:
+                    if self._stopped or not self._ready or in_a_row > MOST_RESTARTS:
+                        return
+                    self._process = self._spawn()
+                    _tell_to_serve(self._process)
+
+    def _log_tail(self, lines: int = 20) -> str:
+        with self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def _tell_to_serve(process: "subprocess.Popen[bytes]") -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as waiting:  # it may have died
+        waiting.write(b"serve")
+
+
+_servers: dict[Path, Server] = {}
+_servers_lock = threading.Lock()
+
+
+def ensure_server(home: Path) -> Server:
+    """Return this process's server over `home`, started if there is none; it ends with the process.
+
+    Returns before the server serves, so that it can start beside other things: call `wait_ready`.
+    """
+    with _servers_lock:
+        server = _servers.get(home.resolve())
+        if server is None or not server.alive():
+            server = _servers[home.resolve()] = Server(home)
+            # Prefect sends its last events and logs before atexit functions run.
+            atexit.register(server.stop)
+        return server
+
+
+def prepare_server(home: Path) -> None:
+    """Begin to start the server that `prefect_api(home)` will need, if it will need one."""
+    if configured_api() is None:
+        ensure_server(home)
+
+
+def configured_api() -> str | None:
+    """URL of the API that the environment or the active Prefect profile names."""
+    return PREFECT_API_URL.value()
+
+
+@contextmanager
+def prefect_api(home: Path) -> Iterator[str]:
+    """Run flows against the configured API, or else against the embedded server over `home`. Yields the API's URL.
+
+    Holds for this thread and for what copies its context, as Prefect's task runners do: a thread that runs flows and
+    is started in another way needs `contextvars.copy_context().run`. A process should stay with one API: Prefect sends
+    task runs to the first that it met. Raises ServerFailed, also where the block fails because the API did.
+    """
+    configured = configured_api()
+    if configured is not None:
+        with _naming_failures(f"Prefect's server at {configured}", "look after it, or unset PREFECT_API_URL"):
+            yield configured
+        return
+    server = ensure_server(home)
+    server.wait_ready()
+    settings = temporary_settings(
+        {
+            PREFECT_API_URL: server.api_url,
+            PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
+            # A subflow makes a client of its own, which reads its trust store: 20 ms for all of certifi's, none of
+            # which plain HTTP over loopback needs.
+            PREFECT_API_SSL_CERT_FILE: str(_smallest_trust_store(server.home)),
+        }
+    )
+    with settings, _naming_failures("the embedded Prefect server", f"its log is {server.log}"):
+        yield server.api_url
+
+
+@contextmanager
+def _naming_failures(server: str, advice: str) -> Iterator[None]:
+    """Make a ServerFailed of what Prefect's client raises after its last try."""
+    try:
+        yield
+    except (httpx.HTTPError, PrefectHTTPStatusError, ObjectNotFound) as error:
+        why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        raise ServerFailed(f"{server} failed, or lost its database ({why}): {advice}") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ServerFailed(f"cannot listen on {host}:{port}: {error.strerror}. Choose another port") from error
+    listener.listen(128)
+    return listener
+
+
+def reachable(host: str) -> str:
+    """Where this machine reaches what listens there."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches what listens there."""
+    return host == "localhost" or host.startswith("127.")
+
+
+def _environment(home: Path, api_url: str) -> dict[str, str]:
+    client_only = ("PREFECT_API_URL", "PREFECT_PROFILE", "PREFECT_PROFILES_PATH")
+    return {
+        **_DEFAULTS,
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url_in(home),
+        # A page that another server gave may ask nothing here; the interface's own needs no permission.
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": api_url.removesuffix("/api"),
+        **{name: value for name, value in os.environ.items() if name not in client_only},
+        "PREFECT_HOME": str(home),
+        # Relative, so that a page finds it under whatever name of this machine it was opened.
+        "PREFECT_SERVER_UI_API_URL": "/api",
+    }
+
+
+def _smallest_trust_store(home: Path) -> Path:
+    path = home / "trust-store.pem"
+    if not path.exists():
+        begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----\n"
+        pem = Path(certifi.where()).read_text()
+        written = path.with_suffix(f".{os.getpid()}")
+        written.write_text(pem[pem.index(begin) : pem.index(end) + len(end)])
+        written.rename(path)
+    return path

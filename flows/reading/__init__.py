@@ -1,0 +1,1 @@
+"""What is read out of ledgers for people and programs. Nothing here writes or starts anything."""

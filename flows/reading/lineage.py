@@ -1,0 +1,293 @@
+"""Where one sample came from and what it went into, or one token of it: a walk along the digests of the ledger.
+
+    prompt row ─▶ rollout ─▶ reward ─▶ filter ─▶ advantage ─▶ train ─▶ checkpoint, sync
+                     ▲                                           │
+                  weights (a train step before it)            weights
+
+A dozen commits and a row of each table are read, whatever the length of the run, and one marker an iteration after the
+update to see which checkpoints there are. Every commit and table is held against its digest.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.configs.loader import from_manifest
+from cairn.flows.reading.lineage_records import (
+    Checkpoint,
+    Grade,
+    Judgement,
+    Lineage,
+    Made,
+    Prompt,
+    Sampled,
+    Token,
+    Update,
+    Weights,
+)
+from cairn.storage import layout
+from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import Disposition
+from cairn.storage.snapshots import read_table
+
+_WAITS = {Disposition.BUFFER, Disposition.CONTINUE}
+
+
+def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, token: int | None = None) -> Lineage:
+    """The origin and the use of a sample, and of its token number `token`. `iteration` is the one that generated it, or
+    one whose filter judged it.
+
+    Raises LookupError if there is none, Retired if retention removed what tells of it, and Damaged.
+    """
+    rollout = _rollout_of(ledger, iteration, group_id)
+    key = (group_id, sample_index)
+    row = _row(ledger, rollout, key) if rollout is not None else None
+    if rollout is None or row is None:
+        raise LookupError(_missing(ledger, iteration, group_id, sample_index, rollout))
+    tokens = len(row["response_ids"])
+    if token is not None and not 0 <= token < tokens:
+        raise LookupError(
+            f"the response has tokens 0 to {tokens - 1}, no {token}" if tokens else "the response is empty"
+        )
+    graded = ledger.find(rollout.iteration, Step.REWARD, rollout.shard)
+    grade = None if graded is None else _row(ledger, graded, key)
+    judgements = list(_judgements(ledger, rollout, group_id))
+    trained_in = next((j.iteration for j in judgements if j.disposition == Disposition.TRAIN), None)
+    advantage = None if trained_in is None else ledger.find(trained_in, Step.ADVANTAGE)
+    estimated = None if advantage is None else _row(ledger, advantage, key)
+    update = None if advantage is None or estimated is None else _update(ledger, advantage, estimated)
+    return Lineage(
+        run=ledger.run,
+        iteration=rollout.iteration,
+        shard=rollout.shard,
+        group_id=group_id,
+        sample_index=sample_index,
+        prompt=_prompt(ledger, rollout, row),
+        sampled=_sampled(ledger, rollout, row),
+        grade=None if graded is None or grade is None else _grade(ledger, graded, grade),
+        judgements=tuple(judgements),
+        update=update,
+        checkpoints=() if update is None else tuple(_checkpoints(ledger, update.made_by.iteration)),
+        token=None if token is None else _token(ledger, row, estimated, trained_in, key, token),
+    )
+
+
+def _rollout_of(ledger: Ledger, iteration: int, group_id: int) -> Commit | None:
+    """The commit that holds a group's samples as the iteration knows them."""
+    selection = _newest_selection(ledger, iteration)
+    if selection is not None:
+        for row in _rows(ledger, selection, pc.field("group_id") == group_id):
+            return ledger.find(row["iteration"], Step.ROLLOUT, row["shard"])
+    for commit in ledger.commits(iteration):  # not filtered yet
+        if commit.step is Step.ROLLOUT and _rows(ledger, commit, pc.field("group_id") == group_id):
+            return commit
+    return None
+
+
+def _newest_selection(ledger: Ledger, iteration: int) -> Commit | None:
+    """The filter step of the last round."""
+    newest, rounds = None, 0
+    while (found := ledger.find(iteration, Step.FILTER, f"{rounds:02d}")) is not None:
+        newest, rounds = found, rounds + 1
+    return newest
+
+
+def _judgements(ledger: Ledger, rollout: Commit, group_id: int) -> Iterator[Judgement]:
+    """What the filter steps made of the group, from its rollout's iteration until it is trained on or dropped."""
+    iteration = rollout.iteration
+    while (selection := _newest_selection(ledger, iteration)) is not None:
+        here = (pc.field("group_id") == group_id) & (pc.field("iteration") == rollout.iteration)
+        found = _rows(ledger, selection, here & (pc.field("shard") == rollout.shard))
+        for row in found:
+            yield Judgement(
+                iteration=iteration,
+                disposition=row["disposition"],
+                reason=row["reason"],
+                mean_reward=row["mean_reward"],
+                std_reward=row["std_reward"],
+                made_by=_made(selection),
+            )
+        if not found or found[0]["disposition"] not in _WAITS:
+            return
+        iteration += 1
+
+
+def _prompt(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Prompt:
+    terms = ledger.terms_of(rollout)
+    return Prompt(
+        data=from_manifest(terms.config).data.path,
+        data_digest=terms.inputs.get("data"),
+        row=row["prompt_index"],
+        epoch=row["epoch"],
+        text=row["prompt_text"],
+        label=row["label"],
+        metadata=row["metadata"],
+        tokens=len(row["prompt_ids"]),
+    )
+
+
+def _sampled(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Sampled:
+    versions = sorted(set(row["weight_versions"])) or [rollout.weight_version_in or 0]
+    return Sampled(
+        response=row["response_text"],
+        tokens=len(row["response_ids"]),
+        log_prob=float(sum(row["log_probs"])),
+        finish_reason=row["finish_reason"],
+        status=row["status"],
+        error=row["error"],
+        seed=row["seed"],
+        engine=row["engine"],
+        seconds=row["seconds"],
+        segments=len(row["segments"] or [None]),
+        weights=tuple(_weights(ledger, rollout, version) for version in versions),
+        model_digest=ledger.terms_of(rollout).inputs.get("model"),
+        environment=rollout.environment,
+        made_by=_made(rollout),
+    )
+
+
+def _weights(ledger: Ledger, rollout: Commit, version: int) -> Weights:
+    """A version that sampled tokens of the rollout: the newest, or one before it where the response was continued."""
+    trained = _train_step(rollout)
+    while trained is not None and trained >= 0:
+        commit = ledger.find(trained, Step.TRAIN)
+        if commit is None or (commit.weight_version_out or 0) < version:
+            break
+        if commit.weight_version_out == version:
+            published = ledger.find(trained, Step.SYNC)
+            return Weights(
+                version=version,
+                state_digest=commit.state_digest,
+                published_digest=None if published is None else _text(published.values.get("digest")),
+                made_by=_made(commit),
+            )
+        trained -= 1
+    return Weights(version=version)
+
+
+def _train_step(commit: Commit) -> int | None:
+    """The iteration whose weights a step read; None: the run's initial ones."""
+    made_from = [name.partition("/") for name in commit.inputs]
+    return next((int(iteration) for iteration, _, step in made_from if step == Step.TRAIN), None)
+
+
+def _grade(ledger: Ledger, commit: Commit, row: dict[str, Any]) -> Grade:
+    sources = {name: digest for name, digest in ledger.terms_of(commit).inputs.items() if name.startswith("reward.")}
+    return Grade(
+        reward=row["reward"],
+        components=row["components"],
+        grader=row["grader"],
+        grader_version=row["grader_version"],
+        sources=sources,
+        status=row["status"],
+        error=row["error"],
+        environment=commit.environment,
+        made_by=_made(commit),
+    )
+
+
+def _update(ledger: Ledger, advantage: Commit, row: dict[str, Any]) -> Update | None:
+    """None until the train step is committed."""
+    trained = ledger.find(advantage.iteration, Step.TRAIN)
+    if trained is None:
+        return None
+    published = ledger.find(advantage.iteration, Step.SYNC)
+    return Update(
+        reward=row["reward"],
+        advantage=_mean(row["advantages"]),
+        age=max(row["ages"], default=None) if row["ages"] is not None else None,
+        weight_version_in=trained.weight_version_in,
+        weight_version_out=trained.weight_version_out,
+        state_digest=trained.state_digest,
+        published_digest=None if published is None else _text(published.values.get("digest")),
+        loss=trained.metrics.get("loss"),
+        samples=sum(output.rows or 0 for output in advantage.outputs),
+        estimated_by=_made(advantage),
+        made_by=_made(trained),
+    )
+
+
+def _checkpoints(ledger: Ledger, trained: int) -> Iterator[Checkpoint]:
+    """All from the update on: the weights of each of them have seen the sample."""
+    last = ledger.last_iteration()
+    if last is None:
+        return
+    owners = {iteration: ledger.owner(iteration).run for iteration in range(trained, last + 1)}
+    gone = {
+        (owner, place)
+        for owner in set(owners.values())
+        for name in ledger.store.list(layout.retirements(owner))
+        if (place := layout.parse_retired(name)) is not None
+    }
+    paths = [layout.commit(owner, iteration, Step.CHECKPOINT) for iteration, owner in owners.items()]
+    for (iteration, owner), data in zip(owners.items(), ledger.store.read_many(paths), strict=True):
+        if data is not None:
+            fields = json.loads(data)
+            retired = (owner, (iteration, layout.Kind.CHECKPOINT)) in gone
+            yield Checkpoint(iteration=iteration, run=owner, state_digest=fields["state_digest"], retired=retired)
+
+
+def _token(
+    ledger: Ledger,
+    row: dict[str, Any],
+    estimated: dict[str, Any] | None,
+    trained_in: int | None,
+    key: tuple[int, int],
+    token: int,
+) -> Token:
+    scored = None if trained_in is None else ledger.find(trained_in, Step.SCORE)
+    scores = {} if scored is None else _row(ledger, scored, key) or {}
+    ends = accumulate(segment["tokens"] for segment in row["segments"] or [])
+    return Token.of(
+        position=token,
+        segment=sum(end <= token for end in ends),
+        row={name: row[name][token] for name in ("response_ids", "log_probs", "loss_mask", "weight_versions")},
+        trained={name: _at(estimated or {}, name, token) for name in ("advantages", "returns", "ages")},
+        scores={name: _at(scores, name, token) for name in scores if name not in ("group_id", "sample_index")},
+    )
+
+
+def _at(row: Mapping[str, Any], column: str, token: int) -> Any:
+    """A token's value in a list column that may be null."""
+    return None if row.get(column) is None else row[column][token]
+
+
+def _rows(ledger: Ledger, commit: Commit, condition: pc.Expression) -> list[dict[str, Any]]:
+    (output,) = commit.outputs
+    table: pa.Table = read_table(ledger.store, commit.run, output)
+    return table.filter(condition).to_pylist()
+
+
+def _row(ledger: Ledger, commit: Commit, key: tuple[int, int]) -> dict[str, Any] | None:
+    found = _rows(ledger, commit, (pc.field("group_id") == key[0]) & (pc.field("sample_index") == key[1]))
+    return found[0] if found else None
+
+
+def _missing(ledger: Ledger, iteration: int, group_id: int, sample_index: int, rollout: Commit | None) -> str:
+    if rollout is not None:
+        return f"group {group_id} of iteration {iteration} of run {ledger.run!r} has no sample {sample_index}"
+    groups = {
+        row
+        for commit in ledger.commits(iteration)
+        if commit.step is Step.ROLLOUT
+        for row in read_table(ledger.store, commit.run, commit.outputs[0], ["group_id"]).column(0).to_pylist()
+    }
+    has = f"it has groups {min(groups)} to {max(groups)}" if groups else "it has no samples"
+    return f"run {ledger.run!r} has no group {group_id} in iteration {iteration}; {has}"
+
+
+def _made(commit: Commit) -> Made:
+    return Made(name=commit.name, iteration=commit.iteration, run=commit.run, digest=commit.digest)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

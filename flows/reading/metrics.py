@@ -1,0 +1,386 @@
+"""The metrics of an iteration: a view of its commits. `docs/metrics.md` is generated from `METRICS`.
+
+A step writes its metrics into its commit. They are shown under the step's prefix (`train/`, `eval/`, otherwise
+`rollout/`; `age/` stands for itself), slime's names where slime has the metric. Everything under `perf/` is computed
+here, from when steps began and were committed and from the sizes of their files.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.factory import kind_of
+from cairn.flows.costs.peaks import peak_tflops
+from cairn.storage.commits import Commit, Step
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric, or a family of them: `<…>` in the name stands for what differs."""
+
+    name: str
+    unit: str
+    source: str
+    """The step whose commit holds it, or `timings` or `outputs` of all commits."""
+    meaning: str
+    is_count: bool = False
+    """Shards add up; of other metrics the last commit's value stands, or"""
+    is_maximum: bool = False
+    """the largest."""
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` is this metric or one of this family."""
+        pattern = "[^/]+".join(re.escape(part) for part in re.split(r"<\w+>", self.name))
+        return re.fullmatch(pattern, name) is not None
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        "rollout/raw_reward",
+        "reward",
+        "filter",
+        "Mean reward, as graded, of all samples that the iteration generated and finished, those that the filter drops "
+        "included; what could not be graded has none.",
+    ),
+    Metric("rollout/response_len/mean", "tokens", "filter", "Their mean response."),
+    Metric("rollout/response_len/median", "tokens", "filter", "Their median response."),
+    Metric("rollout/response_len/max", "tokens", "filter", "Their longest response."),
+    Metric("rollout/response_len/min", "tokens", "filter", "Their shortest response."),
+    Metric("rollout/truncated_ratio", "fraction", "filter", "Of them cut at the longest response allowed."),
+    Metric("rollout/trained/raw_reward", "reward", "advantage", "Mean reward of the samples trained on, as graded."),
+    Metric("rollout/trained/response_len/mean", "tokens", "advantage", "Their mean response."),
+    Metric("rollout/trained/response_len/median", "tokens", "advantage", "Their median response."),
+    Metric("rollout/trained/response_len/max", "tokens", "advantage", "Their longest response."),
+    Metric("rollout/trained/response_len/min", "tokens", "advantage", "Their shortest response."),
+    Metric("rollout/trained/truncated_ratio", "fraction", "advantage", "Of them cut at the longest response allowed."),
+    Metric(
+        "rollout/zero_std/count_<reward>", "groups", "advantage", "Trained groups whose samples all got this reward."
+    ),
+    Metric("rollout/advantages", "reward", "advantage", "Mean advantage of their response tokens."),
+    Metric("rollout/returns", "reward", "advantage", "Mean return of their response tokens."),
+    Metric("rollout/rollout_log_probs", "nats", "advantage", "Mean log-prob of their tokens by the rollout engine."),
+    Metric("rollout/log_probs", "nats", "score", "The same by the trainer, under the policy before the update."),
+    Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
+    Metric("rollout/teacher_log_probs", "nats", "score", "The same under the teacher."),
+    Metric("rollout/opd_reverse_kl", "nats", "advantage", "Mean log-prob of their trained tokens less the teacher's."),
+    Metric("rollout/values", "reward", "score", "Mean value of their tokens' states, of the critic before the update."),
+    Metric(
+        "rollout/kl", "nats", "advantage", "Mean KL divergence from the reference model that rewards are lowered by."
+    ),
+    Metric("rollout/samples", "samples", "rollout", "Generated, in all rounds.", is_count=True),
+    Metric(
+        "rollout/prompt_tokens",
+        "tokens",
+        "rollout",
+        "Given to the engine: of the generated samples' prompts, and of responses that were continued.",
+        is_count=True,
+    ),
+    Metric("rollout/cached_tokens", "tokens", "rollout", "Of them, found in a server's prefix cache.", is_count=True),
+    Metric(
+        "rollout/<engine>/running_requests_max",
+        "samples",
+        "rollout",
+        "Most that the engine decoded at a time.",
+        is_maximum=True,
+    ),
+    Metric(
+        "rollout/<engine>/queued_requests_max",
+        "samples",
+        "rollout",
+        "Most that waited in it at a time.",
+        is_maximum=True,
+    ),
+    Metric("rollout/<engine>/restarts", "restarts", "rollout", "Of the engine, since the driver started."),
+    Metric("rollout/response_tokens", "tokens", "rollout", "Generated, in all rounds.", is_count=True),
+    Metric("rollout/generated_groups", "groups", "rollout", "Generated by the committed attempts.", is_count=True),
+    Metric("rollout/recovered_groups", "groups", "rollout", "Kept from interrupted attempts.", is_count=True),
+    Metric("rollout/continued_groups", "groups", "rollout", "Gone on with after an abort.", is_count=True),
+    Metric("rollout/aborted_groups", "groups", "rollout", "Left unfinished by partial rollout.", is_count=True),
+    Metric(
+        "rollout/passed_over_prompts",
+        "prompts",
+        "rollout",
+        "Longer than allowed, refused by the chat template, or no text.",
+        is_count=True,
+    ),
+    Metric(
+        "rollout/failed_samples",
+        "samples",
+        "reward",
+        "Generation or grading failed or timed out: no reward.",
+        is_count=True,
+    ),
+    Metric(
+        "rollout/graded_again",
+        "samples",
+        "reward",
+        "Graded more than once: a service did not answer, or the machine ended or starved the grader's process.",
+        is_count=True,
+    ),
+    Metric("rollout/rounds", "rounds", "filter", "Rounds of rollout until the batch was full."),
+    Metric("rollout/groups", "groups", "filter", "Judged, those from the buffer included."),
+    Metric("rollout/buffered", "groups", "filter", "Kept for the next iteration."),
+    Metric("rollout/unfinished", "groups", "filter", "Waiting to be continued."),
+    Metric("rollout/dynamic_filter/drop_<reason>", "groups", "filter", "Dropped, by reason."),
+    Metric("age/mean", "publications", "advantage", "Mean age of the trained tokens."),
+    Metric("age/max", "publications", "advantage", "The oldest of them."),
+    Metric(
+        "age/masked_tokens",
+        "tokens",
+        "advantage",
+        "Of the trained groups, not trained on since they are older than `rollout.max_age`.",
+    ),
+    Metric(
+        "age/dropped_groups",
+        "groups",
+        "filter",
+        "Kept by the filter and left over, and dropped since the next iteration could not train on them: all surplus, "
+        "unless `rollout.max_age` is above 0.",
+    ),
+    Metric("train/loss", "", "train", "What the optimizer minimises."),
+    Metric("train/pg_loss", "", "train", "Policy loss after clipping."),
+    Metric("train/entropy_loss", "nats", "train", "Mean entropy of the policy at a response token."),
+    Metric("train/pg_clipfrac", "fraction", "train", "Tokens whose probability ratio was clipped."),
+    Metric(
+        "train/ppo_kl", "nats", "train", "Mean of old minus current log-prob: the k1 estimate of KL(old ‖ current)."
+    ),
+    Metric("train/kl_loss", "nats", "train", "KL divergence from the reference model, by `algorithm.kl_loss_type`."),
+    Metric(
+        "train/train_rollout_logprob_abs_diff",
+        "nats",
+        "train",
+        "Mean |trainer's − rollout engine's| log-prob of a token.",
+    ),
+    Metric("train/train_rollout_logprob_abs_diff_max", "nats", "train", "The largest of a token."),
+    Metric("train/ois", "ratio", "train", "Mean probability ratio of the current over the old policy."),
+    Metric("train/tis", "ratio", "train", "Mean ratio of the old over the rollout policy, before truncation."),
+    Metric("train/tis_clipfrac", "fraction", "train", "Tokens whose importance weight was truncated."),
+    Metric("train/grad_norm", "", "train", "Global gradient norm before clipping."),
+    Metric("train/lr", "", "train", "Learning rate, mean over the optimizer steps."),
+    Metric("train/value_loss", "reward²", "train", "Clipped squared error of the critic's values."),
+    Metric("train/value_clipfrac", "fraction", "train", "Tokens whose value moved further than `value_clip`."),
+    Metric("train/critic_grad_norm", "", "train", "The critic's global gradient norm before clipping."),
+    Metric("train/critic_lr", "", "train", "The critic's learning rate, mean over the optimizer steps."),
+    Metric(
+        "train/flops",
+        "FLOP",
+        "train",
+        "Model FLOPs of the actor's update, 6 N + 12 L H Q T a token (PaLM, appendix B); see `engines/flops.py`.",
+    ),
+    Metric("train/tokens", "tokens", "train", "Prompt and response tokens of the batch, padding excluded."),
+    Metric(
+        "eval/<benchmark>",
+        "reward",
+        "eval",
+        "Score of the benchmark, by its `metric`; that of `mean` is the mean reward over all samples; one that failed "
+        "counts as wrong: 0, or the lowest reward of the others where that is less.",
+    ),
+    Metric(
+        "eval/<benchmark>-graded",
+        "reward",
+        "eval",
+        "Mean reward over the samples that were graded, failed ones left out.",
+    ),
+    Metric("eval/<benchmark>-truncated_ratio", "fraction", "eval", "Samples cut at the longest response allowed."),
+    Metric("eval/<benchmark>-failed_samples", "samples", "eval", "Generation or grading failed or timed out."),
+    Metric("eval/<benchmark>-graded_again", "samples", "eval", "Graded more than once, as in training."),
+    Metric("eval/<benchmark>/metric/<name>", "", "eval", "What else a `metric` of your own gives of the benchmark."),
+    Metric("eval/<benchmark>/response_len/mean", "tokens", "eval", "Mean response."),
+    Metric("eval/<benchmark>/response_len/max", "tokens", "eval", "Longest response."),
+    Metric(
+        "alarm/<name>",
+        "",
+        "all",
+        "1 where the alarm is raised, else 0; of the alarms that `tracking.alarms` sets, once there are enough "
+        "iterations.",
+    ),
+    Metric(
+        "retries/<error>",
+        "tries",
+        "all",
+        "New tries of steps after errors of this class: `engine_died`, `engine_timeout`, `engine`, `store`, `disk`, "
+        "`grader`.",
+        is_count=True,
+    ),
+    Metric(
+        "recovery/replayed_steps",
+        "steps",
+        "all",
+        "Committed train steps that were done again to restore the trainer, before this step or within it.",
+        is_count=True,
+    ),
+    Metric("perf/retry_wait_time", "s", "timings", "Waited before new tries of steps and samples, shards added up."),
+    Metric("perf/step_time", "s", "timings", "The iteration, from the start of its first step to its last commit."),
+    Metric("perf/rollout_time", "s", "timings", "From the first rollout's start to the last filter's commit."),
+    Metric("perf/log_probs_time", "s", "timings", "`score`."),
+    Metric("perf/actor_train_time", "s", "timings", "`train`."),
+    Metric("perf/save_model_time", "s", "timings", "`checkpoint`."),
+    Metric("perf/update_weights_time", "s", "timings", "`sync`."),
+    Metric("perf/eval_time", "s", "timings", "`eval`."),
+    Metric("perf/snapshot_bytes", "bytes", "outputs", "Committed files of the iteration but its checkpoint's."),
+    Metric("perf/checkpoint_bytes", "bytes", "outputs", "Files of its restore point."),
+    Metric(
+        "perf/other_time", "s", "timings", "`perf/step_time` in which no step was at work: what orchestration costs."
+    ),
+    Metric(
+        "perf/tokens_per_gpu_per_sec",
+        "tokens/s",
+        "timings",
+        "Generated tokens per second of `perf/rollout_time`, per rollout GPU; per rollout engine where it has none.",
+    ),
+    Metric(
+        "perf/cache_hit_rate",
+        "fraction",
+        "rollout",
+        "`rollout/cached_tokens` / `rollout/prompt_tokens`, of engines that keep prefixes.",
+    ),
+    Metric(
+        "perf/actor_train_tok_per_s", "tokens/s", "timings", "Trained tokens per second of `perf/actor_train_time`."
+    ),
+    Metric(
+        "perf/actor_train_tflops",
+        "TFLOP/s",
+        "timings",
+        "`train/flops` per second that the trainer computed, per rank: without restores, waits and commits.",
+    ),
+    Metric(
+        "perf/mfu",
+        "fraction",
+        "timings",
+        "Model FLOPs utilization: `perf/actor_train_tflops` of what a device can do at most, which is "
+        "`tracking.peak_tflops` or known of the GPU (`flows/costs/peaks.py`); none on CPUs without that option.",
+    ),
+)
+
+_OWN_PREFIX = ("age/", "retries/", "recovery/")
+_OF_SAMPLES = ("raw_reward", "truncated_ratio", "response_len/")
+"""Of all that was generated in the filter step's commit, of what is trained on in the advantage step's."""
+_PREFIX = {Step.TRAIN: "train/", Step.EVAL: "eval/"}
+_TIMES = {
+    "perf/log_probs_time": Step.SCORE,
+    "perf/actor_train_time": Step.TRAIN,
+    "perf/save_model_time": Step.CHECKPOINT,
+    "perf/update_weights_time": Step.SYNC,
+    "perf/eval_time": Step.EVAL,
+}
+_ROLLOUT = (Step.ROLLOUT, Step.REWARD, Step.FILTER)
+
+
+@functools.cache
+def find_metric(name: str) -> Metric | None:
+    """The entry of `METRICS` that documents `name`; a literal name goes before a family."""
+    fitting = [metric for metric in METRICS if metric.matches(name)]
+    return min(fitting, key=lambda metric: (metric.name.count("<"), -len(metric.name)), default=None)
+
+
+def shown_metrics(commit: Commit) -> dict[str, float]:
+    """The metrics of one commit under the names of `METRICS`."""
+    return {_shown_name(commit.step, name): value for name, value in commit.metrics.items()}
+
+
+def _shown_name(step: Step, name: str) -> str:
+    if name.startswith(_OWN_PREFIX):
+        return name
+    if step is Step.ADVANTAGE and name.startswith(_OF_SAMPLES):
+        return f"rollout/trained/{name}"
+    prefix = _PREFIX.get(step, "rollout/")
+    return prefix + name.removeprefix(prefix)
+
+
+def iteration_metrics(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
+    """All metrics of one iteration but its evaluations, from its commits, in no particular order."""
+    commits = sorted(commits, key=lambda commit: (commit.committed_at, commit.name))
+    metrics: dict[str, float] = {}
+    for commit in commits:
+        if commit.step is not Step.EVAL:
+            for name, value in shown_metrics(commit).items():
+                metric = find_metric(name)
+                if metric is not None and metric.is_count:
+                    value += metrics.get(name, 0.0)
+                elif metric is not None and metric.is_maximum:
+                    value = max(value, metrics.get(name, value))
+                metrics[name] = value
+    return metrics | _performance(commits, metrics, config)
+
+
+def eval_metrics(commits: Iterable[Commit]) -> dict[int, dict[str, float]]:
+    """The metrics of evaluations by the number of iterations that the evaluated weights were trained for."""
+    points: dict[int, dict[str, float]] = {}
+    for commit in commits:
+        if commit.step is Step.EVAL:
+            trained = commit.iteration + 1 if commit.weight_version_in else 0
+            points.setdefault(trained, {}).update(shown_metrics(commit))
+    return points
+
+
+def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
+    """Seconds in which at least one shard of a step was at work, by step."""
+    commits = list(commits)
+    return {
+        step: busy for step in Step if (busy := busy_seconds(commit for commit in commits if commit.step is step)) > 0
+    }
+
+
+def busy_seconds(commits: Iterable[Commit]) -> float:
+    """Seconds covered by at least one of the commits."""
+    busy, until = 0.0, float("-inf")
+    for start, end in sorted((commit.started_at, commit.committed_at) for commit in commits):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
+
+
+def spell_score(score: float | None, failed: float | None, graded: float | None) -> str:
+    """A benchmark's score and, where samples failed, that of the others: `0.250 (6 failed; 1.000 without them)`."""
+    spelled = "–" if score is None else f"{score:.3f}"
+    return spelled + (f" ({failed:.0f} failed; {graded:.3f} without them)" if failed and graded is not None else "")
+
+
+def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: RunConfig) -> dict[str, float]:
+    seconds = step_seconds(commits)
+    performance = {name: seconds[step] for name, step in _TIMES.items() if step in seconds}
+    waits = sum(commit.timings.get(name, 0.0) for commit in commits for name in ("retry_wait", "grader_wait"))
+    if waits:
+        performance["perf/retry_wait_time"] = waits
+    whole = _span(commits)
+    performance["perf/step_time"] = whole
+    performance["perf/other_time"] = max(0.0, whole - busy_seconds(commits))
+    saved = _bytes(commit for commit in commits if commit.step is Step.CHECKPOINT)
+    performance["perf/snapshot_bytes"] = _bytes(commits) - saved
+    if Step.CHECKPOINT in seconds:
+        performance["perf/checkpoint_bytes"] = saved
+    rollout_time = _span([commit for commit in commits if commit.step in _ROLLOUT])
+    performance["perf/rollout_time"] = rollout_time
+    gpus = config.rollout.num_engines * (config.rollout.num_gpus_per_engine or 1)
+    if rollout_time > 0 and "rollout/response_tokens" in metrics:
+        performance["perf/tokens_per_gpu_per_sec"] = metrics["rollout/response_tokens"] / rollout_time / gpus
+    if kind_of(config.rollout.engine).caches_prefixes and metrics.get("rollout/prompt_tokens"):
+        performance["perf/cache_hit_rate"] = metrics["rollout/cached_tokens"] / metrics["rollout/prompt_tokens"]
+    if seconds.get(Step.TRAIN) and "train/tokens" in metrics:
+        performance["perf/actor_train_tok_per_s"] = metrics["train/tokens"] / seconds[Step.TRAIN]
+    return performance | _utilization(commits, config)
+
+
+def _utilization(commits: Iterable[Commit], config: RunConfig) -> dict[str, float]:
+    """Of the training devices while they updated weights."""
+    trained = next((commit for commit in commits if commit.step is Step.TRAIN and "flops" in commit.metrics), None)
+    if trained is None or not trained.timings.get("update"):
+        return {}
+    tflops = trained.metrics["flops"] / trained.timings["update"] / config.training.world_size / 1e12
+    peak = config.tracking.peak_tflops or peak_tflops(trained.environment.device, config.training.dtype)
+    return {"perf/actor_train_tflops": tflops, **({} if peak is None else {"perf/mfu": tflops / peak})}
+
+
+def _bytes(commits: Iterable[Commit]) -> int:
+    return sum(output.bytes for commit in commits for output in commit.outputs)
+
+
+def _span(commits: Sequence[Commit]) -> float:
+    """Seconds from the first start to the last commit; the time between two drivers does not count."""
+    spans = 0.0
+    for epoch in {commit.epoch for commit in commits}:
+        own = [commit for commit in commits if commit.epoch == epoch]
+        spans += max(commit.committed_at for commit in own) - min(commit.started_at for commit in own)
+    return spans

@@ -1,0 +1,1 @@
+"""Committed samples graded again."""

@@ -1,0 +1,1 @@
+"""Text that others wrote, for terminals and for Markdown."""

@@ -1,0 +1,126 @@
+"""Alarms for a policy that collapses: pure functions of an iteration's metrics and of those before it, and who sounds
+them.
+
+An alarm is raised or not in every iteration for which its rule has enough values. It is told when it is raised and was
+not in the iteration before: to the person at the terminal, and as the event `cairn.alarm.<name>` to Prefect, whose
+automations can page somebody.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from statistics import fmean
+
+from cairn.configs.schema.run import RunConfig
+from cairn.configs.schema.tracking import AlarmRule, AlarmsConfig
+from cairn.flows.events import Event, IterationDone, Message
+from cairn.flows.reading.metrics import iteration_metrics
+from cairn.storage.commits import Commit
+from cairn.storage.ledger import Ledger
+
+WATCHED: Mapping[str, tuple[str, ...]] = {
+    "entropy": ("train/entropy_loss",),
+    "response_length": ("rollout/response_len/mean", "rollout/trained/response_len/mean"),
+    "kl": ("train/kl_loss", "rollout/kl", "train/ppo_kl"),
+    "reward": ("rollout/raw_reward", "rollout/trained/raw_reward"),
+}
+"""The metrics of each alarm: the first of them that an iteration has."""
+
+
+def raised(values: Sequence[float], rule: AlarmRule, window: int) -> str | None:
+    """Why the rule raises an alarm at the last of the values, the oldest first; None if it does not. It raises none
+    that it has too few values for."""
+    if len(values) < window:
+        return None
+    mean = fmean(values[-window:])
+    if rule.below is not None and mean < rule.below:
+        return f"{mean:.4g} is below {rule.below:g}"
+    if rule.above is not None and mean > rule.above:
+        return f"{mean:.4g} is above {rule.above:g}"
+    if len(values) < 2 * window:
+        return None
+    before = fmean(values[-2 * window : -window])
+    change = mean - before
+    if rule.fall is not None and -change > rule.fall * abs(before):
+        return f"{mean:.4g} has fallen from {before:.4g}"
+    if rule.rise is not None and change > rule.rise * abs(before):
+        return f"{mean:.4g} has risen from {before:.4g}"
+    return None
+
+
+def alarms(metrics: Sequence[Mapping[str, float]], config: AlarmsConfig) -> dict[str, str | None]:
+    """Of every alarm that has a rule and a metric: why it is raised, or None. `metrics` are those of the iterations up
+    to the one that is judged."""
+    found: dict[str, str | None] = {}
+    for name, watched in WATCHED.items():
+        rule: AlarmRule = getattr(config, name)
+        metric = next((one for one in watched if metrics and one in metrics[-1]), None)
+        if rule.is_set and metric is not None:
+            found[name] = raised([one[metric] for one in metrics if metric in one], rule, config.window)
+    return found
+
+
+class MetricHistory:
+    """The metrics of iterations with the alarms, which rest on the iterations before. Used by one thread."""
+
+    def __init__(self, ledger: Ledger, config: RunConfig) -> None:
+        self._ledger, self._config = ledger, config
+        rules = config.tracking.alarms
+        self._reach = 2 * rules.window if any(getattr(rules, name).is_set for name in WATCHED) else 1
+        """Iterations that an alarm rests on."""
+        self._known: dict[int, dict[str, float]] = {}
+
+    def metrics(self, iteration: int, commits: Sequence[Commit]) -> dict[str, float]:
+        """All metrics of a complete iteration but its evaluations."""
+        sounding = self.alarms(iteration, commits)
+        return self._known[iteration] | {f"alarm/{name}": float(why is not None) for name, why in sounding.items()}
+
+    def alarms(self, iteration: int, commits: Sequence[Commit]) -> dict[str, str | None]:
+        """See `alarms`."""
+        self._known[iteration] = iteration_metrics(commits, self._config)
+        first = max(0, iteration - self._reach + 1)
+        for earlier in range(first, iteration):
+            if earlier not in self._known:
+                self._known[earlier] = iteration_metrics(self._ledger.commits(earlier), self._config)
+        self._known = {one: known for one, known in self._known.items() if one >= first}
+        return alarms([self._known[one] for one in range(first, iteration + 1)], self._config.tracking.alarms)
+
+
+class Alarms:
+    """The watcher that sounds them."""
+
+    def __init__(self, ledger: Ledger, config: RunConfig, tell: Callable[[Message], None]) -> None:
+        self._ledger, self._tell = ledger, tell
+        self._history = MetricHistory(ledger, config)
+        self._sounding: set[str] | None = None
+        """Those of the newest iteration that is done; None before there is one."""
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, IterationDone):
+            return
+        if self._sounding is None and event.iteration:
+            before = self._history.alarms(event.iteration - 1, self._ledger.commits(event.iteration - 1))
+            self._sounding = {name for name, why in before.items() if why}
+        found = self._history.alarms(event.iteration, event.commits)
+        for name, why in found.items():
+            if why is not None and name not in (self._sounding or ()):
+                self._sound(event.iteration, name, why)
+        self._sounding = {name for name, why in found.items() if why}
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def stop(self) -> None:
+        """Nothing is held."""
+
+    def _sound(self, iteration: int, name: str, why: str) -> None:
+        self._tell(Message(f"Alarm in iteration {iteration}: {name.replace('_', ' ')} {why}", "warning"))
+        with suppress(Exception):  # a server that does not answer has told so elsewhere
+            emit(self._ledger.run, name, {"iteration": iteration, "why": why})
+
+
+def emit(run: str, name: str, payload: dict[str, object]) -> None:
+    """Send the event of an alarm to the Prefect server of the current context."""
+    from prefect.events import emit_event
+
+    resource = {"prefect.resource.id": f"cairn.run.{run}", "prefect.resource.name": run}
+    emit_event(event=f"cairn.alarm.{name}", resource=resource, payload=payload)

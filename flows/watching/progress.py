@@ -1,0 +1,149 @@
+"""What the person at the terminal sees while a run works: a line an iteration and, on a terminal, a live foot.
+
+```
+[12/40] iteration 11  reward 0.523  32,104 tokens/s  1.02 s: rollout 0.31, train 0.50, other 0.21
+```
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.events import Event, IterationDone, Message, RunDone, RunStarted, StepCommitted, StepStarted
+from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, spell_score, step_seconds
+from cairn.flows.text.terminal import printable
+from cairn.storage.commits import Step
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 40
+
+
+class Progress:
+    """Shows the driver's events. A context manager; thread-safe, for shards of a step work at the same time."""
+
+    def __init__(self, config: RunConfig, console: Console | None = None) -> None:
+        self._config = config
+        self._console = console or Console()
+        self._lock = threading.RLock()
+        self._run = ""
+        self._done = self._first = 0
+        self._began = time.monotonic()
+        self._working: dict[tuple[Step, str | None], float] = {}
+        self._rewards: list[float] = []
+        self._seconds: dict[str, float] = {}
+        """Of this driver's iterations, by what they went into."""
+        self._live = Live(get_renderable=self._foot, console=self._console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> "Progress":
+        self._print("starting the engines", style="dim")
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            match event:
+                case RunStarted():
+                    self._run, self._done, self._first = event.run, event.iteration, event.iteration
+                    self._began = time.monotonic()
+                    verb = "going on" if event.epoch > 1 else "starting"
+                    self._print(f"run {event.run}: {verb} at iteration {event.iteration} of {event.iterations}")
+                case StepStarted():
+                    self._working[event.step, event.shard] = time.monotonic()
+                case StepCommitted():
+                    self._working.pop((event.commit.step, event.commit.shard), None)
+                case IterationDone():
+                    self._iteration_done(event)
+                case Message():
+                    self._print(event.text, style="yellow" if event.level == "warning" else "dim")
+                case RunDone():
+                    self._print(
+                        f"run {event.run}: done; weight version {event.weight_version}, state {event.state_digest}"
+                        + _spell_retries(event.store_retries)
+                    )
+
+    def _iteration_done(self, event: IterationDone) -> None:
+        self._done = event.iteration + 1
+        metrics = iteration_metrics(event.commits, self._config)
+        seconds = {str(step): spent for step, spent in step_seconds(event.commits).items()}
+        seconds["other"] = metrics["perf/other_time"]
+        for name, spent in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
+        parts = [f"[{self._done}/{self._config.rollout.num_rollout}] iteration {event.iteration}"]
+        reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
+        if reward is not None:
+            self._rewards.append(reward)
+            parts.append(f"reward {self._rewards[-1]:.3f}")
+        if "rollout/response_tokens" in metrics and metrics["perf/rollout_time"]:
+            parts.append(f"{metrics['rollout/response_tokens'] / metrics['perf/rollout_time']:,.0f} tokens/s")
+        parts.append(f"{metrics['perf/step_time']:.2f} s: {_spell(seconds)}")
+        self._print("  ".join(parts) + _spell_retries(event.store_retries))
+        for trained, scores in sorted(eval_metrics(event.commits).items()):
+            for benchmark in self._config.eval.benchmarks:
+                if f"eval/{benchmark.name}" in scores:
+                    name = f"eval/{benchmark.name}"
+                    score = spell_score(
+                        scores[name], scores.get(f"{name}-failed_samples"), scores.get(f"{name}-graded")
+                    )
+                    self._print(f"        {benchmark.name} {score} after {trained} iterations", style="bold")
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(printable(text), style=style, soft_wrap=True, highlight=False, markup=False)
+
+    def _foot(self) -> RenderableType:
+        with self._lock:
+            total = self._config.rollout.num_rollout
+            bar = Table.grid(padding=(0, 1))
+            bar.add_row(
+                self._run or "starting", ProgressBar(total, self._done, width=40), f"{self._done}/{total}", self._left()
+            )
+            lines: list[RenderableType] = [Text(""), bar]
+            now = time.monotonic()
+            working = [
+                f"{step}{f' {shard}' if shard else ''} {now - since:.0f} s"
+                for (step, shard), since in self._working.items()
+            ]
+            lines.append(
+                Text(f"now     {', '.join(working) or 'between steps'}", "dim", no_wrap=True, overflow="ellipsis")
+            )
+            if self._rewards:
+                lines.append(Text(f"reward  {sparkline(self._rewards[-_SPARK_WIDTH:])} {self._rewards[-1]:.3f}"))
+                whole = sum(self._seconds.values())
+                shares = {name: 100 * spent / whole for name, spent in self._seconds.items() if spent >= 0.005 * whole}
+                lines.append(Text("time    " + ", ".join(f"{name} {share:.0f} %" for name, share in shares.items())))
+            return Group(*lines)
+
+    def _left(self) -> str:
+        done = self._done - self._first
+        if done == 0:
+            return ""
+        left = (time.monotonic() - self._began) / done * (self._config.rollout.num_rollout - self._done)
+        return f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left"
+
+
+def sparkline(values: list[float]) -> str:
+    """The values as a row of bars from their least to their greatest."""
+    low, high = min(values), max(values)
+    span = high - low or 1.0
+    return "".join(_SPARKS[round((value - low) / span * (len(_SPARKS) - 1))] for value in values)
+
+
+def _spell_retries(retries: int) -> str:
+    return f"; {retries:,} store requests tried again" if retries else ""
+
+
+def _spell(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {spent:.2f}" for name, spent in seconds.items())
