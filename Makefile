@@ -44,9 +44,9 @@ $(LM_EVAL)/.installed: $(PEERS)/requirements.txt
 
 lm-eval-env: $(LM_EVAL)/.installed ## Make .venv-lm-eval: lm-evaluation-harness, which scores are held to
 
-$(INSPECT)/.installed: tests/flows/inspect_logs/requirements.txt
+$(INSPECT)/.installed: tests/flows/evaluation/inspect_logs/requirements.txt
 	test -x $(INSPECT)/bin/python || $(PYTHON) -m venv $(INSPECT)
-	$(INSPECT)/bin/pip install --quiet --disable-pip-version-check -r tests/flows/inspect_logs/requirements.txt
+	$(INSPECT)/bin/pip install --quiet --disable-pip-version-check -r tests/flows/evaluation/inspect_logs/requirements.txt
 	@touch $@
 
 inspect-env: $(INSPECT)/.installed ## Make .venv-inspect: Inspect, which reads the logs that are written for it

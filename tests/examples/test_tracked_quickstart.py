@@ -14,8 +14,8 @@ from cairn.flows.reading.metrics import find_metric, iteration_metrics
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from tests.background import in_background
-from tests.flows.test_trackers import shown
-from tests.flows.test_wandb_mlflow import rows_in_wandb
+from tests.flows.trackers.test_trackers import shown
+from tests.flows.trackers.test_wandb_mlflow import rows_in_wandb
 from tests.flows.written_runs import config_of
 from tests.waiting import wait_for
 

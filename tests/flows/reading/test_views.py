@@ -111,7 +111,7 @@ def test_a_run_whose_driver_was_killed_is_interrupted(store: Store, tmp_path: Pa
         "import os, signal, sys; from tests.flows.written_runs import *; "
         "write_iteration(new_run(sys.argv[1]), 0); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2], timeout=240)
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[3], timeout=240)
     assert killed.returncode == -9
     status = run_status(store, "toy")
     assert (status.state, status.iterations) == (RunState.INTERRUPTED, 1)

@@ -20,6 +20,7 @@ from cairn.flows.driver.approval import AwaitingApproval, Rejected, admit
 from cairn.flows.driver.gates import ask, decide, due, holding
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
+from cairn.flows.orchestration.flow_runs import run_tags
 from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
 from cairn.storage.commits import Step
@@ -236,7 +237,8 @@ def test_a_driver_that_is_killed_at_a_gate_comes_back_to_it_and_ends_in_the_same
                 process.communicate(timeout=60)
                 assert (state()["state"], state()["gate"]["gate"]["number"]) == ("waiting", 1)
                 continue
-            assert shown_in_prefect(api_url) == {"AwaitingApproval"}
+            # the iteration and the train flow over it, and not what the killed driver left
+            assert wait_for(lambda: shown_in_prefect(api_url, tmp_path) == ["AwaitingApproval"] * 2)
             assert cairn("approve", "gated", "--why", "sound").exit_code == 0
             process.communicate(timeout=300)
             assert process.returncode == 0
@@ -251,12 +253,13 @@ def test_a_driver_that_is_killed_at_a_gate_comes_back_to_it_and_ends_in_the_same
     assert [commit.state_digest for i in range(2) if (commit := ledger.find(i, Step.TRAIN))] == digests
 
 
-def shown_in_prefect(api_url: str) -> set[str | None]:
-    """Names of the states of the flow runs that are alive."""
+def shown_in_prefect(api_url: str, store: Path) -> list[str | None]:
+    """Names of the states of the run's flow runs that are alive. The server has other tests' flow runs too."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import FlowRunFilter
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    alive = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING"]}}})
+    tags = sorted(run_tags("gated", open_store(str(store)).url))
+    alive = FlowRunFilter.model_validate({"state": {"type": {"any_": ["RUNNING"]}}, "tags": {"all_": tags}})
     with temporary_settings({PREFECT_API_URL: api_url}), get_client(sync_client=True) as client:
-        return {run.state.name for run in client.read_flow_runs(flow_run_filter=alive) if run.state}
+        return [run.state.name for run in client.read_flow_runs(flow_run_filter=alive) if run.state]

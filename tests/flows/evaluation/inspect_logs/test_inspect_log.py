@@ -15,7 +15,7 @@ from cairn.storage.evals import Evaluation, read_samples, results
 from cairn.storage.store import open_store
 
 HERE = Path(__file__).parent
-PYTHON = HERE.parents[2] / ".venv-inspect" / "bin" / "python"
+PYTHON = HERE.parents[3] / ".venv-inspect" / "bin" / "python"
 BENCHMARK = """
 name: digits
 title: Digits

@@ -27,7 +27,7 @@ from tests.local_fleet import LocalFleet, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GROUPS, SAMPLES = 6, 4
 
 

@@ -18,7 +18,7 @@ from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from tests.flows.written_runs import config_of, new_run, write_run
 
-DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+DASHBOARD = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 

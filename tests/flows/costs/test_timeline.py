@@ -12,7 +12,7 @@ from cairn.flows.cli import app
 from cairn.flows.costs.timeline import trace
 from cairn.storage.commits import Commit
 from cairn.storage.ledger import Ledger
-from tests.flows.test_costs import timed
+from tests.flows.costs.test_costs import timed
 from tests.flows.written_runs import config_of, new_run, write_iteration
 
 

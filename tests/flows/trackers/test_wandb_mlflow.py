@@ -18,7 +18,7 @@ from cairn.flows.trackers.tracker import Written
 from cairn.flows.trackers.wandb import points_before, run_id
 from cairn.flows.trackers.wandb_files import records
 from cairn.storage.ledger import Ledger
-from tests.flows.test_trackers import drive, tracked
+from tests.flows.trackers.test_trackers import drive, tracked
 from tests.flows.written_runs import RECIPE, config_of, new_run, write_run
 from tests.waiting import wait_for
 

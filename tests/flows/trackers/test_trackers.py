@@ -140,7 +140,7 @@ def test_an_evaluation_between_iterations_is_not_taken_for_one(tmp_path: Path, b
 
 def test_every_metric_shown_is_documented(ledger: Ledger, board: Path) -> None:
     drive(ledger, 0, 3)
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     for name in shown(board):
         metric = find_metric(name)
         assert metric is not None, name

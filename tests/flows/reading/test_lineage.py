@@ -20,7 +20,7 @@ from cairn.storage.manifest import Parent
 from cairn.storage.schemas import SCORE
 from tests.flows.written_runs import ENVIRONMENT, new_run, write_iteration, write_run
 
-OLD_LEDGER = Path(__file__).parents[1] / "fixtures" / "ledgers" / "2"
+OLD_LEDGER = Path(__file__).parents[2] / "fixtures" / "ledgers" / "2"
 
 
 @pytest.fixture(scope="module")
