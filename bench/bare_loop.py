@@ -32,8 +32,8 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams, TrainBatch
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.data import PromptData, draw
-from cairn.tasks.evaluate import eval_seed
 from cairn.tasks.groups import sample_seed
+from cairn.tasks.questions import eval_seed
 from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.rewards.sample import Sample
 from cairn.tasks.rollout import shard_rows

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -116,7 +116,18 @@ def context_length(config: PretrainedConfig) -> int:
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """The model's own end tokens: those of its generation config and of its config together."""
-    sources = (model.generation_config, model.config.get_text_config())
+    return _end_tokens(model.generation_config, model.config.get_text_config())
+
+
+def end_tokens(folder: str | Path) -> frozenset[int]:
+    """The same of a model folder, of which no weights are loaded. Raises BadModel."""
+    sources: list[Any] = [check_model_folder(folder).get_text_config()]
+    if (Path(folder) / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
+    return _end_tokens(*sources)
+
+
+def _end_tokens(*sources: Any) -> frozenset[int]:
     ids: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)

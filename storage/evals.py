@@ -85,8 +85,8 @@ class Evaluation(Record):
     values: dict[str, JsonValue] = Field(default_factory=dict)
     """What the benchmark was, in full, for people: each of its digests is in the key."""
     adopted: str | None = None
-    """`run/000039/eval.heldout-v000040@<digest>`: the run's own commit that the samples come from; None: they were
-    sampled for it."""
+    """`run/000039/eval.heldout-v000040`: the run's own step that sampled them; with `@<digest>`, its commit that they
+    were taken from. None: they were sampled for the result alone."""
     timings: dict[str, float] = Field(default_factory=dict)
     """Seconds, by what they went into."""
     started_at: float
@@ -202,25 +202,31 @@ def find_or_claim(
 ) -> Evaluation | Claim:
     """The result, or the right to compute it. Waits while another process that lives has that right; `waiting` is told
     who it is, once for each."""
-    owned = _owned(key)
     told: object = None
     while True:
-        found = find(store, key)
-        if found is not None:
+        found = look(store, key)
+        if not isinstance(found, LeaseHeld):
             return found
-        try:
-            lease = Lease.acquire(store, owned)
-        except LeaseHeld as held:
-            if held.holder != told:
-                told = held.holder
-                waiting(newest_lease(store, owned))
-            time.sleep(LOOK_INTERVAL)
-            continue
-        found = find(store, key)  # it may have come between look and claim
-        if found is not None:
-            lease.release(Outcome.COMPLETED)
-            return found
-        return Claim(store, key, lease)
+        if found.holder != told:
+            told = found.holder
+            waiting(newest_lease(store, _owned(key)))
+        time.sleep(LOOK_INTERVAL)
+
+
+def look(store: Store, key: EvaluationKey) -> Evaluation | Claim | LeaseHeld:
+    """The result, or the right to compute it, or who has that right: waits for nobody. Raises Damaged."""
+    found = find(store, key)
+    if found is not None:
+        return found
+    try:
+        lease = Lease.acquire(store, _owned(key))
+    except LeaseHeld as held:
+        return held
+    found = find(store, key)  # it may have come between look and claim
+    if found is not None:
+        lease.release(Outcome.COMPLETED)
+        return found
+    return Claim(store, key, lease)
 
 
 def claimant(store: Store, folder: str) -> LeaseState | None:

@@ -160,6 +160,7 @@ EVAL = _schema(
     ("prompt_text", pa.string()),
     ("response_text", pa.string()),
     ("response_ids", _IDS),
+    ("log_probs", _FLOATS),  # of the response tokens under the rollout engine, 0 where the world gave them
     ("segments", _SEGMENTS),
     ("reward", pa.float32()),  # null: failed
     ("label", pa.string()),
@@ -168,7 +169,7 @@ EVAL = _schema(
     ("error", pa.string()),
     ("seed", pa.uint64()),
     ("weight_version", pa.int64()),
-    nullable=frozenset({"segments", "reward", "label", "error"}),
+    nullable=frozenset({"log_probs", "segments", "reward", "label", "error"}),
 )
 """`eval`: one row a sample of a benchmark."""
 
@@ -176,10 +177,12 @@ GENERATED_EVAL = _schema(
     ("group_id", pa.int64()),  # the prompt's index
     ("sample_index", pa.int32()),
     ("response_ids", _IDS),
+    ("log_probs", _FLOATS),
     ("segments", _SEGMENTS),
     ("finish_reason", pa.string()),
     ("error", pa.string()),
-    nullable=frozenset({"segments", "error"}),
+    ("seconds", pa.float32()),
+    nullable=frozenset({"log_probs", "segments", "error", "seconds"}),
 ).append(TRAJECTORIES)
 """Of the write-ahead log of `eval`: what is generated, and graded when all is."""
 
@@ -194,7 +197,7 @@ EVALUATED = _schema(
     ("response_ids", _IDS),
     ("log_probs", _FLOATS),  # of the response tokens; null: taken over from a run that did not keep them
     ("answer", pa.string()),  # what the grader took for the answer, where it says
-    ("reward", pa.float32()),  # null: failed
+    ("reward", pa.float64()),  # null: failed; as the grader gave it
     ("components", pa.string()),  # JSON object of what else the grader said
     ("label", pa.string()),
     ("metadata", pa.string()),  # JSON object of the row

@@ -4,25 +4,28 @@ The benchmark's score is what its `metric` makes of all samples, failed ones amo
 were graded is told too.
 """
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.fingerprint import combined
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import EVAL, GENERATED_EVAL, TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.benchmarks import SCORE, EvaluatedSample, measure
+from cairn.tasks.evaluated_rows import Answers
+from cairn.tasks.evaluation_sharing import engines_environment, sharing
 from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import finished_samples, segments_value, status_of, trajectories_column, without_unused
+from cairn.tasks.questions import Questions, own_questions
 from cairn.tasks.reward import given_samples, grade_generated, graded_again
+from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
@@ -47,13 +50,6 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
     return f"{benchmark.name}-v{version:06d}"
 
 
-def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: int) -> int:
-    """64-bit seed of a benchmark's sample, another one than any training sample's or other benchmark's: it depends on
-    the benchmark's name, and what it is made of begins as no training sample's does."""
-    words = f"eval/{benchmark}/{run_seed}/{prompt_index}/{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
-
-
 @durable(
     Step.EVAL,
     reads=(
@@ -70,60 +66,26 @@ def eval_seed(run_seed: int, benchmark: str, prompt_index: int, sample_index: in
     engines=("rollout",),
 )
 def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
-    """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left. Samples are durable
-    as they finish: after a failure only the missing ones are generated, and all are graded."""
+    """Sample and grade every prompt of the benchmark `name` with the weights that `weights` left, unless somebody has
+    (`cairn.tasks.evaluation_sharing`). Samples are durable as they finish: after a failure only the missing ones are
+    generated, and all are graded."""
     run, version = step.run, version_of(weights)
     benchmark = next(b for b in run.config.eval.benchmarks if b.name == name)
-    data = run.benchmark_data(name)
-    rows = [data.row(index) for index in range(len(data))]
-    n = benchmark.n_samples_per_eval_prompt
+    grader = run.benchmark_grader(name)
     # The draws are the same at every evaluation: differences are then those of the weights.
-    requests = [
-        SampleRequest(
-            row.index,
-            index,
-            row.prompt_ids,
-            eval_seed(run.config.seed, name, row.index, index),
-            prompt=row.prompt_text,
-            label=row.label,
-            metadata=row.metadata or {},
-        )
-        for row in rows
-        for index in range(n)
-    ]
-    params = SamplingParams(
-        max_new_tokens=benchmark.max_response_len,
-        temperature=benchmark.temperature,
-        top_p=benchmark.top_p,
-        top_k=benchmark.top_k,
-        stop_token_ids=run.config.rollout.rollout_stop_token_ids,
+    questions = own_questions(
+        benchmark,
+        run.benchmark_data(name),
+        seed=run.config.seed,
+        stop=run.config.rollout.rollout_stop_token_ids,
+        graded_by=f"{grader.name} {grader.version}",
     )
-    samples = _generate(step, weights, requests, params).to_pylist()
-    graded_ids = [last_trajectory(sample["response_ids"], sample[TRAJECTORIES.name]) for sample in samples]
-    texts = run.tokenizer.batch_decode(graded_ids, skip_special_tokens=True)
-    asked = [rows[sample["group_id"]] for sample in samples]
-    statuses = [status_of(sample["finish_reason"]) for sample in samples]
-    errors = [sample["error"] for sample in samples]
-    graded = grade_generated(
-        run.benchmark_grader(name),
-        given_samples(
-            run.benchmark_grader(name),
-            run.tokenizer,
-            {
-                "response_text": texts,
-                "label": [row.label for row in asked],
-                "metadata": [row.metadata or {} for row in asked],
-                "response_ids": [sample["response_ids"] for sample in samples],
-                "prompt_text": [row.prompt_text for row in asked],
-                "prompt_ids": [row.prompt_ids for row in asked],
-                "finish_reason": [sample["finish_reason"] for sample in samples],
-                "status": statuses,
-                "segments": [sample["segments"] for sample in samples],
-                TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
-            },
-        ),
-        errors,
-    )
+    with sharing(step, weights, questions) as (shared, found):
+        answers = found or _answers(step, weights, questions, grader)
+        if shared is not None and found is None:
+            shared.leave(answers, grader)
+    samples, graded, requests = answers.samples, answers.graded, questions.requests()
+    asked = [questions.rows[sample["group_id"]] for sample in samples]
     failed = [g.reward is None for g in graded]
     measured = measure(
         benchmark.metric,
@@ -135,12 +97,12 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
                 g.components,
                 g.error,
                 text,
-                len(ids),
+                len(_graded_ids(sample)),
                 sample["finish_reason"] == FinishReason.LENGTH,
                 row.label,
                 row.metadata or {},
             )
-            for sample, ids, text, row, g in zip(samples, graded_ids, texts, asked, graded, strict=True)
+            for sample, text, row, g in zip(samples, answers.texts, asked, graded, strict=True)
         ],
     )
     rewards = [g.reward for g in graded if g.reward is not None]
@@ -162,15 +124,19 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
             "prompt_index": [row.index for row in asked],
             "sample_index": [sample["sample_index"] for sample in samples],
             "prompt_text": [row.prompt_text for row in asked],
-            "response_text": texts,
+            "response_text": answers.texts,
             "response_ids": [sample["response_ids"] for sample in samples],
+            "log_probs": [sample["log_probs"] for sample in samples],
             "segments": [sample["segments"] for sample in samples],
             "reward": [g.reward for g in graded],
             "label": [row.label for row in asked],
             "finish_reason": [sample["finish_reason"] for sample in samples],
-            "status": [str(Status.FAILED if bad else status) for bad, status in zip(failed, statuses, strict=True)],
+            "status": [
+                str(Status.FAILED if bad else status_of(sample["finish_reason"]))
+                for bad, sample in zip(failed, samples, strict=True)
+            ],
             "error": [g.error for g in graded],
-            "seed": [requests[sample["group_id"] * n + sample["sample_index"]].seed for sample in samples],
+            "seed": [request.seed for request in requests],
             "weight_version": [version] * len(samples),
             TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
         },
@@ -178,7 +144,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     )
     return Outcome(
         tables={"samples.parquet": without_unused(table)},
-        values={"benchmark": name},
+        values={"benchmark": name, **({"found": shared.folder} if shared is not None and found is not None else {})},
         metrics={
             name: measured.pop(SCORE),
             **({f"{name}-graded": float(np.mean(rewards))} if rewards else {}),
@@ -190,8 +156,34 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         timings={"grader_wait": max((g.waited for g in graded), default=0.0)},
         weight_version_in=version,
         weight_version_out=version,
-        environment=combined([run.fleet.generating_environment(engine) for engine in run.fleet.rollout]),
+        environment=engines_environment(run),
     )
+
+
+def _answers(step: StepCall, weights: Commit | None, questions: Questions, grader: GraderPool) -> Answers:
+    run = step.run
+    samples = _generate(step, weights, questions.requests(), questions.sampling).to_pylist()
+    texts = run.tokenizer.batch_decode([_graded_ids(sample) for sample in samples], skip_special_tokens=True)
+    asked = [questions.rows[sample["group_id"]] for sample in samples]
+    columns = {
+        "response_text": texts,
+        "label": [row.label for row in asked],
+        "metadata": [row.metadata or {} for row in asked],
+        "response_ids": [sample["response_ids"] for sample in samples],
+        "prompt_text": [row.prompt_text for row in asked],
+        "prompt_ids": [row.prompt_ids for row in asked],
+        "finish_reason": [sample["finish_reason"] for sample in samples],
+        "status": [status_of(sample["finish_reason"]) for sample in samples],
+        "segments": [sample["segments"] for sample in samples],
+        TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
+    }
+    given = given_samples(grader, run.tokenizer, columns)
+    return Answers(samples, texts, grade_generated(grader, given, [sample["error"] for sample in samples]))
+
+
+def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:
+    """Of a sample with several trajectories, the last one's."""
+    return last_trajectory(sample["response_ids"], sample[TRAJECTORIES.name])
 
 
 def _generate(
@@ -230,9 +222,11 @@ def _table(samples: Sequence[GeneratedSample]) -> pa.Table:
             "group_id": [sample.group_id for sample in samples],
             "sample_index": [sample.index for sample in samples],
             "response_ids": [sample.trajectory.response_ids for sample in samples],
+            "log_probs": [sample.trajectory.log_probs for sample in samples],
             "segments": [segments_value(sample) for sample in samples],
             "finish_reason": [str(sample.finish_reason) for sample in samples],
             "error": [sample.error for sample in samples],
+            "seconds": [sample.trajectory.seconds for sample in samples],
             TRAJECTORIES.name: trajectories_column(samples),
         },
         GENERATED_EVAL,

@@ -1,87 +1,40 @@
 """One benchmark on one model, beside all runs: its result is a commit of its own (`cairn.storage.evals`).
 
-    questions → samples, durable as they finish → grades → metrics → the result
-
-A sample's seed comes from the benchmark's name, its question and its number, so that the draws of two models are the
-same and differences are those of the weights.
+questions → samples, durable as they finish → grades → metrics → the result
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
 
-from cairn.configs.schema.reward import RewardConfig
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import FinishReason, SamplingParams
+from cairn.engines.types import SamplingParams
 from cairn.storage.commits import Environment
 from cairn.storage.errors import StoreError, StoreRefused
 from cairn.storage.evals import Claim, Evaluation
-from cairn.storage.schemas import EVALUATED, GENERATED_EVALUATION, Status
+from cairn.storage.schemas import GENERATED_EVALUATION
 from cairn.storage.snapshots import AttemptFolder
 from cairn.storage.write_ahead import WriteAhead
-from cairn.tasks.benchmarks.sample import EvaluatedSample
-from cairn.tasks.data import PromptRow
-from cairn.tasks.evaluate import eval_seed
+from cairn.tasks.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluated_samples
 from cairn.tasks.generation import Engine
 from cairn.tasks.groups import finished_samples, status_of
+from cairn.tasks.questions import Questions
 from cairn.tasks.reward import given_samples, grade_generated
-from cairn.tasks.rewards.pool import Graded, GraderPool
+from cairn.tasks.rewards.pool import GraderPool
 
-SAMPLES = "samples.parquet"
-"""The rows of a result."""
 ORDER = [("group_id", "ascending"), ("sample_index", "ascending")]
 SINGLE_TURN = GenerateFunction("single_turn")
 
 Progress = Callable[[int, int], None]
 """(samples that are there, samples in all)."""
-Measure = Callable[[Sequence[EvaluatedSample]], Mapping[str, float]]
-"""Metrics of all samples, with the score among them under `score`."""
-
-
-@dataclass(frozen=True)
-class Questions:
-    """What is asked of a model, and how its answers are graded."""
-
-    name: str
-    """Of the benchmark."""
-    rows: Sequence[PromptRow]
-    n: int
-    """Responses to each."""
-    sampling: SamplingParams
-    seed: int
-    grader: RewardConfig
-    measure: Measure
-    settings: Mapping[str, Any]
-    """Of the result's key, all but what the engine adds."""
-    described: Mapping[str, Any] = field(default_factory=dict)
-    """The benchmark in full, for people."""
-    graded_part: Callable[[str], str] = lambda response: response
-    """Of a response, what its grader sees."""
-
-    def requests(self) -> list[SampleRequest]:
-        """Of every sample, question after question."""
-        return [
-            SampleRequest(
-                row.index,
-                index,
-                row.prompt_ids,
-                eval_seed(self.seed, self.name, row.index, index),
-                prompt=row.prompt_text,
-                label=row.label,
-                metadata=row.metadata or {},
-            )
-            for row in self.rows
-            for index in range(self.n)
-        ]
 
 
 @dataclass(frozen=True)
@@ -128,6 +81,7 @@ def compute(
         else:
             samples, environment = sampled.samples, sampled.environment
         generated = time.perf_counter()
+        assert questions.grader is not None
         with GraderPool(questions.grader) as grader:
             rows = _graded(grader, questions, requests, tokenizer, samples)
         graded = time.perf_counter()
@@ -245,66 +199,4 @@ def _graded(
         "trajectories": [None] * len(samples),
     }
     graded = grade_generated(grader, given_samples(grader, tokenizer, columns), [one["error"] for one in samples])
-    return evaluated_rows(questions, requests, asked, samples, texts, graded, grader)
-
-
-def evaluated_rows(
-    questions: Questions,
-    requests: Sequence[SampleRequest],
-    asked: Sequence[PromptRow],
-    samples: Sequence[Mapping[str, Any]],
-    texts: Sequence[str],
-    graded: Sequence[Graded],
-    grader: GraderPool,
-) -> pa.Table:
-    """The rows of a result."""
-    n = len(samples)
-    components = [one.components or {} for one in graded]
-    return pa.table(
-        {
-            "benchmark": [questions.name] * n,
-            "prompt_index": [row.index for row in asked],
-            "prompt_id": [str((row.metadata or {}).get("id", row.index)) for row in asked],
-            "sample_index": [sample["sample_index"] for sample in samples],
-            "prompt_text": [row.prompt_text for row in asked],
-            "prompt_ids": [list(row.prompt_ids) for row in asked],
-            "response_text": list(texts),
-            "response_ids": [sample["response_ids"] for sample in samples],
-            "log_probs": [sample["log_probs"] for sample in samples],
-            "answer": [None if (said := one.get("answer")) is None else str(said) for one in components],
-            "reward": [one.reward for one in graded],
-            "components": [json.dumps(one, sort_keys=True) if one else None for one in components],
-            "label": [row.label for row in asked],
-            "metadata": [json.dumps(row.metadata, sort_keys=True) if row.metadata else None for row in asked],
-            "grader": [grader.name] * n,
-            "grader_version": [grader.version] * n,
-            "finish_reason": [sample["finish_reason"] for sample in samples],
-            "status": [
-                str(Status.FAILED if one.reward is None else status_of(sample["finish_reason"]))
-                for one, sample in zip(graded, samples, strict=True)
-            ],
-            "error": [one.error for one in graded],
-            "seed": [request.seed for request in requests],
-            "seconds": [sample["seconds"] for sample in samples],
-        },
-        EVALUATED,
-    )
-
-
-def evaluated_samples(rows: pa.Table) -> list[EvaluatedSample]:
-    """The rows of a result as a benchmark's metrics take them."""
-    return [
-        EvaluatedSample(
-            row["prompt_index"],
-            row["sample_index"],
-            row["reward"],
-            None if row["components"] is None else json.loads(row["components"]),
-            row["error"],
-            row["response_text"],
-            len(row["response_ids"]),
-            row["finish_reason"] == FinishReason.LENGTH,
-            row["label"],
-            {} if row["metadata"] is None else json.loads(row["metadata"]),
-        )
-        for row in rows.to_pylist()
-    ]
+    return evaluated_rows(questions, requests, Answers(samples, texts, graded), grader.name, grader.version)

@@ -93,7 +93,7 @@ def evaluate(
 
     Examples:
 
-    - `cairn eval quickstart@39 heldout` a benchmark of the run's own: what it sampled itself is taken over
+    - `cairn eval quickstart@39 heldout` a benchmark of the run's own: what it evaluated itself is shown
     - `cairn eval quickstart@39 gsm8k --data gsm8k/test.jsonl`
     - `cairn eval quickstart@0:39 my_benchmark.yaml --every 10`
     - `cairn eval --model models/qwen3 gsm8k math500 --dtype bfloat16 --gpus 1 --json`

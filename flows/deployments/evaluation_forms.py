@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from cairn.configs.schema.benchmark import BenchmarkSampling
+from cairn.configs.schema.engine_options import EngineOptions
 from cairn.flows.deployments.forms import Form, form_of
-from cairn.flows.evaluation.options import EngineOptions
 
 if TYPE_CHECKING:
     Sampling = Form

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from cairn.configs.schema.engine_options import EngineOptions
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, context_length
 from cairn.engines.rollout.factory import kind_of, make_engine
@@ -16,7 +17,6 @@ from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
-from cairn.flows.evaluation.options import EngineOptions
 from cairn.tasks.evaluation import Engines
 
 CALL_TIMEOUT = 120.0

@@ -11,13 +11,14 @@ from cairn.engines.tokenizers import tokenizer_digest
 from cairn.flows.driver.sources import environment
 from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.evaluation.engine import own_engine, require_room
-from cairn.flows.evaluation.models import Evaluable, Published, end_tokens
+from cairn.flows.evaluation.models import Evaluable
 from cairn.flows.evaluation.own import OwnBenchmark
 from cairn.flows.evaluation.questions import SEED, questions_of
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
 from cairn.storage.leases import LeaseState
 from cairn.storage.store import Store
-from cairn.tasks.evaluation import Engines, Questions, compute
+from cairn.tasks.evaluation import Engines, compute
+from cairn.tasks.questions import Questions
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def evaluate_models(
     watcher = watcher or Watcher()
     for model in models:
         check_model_folder(model.base)
-        tokenizer, ends = load_tokenizer(model.base), end_tokens(model.base)
+        tokenizer = load_tokenizer(model.base)
         asked = [
             one.questions(tokenizer) if isinstance(one, OwnBenchmark) else questions_of(one, tokenizer, seed)
             for one in benchmarks
@@ -66,12 +67,7 @@ def evaluate_models(
             stack.callback(model.close)
             serving = _Once(stack, model, watcher)
             for benchmark, questions in zip(benchmarks, asked, strict=True):
-                key = EvaluationKey(
-                    weights=model.weights,
-                    tokenizer=tokenizer_digest(tokenizer),
-                    benchmark=questions.name,
-                    settings={**questions.settings, **model.options.settings(), "end_tokens": ends},
-                )
+                key = questions.key(model.weights, tokenizer_digest(tokenizer), model.options, model.base)
                 own = benchmark if isinstance(benchmark, OwnBenchmark) else None
                 yield _evaluate(store, key, model, questions, tokenizer, serving, watcher, own)
 
@@ -95,7 +91,7 @@ def _evaluate(
     if not isinstance(found, Claim):
         return Found(model.name, found, computed=False)
     with found:
-        sampled = model.sampled(own, questions) if own is not None and isinstance(model, Published) else None
+        sampled = None if own is None else model.sampled(own, questions)
         if sampled is not None:
             watcher.says(f"{name}: grading what the run sampled itself")
         result = compute(

@@ -7,22 +7,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import GenerationConfig
-
 from cairn.configs.loader import from_manifest
+from cairn.configs.schema.engine_options import EngineOptions
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, folder_digest
 from cairn.engines.weights.folders import folder_checksum
 from cairn.flows.driver.trust import recorded_config
-from cairn.flows.evaluation.options import EngineOptions
 from cairn.flows.evaluation.own import OwnBenchmark, own_benchmarks, sampled_by_the_run
 from cairn.flows.events import Event
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
-from cairn.tasks.evaluation import Questions, Sampled
+from cairn.tasks.evaluation import Sampled
 from cairn.tasks.events import Message
+from cairn.tasks.questions import Questions
 
 Say = Callable[[str], None]
 _ITERATIONS = r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?"
@@ -59,6 +58,9 @@ class Evaluable(Protocol):
     def folder(self) -> str:
         """A model folder with the weights themselves, until `close`."""
 
+    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
+        """What a run itself sampled of these questions, by an engine of the same kind and number format."""
+
     def close(self) -> None:
         """Remove what was written."""
 
@@ -78,8 +80,24 @@ class ModelFolder:
     def folder(self) -> str:
         return self.base
 
+    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
+        return None
+
     def close(self) -> None:
         pass
+
+
+class Initial(ModelFolder):
+    """The weights that a run began with."""
+
+    def __init__(self, ledger: Ledger, base: str, options: EngineOptions) -> None:
+        super().__init__(base, options)
+        self.name = f"{ledger.run}@initial"
+        self.origin = {"run": ledger.run, "iteration": None, "weight_version": 0}
+        self._ledger = ledger
+
+    def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
+        return sampled_by_the_run(self._ledger, 0, 0, own, questions, self.options)
 
 
 class Published:
@@ -126,11 +144,9 @@ class Published:
             self._room = None
 
     def sampled(self, own: OwnBenchmark, questions: Questions) -> Sampled | None:
-        """What the run itself sampled of these questions, by an engine of the same kind and number format."""
-        of_run = EngineOptions.of_run(own.config.rollout, {})
-        if of_run.settings() != self.options.settings():
-            return None
-        return sampled_by_the_run(self._ledger, self._synced, own, questions)
+        synced, version = self._synced, self._synced.weight_version_out
+        assert version is not None
+        return sampled_by_the_run(self._ledger, synced.iteration, version, own, questions, self.options)
 
     def _told(self, event: Event) -> None:
         if isinstance(event, Message):
@@ -205,19 +221,4 @@ def _initial(ledger: Ledger, config: RunConfig, options: EngineOptions) -> Model
     check_model_folder(base)
     if recorded is not None and folder_digest(Path(base)) != recorded:
         raise BadModel(f"{base} is not the model that run {ledger.run} began with: put that one back there")
-    model = ModelFolder(base, options)
-    model.name = f"{ledger.run}@initial"
-    model.origin = {"run": ledger.run, "iteration": None, "weight_version": 0}
-    return model
-
-
-def end_tokens(folder: str) -> list[int]:
-    """The ids at which an engine ends a response of a model: of its generation config and of its config together."""
-    sources: list[Any] = [check_model_folder(folder).get_text_config()]
-    if (Path(folder) / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
-    ids: set[int] = set()
-    for source in sources:
-        value = getattr(source, "eos_token_id", None)
-        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
-    return sorted(ids)
+    return Initial(ledger, base, options)

@@ -1,27 +1,22 @@
 """A run's own benchmarks (`eval.benchmarks`), evaluated apart from it, by the name that they have there.
 
-Questions, sampling and seeds are the run's, so its own evaluations and these have the same draws. What the run sampled
-itself at that iteration is taken over and graded by the grader of now: nothing is sampled again. The run's evaluations
-kept no log-probs, so such a result has none.
+Questions, sampling and seeds are the run's, so its own evaluations and these have the same draws, and the same result
+(`cairn.tasks.evaluation_sharing`). Where the run left none, since a sample of it failed, what it did sample at that
+iteration is taken over from its ledger and graded by the grader of now: nothing is sampled again.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cairn.configs.schema.engine_options import EngineOptions
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.types import SamplingParams
-from cairn.storage import canonical
-from cairn.storage.commits import Commit, Step
+from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.snapshots import read_table
-from cairn.tasks.benchmarks import measure
-from cairn.tasks.benchmarks.sample import EvaluatedSample
-from cairn.tasks.benchmarks.summary import summary
 from cairn.tasks.data import PromptData
 from cairn.tasks.evaluate import eval_shard
-from cairn.tasks.evaluation import Questions, Sampled
-from cairn.tasks.plugin_sources import source_digest
+from cairn.tasks.evaluation import Sampled
+from cairn.tasks.questions import Questions, own_questions
 from cairn.tasks.rewards import get_grader
 
 SINGLE_TURN = "single_turn"
@@ -44,32 +39,15 @@ class OwnBenchmark:
         own, reward = self.benchmark, self.config.reward
         if own.rm_type is not None:
             reward = reward.model_copy(update={"rm_type": own.rm_type, "custom_rm_path": None})
-        prompts = PromptData.open(own, own.path, tokenizer)
         grader, stop = get_grader(reward), self.config.rollout.rollout_stop_token_ids
-        asked = own.model_dump(mode="json", exclude={"name", "path", "rm_type"})
-        return Questions(
-            name=own.name,
-            rows=[prompts.row(index) for index in range(len(prompts))],
-            n=own.n_samples_per_eval_prompt,
-            sampling=SamplingParams(own.max_response_len, own.temperature, own.top_p, own.top_k, stop),
+        return own_questions(
+            own,
+            PromptData.open(own, own.path, tokenizer),
             seed=self.config.seed,
+            stop=stop,
+            graded_by=f"{grader.name} {grader.version}",
             grader=reward,
-            measure=self._measure,
-            settings={
-                "asked": canonical.digest(asked),
-                "seed": self.config.seed,
-                "grader": f"{grader.name} {grader.version}",
-                "source": canonical.digest([prompts.fingerprint, len(prompts), own.path.partition("@[")[2]]),
-                "metric": source_digest(own.metric) if "." in own.metric else own.metric,
-                "stop": list(stop),
-            },
-            described={"benchmark": own.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
         )
-
-    def _measure(self, samples: Sequence[EvaluatedSample]) -> dict[str, float]:
-        found = summary(samples)
-        counts = {"questions": found.questions, "samples": found.samples, "n": found.n}
-        return {**found.metrics(), **counts, **measure(self.benchmark.metric, samples)}
 
 
 def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:
@@ -79,11 +57,14 @@ def own_benchmarks(config: RunConfig) -> dict[str, OwnBenchmark]:
     return {one.name: OwnBenchmark(config, one) for one in config.eval.benchmarks}
 
 
-def sampled_by_the_run(ledger: Ledger, synced: Commit, own: OwnBenchmark, questions: Questions) -> Sampled | None:
-    """What the run itself sampled of these questions with the weights that `synced` published; None where it did not,
-    or not of these very questions."""
-    assert synced.weight_version_out is not None
-    commit = ledger.find(synced.iteration, Step.EVAL, eval_shard(own.benchmark, synced.weight_version_out))
+def sampled_by_the_run(
+    ledger: Ledger, iteration: int, version: int, own: OwnBenchmark, questions: Questions, options: EngineOptions
+) -> Sampled | None:
+    """What the run itself sampled of these questions at an iteration with the weights of a version, by an engine of the
+    same kind and number format; None where it did not, or not of these very questions."""
+    if EngineOptions.of_run(own.config.rollout, {}).settings() != options.settings():
+        return None
+    commit = ledger.find(iteration, Step.EVAL, eval_shard(own.benchmark, version))
     if commit is None:
         return None
     (output,) = commit.outputs
@@ -98,7 +79,7 @@ def sampled_by_the_run(ledger: Ledger, synced: Commit, own: OwnBenchmark, questi
         {
             "sample_index": row["sample_index"],
             "response_ids": row["response_ids"],
-            "log_probs": None,
+            "log_probs": row.get("log_probs"),
             "finish_reason": row["finish_reason"],
             "error": row["error"] if not row["response_ids"] else None,
             "seconds": None,

@@ -9,7 +9,7 @@ from cairn.tasks.benchmarks.digests import benchmark_digests, benchmark_grader, 
 from cairn.tasks.benchmarks.rows import graded_part, open_prompts
 from cairn.tasks.benchmarks.sample import EvaluatedSample
 from cairn.tasks.benchmarks.summary import summary
-from cairn.tasks.evaluation import Questions
+from cairn.tasks.questions import Questions
 
 SEED = 42
 """Of all draws, unless said: as a recipe's."""

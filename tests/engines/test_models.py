@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder, context_length, eos_token_ids, load_causal_lm
+from cairn.engines.models import check_model_folder, context_length, end_tokens, eos_token_ids, load_causal_lm
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_loaded_model_has_the_weights_of_the_folder_in_the_asked_dtype(folder:
 
 
 def test_end_tokens_are_those_of_the_config_and_of_the_generation_config(folder: Path) -> None:
-    assert eos_token_ids(load_causal_lm(folder, torch.float32)) == {3, 5, 7}
+    assert eos_token_ids(load_causal_lm(folder, torch.float32)) == end_tokens(folder) == {3, 5, 7}
 
 
 def test_the_context_length_is_the_configs_and_a_config_without_one_is_refused(folder: Path) -> None:

@@ -20,8 +20,9 @@ from cairn.flows.watching.progress import Progress
 from cairn.storage import layout
 from cairn.storage.collector import collect, garbage
 from cairn.tasks.benchmarks import EvaluatedSample, measure
-from cairn.tasks.evaluate import eval_seed, evaluate
+from cairn.tasks.evaluate import evaluate
 from cairn.tasks.groups import sample_seed
+from cairn.tasks.questions import eval_seed
 from tests.local_fleet import LocalFleet, calls
 from tests.requests import grouped
 from tests.tiny_run import tiny_config, tiny_context

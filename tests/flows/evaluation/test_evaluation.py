@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.benchmark import Benchmark
+from cairn.configs.schema.engine_options import EngineOptions
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of
 from cairn.flows.evaluation.evaluating import Found, evaluate_models
 from cairn.flows.evaluation.models import ModelFolder
-from cairn.flows.evaluation.options import EngineOptions
 from cairn.storage.evals import folders, read_samples
 from cairn.storage.schemas import EVALUATED
 from cairn.storage.store import Store, open_store
