@@ -14,6 +14,7 @@ from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, folder_digest
 from cairn.engines.weights.folders import folder_checksum
 from cairn.flows.driver.trust import recorded_config
+from cairn.flows.evaluation.keeping import kept
 from cairn.flows.evaluation.own import OwnBenchmark, own_benchmarks, sampled_by_the_run
 from cairn.flows.events import Event
 from cairn.storage.commits import Commit, Step
@@ -135,7 +136,8 @@ class Published:
             from cairn.flows.export.model import export
 
             self._room = tempfile.TemporaryDirectory(prefix="cairn-eval-")
-            export(self._ledger, Path(self._room.name) / "model", self._synced.iteration, emit=self._told)
+            with kept(self._ledger, self._synced.iteration):
+                export(self._ledger, Path(self._room.name) / "model", self._synced.iteration, emit=self._told)
         return str(Path(self._room.name) / "model")
 
     def close(self) -> None:

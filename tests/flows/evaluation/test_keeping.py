@@ -1,0 +1,43 @@
+"""Weights that a driver would retire stay while an evaluation copies them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.flows.evaluation.keeping import WHY
+from cairn.flows.evaluation.models import models_of
+from cairn.flows.export import model as exporting
+from cairn.flows.iteration import iteration
+from cairn.storage.decisions import pinned
+from cairn.storage.pins import pin
+from cairn.storage.retention import retire
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+
+def test_an_iteration_is_pinned_while_its_weights_are_copied_and_a_persons_pin_stays(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tiny_assets, checkpoint={"save_interval": 1, "save_retain_interval": 100})
+    read, reasons = exporting._from_checkpoint, list[str | None]()
+    with tiny_context(str(tmp_path), config) as (run, _):
+        for index in range(2):
+            iteration(run, DirectSteps(run), index)
+        ledger = run.ledger
+
+        def while_it_retires(*args: Any) -> None:
+            assert retire(ledger, config.checkpoint, everything=True) == []
+            reasons.append(pinned(ledger.decisions.all())[0].why)
+            read(*args)
+
+        monkeypatch.setattr(exporting, "_from_checkpoint", while_it_retires)
+        (model,) = models_of(ledger.store, "tiny@0")
+        assert Path(model.folder(), "model.safetensors").is_file()
+        model.close()
+        assert (reasons, pinned(ledger.decisions.all())) == ([WHY], {})
+
+        pin(ledger, 0, why="shipped")
+        model.folder()
+        model.close()
+        assert (reasons, list(pinned(ledger.decisions.all()))) == ([WHY, "shipped"], [0])
+        assert retire(ledger, config.checkpoint, everything=True) == []
