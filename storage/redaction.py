@@ -80,7 +80,7 @@ def redact(
     decision = _begun(ledger, found)
     if decision is None:
         require_unneeded(ledger, found)
-        decision = ledger.decisions.record(lambda so_far: _decision(found), by=by, why=why)
+        decision = ledger.decisions.record(lambda so_far: _decision(ledger, found, so_far), by=by, why=why)
     require_unneeded(ledger, found)  # somebody may have forked the run or pinned something before it was recorded
     for number, file in enumerate(found.files):
         progress(f"{number} of {len(found.files)} tables redacted, next that of {file.commit}")
@@ -91,7 +91,17 @@ def redact(
     return decision
 
 
-def _decision(found: Found) -> Redaction:
+def _decision(ledger: Ledger, found: Found, so_far: tuple[Decision, ...]) -> Redaction:
+    """Raises ValueError where a table was not read as the redactions so far leave it: it would be replaced by one that
+    neither they nor this one know."""
+    earlier = redacted_files(so_far)
+    for file in found.files:
+        for decision, before in earlier.get(file.path, ())[-1:]:
+            if file.old_sha256 != before.new_sha256:
+                raise ValueError(
+                    f"{layout.in_run(ledger.run, file.path)} is being redacted by decision {decision.number} of "
+                    f"{decision.by}: give the command again when that is done"
+                )
     return Redaction(
         prompt=found.prompt,
         samples=found.samples,

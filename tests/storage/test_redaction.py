@@ -182,6 +182,22 @@ def test_a_redaction_that_crashed_anywhere_harms_nobody_and_is_finished_by_givin
     assert moments == 1 + 4 + 1, "the decision, four tables, what the lost attempt left"
 
 
+def test_of_two_at_once_the_second_is_refused_before_it_replaces_what_the_first_has_replaced(tmp_path: Path) -> None:
+    ledger = written(tmp_path)
+    beside = reopened(ledger)
+
+    def first(sentence: str) -> None:
+        if sentence.startswith("looking at 000003/") and not beside.decisions.all():
+            redact(beside, PROMPT + 1, by="ada")  # of the same shard
+
+    with pytest.raises(ValueError, match="is being redacted by decision 1 of ada: give the command again"):
+        redact(ledger, PROMPT, progress=first)
+    assert findings(ledger) == set()
+    redact(ledger, PROMPT)
+    assert holding_text(ledger) == []
+    assert findings(ledger) == set()
+
+
 def test_beyond_what_was_redacted_an_altered_table_is_damage(tmp_path: Path) -> None:
     ledger = written(tmp_path)
     decision = redact(ledger, PROMPT)
