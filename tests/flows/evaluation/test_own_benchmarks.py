@@ -175,7 +175,7 @@ def test_who_is_killed_between_result_and_commit_finds_the_result_and_grades_not
     del asked[:]
     with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
         commit = initial(run)
-        assert (asked, run.read(commit).equals(driven[1])) == ([], True)
+        assert (asked, "found" in commit.values, run.read(commit).equals(driven[1])) == ([], True, True)
 
 
 def test_what_was_computed_elsewhere_is_not_taken_and_stays_as_it_was(
