@@ -26,7 +26,7 @@ from prefect.deployments.runner import EntrypointType, RunnerDeployment
 from prefect.runner import Runner
 
 from cairn.engines.fleet.address import ADDRESS
-from cairn.flows.deployments.flows import FLOWS, SERVED_BY
+from cairn.flows.deployments.flows import FLOWS, SERVED_BY, STORE
 from cairn.flows.deployments.names import DEPLOYMENT
 from cairn.flows.deployments.watching import watch
 
@@ -37,19 +37,28 @@ POLL_INTERVAL = 2.0
 """Seconds between two questions for flow runs that are due."""
 
 
-async def deployments() -> list[RunnerDeployment]:
-    """All of them."""
-    return [
-        await flow.ato_deployment(DEPLOYMENT, entrypoint_type=EntrypointType.MODULE_PATH, tags=["cairn"])
-        for flow in FLOWS
-    ]
+PEOPLES = {"schedules", "paused", "concurrency_limit", "concurrency_options"}
+"""What people set of a deployment: where it is there already, Prefect would put ours in its place, and delete every
+schedule."""
+
+
+async def deployments(store: str) -> list[RunnerDeployment]:
+    """All of them. Flow runs that name no store are made with this one, and keep it whoever takes them up."""
+    found = []
+    for flow in FLOWS:
+        deployment = await flow.ato_deployment(
+            DEPLOYMENT, parameters={"store": store}, entrypoint_type=EntrypointType.MODULE_PATH, tags=["cairn"]
+        )
+        deployment.model_fields_set.difference_update(PEOPLES)
+        found.append(deployment)
+    return found
 
 
 async def serve(parent: int) -> None:
     """Serve until SIGTERM, or until process `parent` is gone."""
     runner = Runner(name="cairn", pause_on_shutdown=False, limit=None, query_seconds=POLL_INTERVAL)
     told = asyncio.Event()
-    for deployment in await deployments():
+    for deployment in await deployments(os.environ[STORE]):
         await runner.aadd_deployment(deployment)
     running = asyncio.create_task(runner.start())
     while not runner.started and not running.done():

@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import IO
 
 from cairn.engines.fleet.address import ADDRESS
-from cairn.flows.orchestration.server import LASTING, MOST_RESTARTS, PREFECT_HOME, Server, ServerFailed, configured_api
+from cairn.flows.orchestration.server import (
+    LASTING,
+    MOST_RESTARTS,
+    PREFECT_HOME,
+    Server,
+    ServerFailed,
+    configured_api,
+    folder_for,
+    require_answer,
+)
+from cairn.storage.store import open_store
 
 SERVING = "cairn.flows.deployments.serving"
 HEAD = "cairn.engines.fleet.head"
@@ -177,10 +187,10 @@ class Up:
 def start(store: str, *, host: str, port: int, ray: bool) -> Up:
     """Start what is missing, and return when the interface can be used and the deployments are there.
 
-    `store`: a URL or folder, for flow runs that name none. Raises ServerFailed.
+    `store`: a URL or folder, for flow runs that name none. Raises ServerFailed, and StoreRefused where it is none.
     """
-    home = PREFECT_HOME.resolve()
-    home.mkdir(parents=True, exist_ok=True)
+    store = open_store(store).url  # refused here, and not by every flow run
+    home = folder_for(PREFECT_HOME)
     with ExitStack() as stack:
         api = configured_api()
         server = None
@@ -189,6 +199,8 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
             stack.callback(server.stop)
             server.serve()
             api = server.api_url
+        else:
+            require_answer(api)
         address = os.environ.get(ADDRESS)
         head = None
         if ray and not address:

@@ -44,6 +44,7 @@ from pathlib import Path
 
 import certifi
 import httpx
+from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import (
     PREFECT_API_SSL_CERT_FILE,
@@ -92,9 +93,7 @@ class Server:
     def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
         """Start the process, which waits to be told to serve, and return at once. Port 0 takes a free one; raises
         ServerFailed if `port` is taken."""
-        home = home.resolve()
-        home.mkdir(parents=True, exist_ok=True)
-        self.home = home
+        self.home = home = folder_for(home)
         self.log = home / "server.log"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._listener = _listen(host, port)
@@ -215,6 +214,33 @@ def prepare_server(home: Path) -> None:
     """Begin to start the server that `prefect_api(home)` will need, if it will need one."""
     if configured_api() is None:
         ensure_server(home)
+
+
+def folder_for(home: Path) -> Path:
+    """The folder, made where it is not there. Raises ServerFailed."""
+    home = home.resolve()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ServerFailed(
+            f"{home} cannot be made ({why}), where Prefect's history and logs are kept: stand in another folder, or "
+            "make room for it"
+        ) from error
+    return home
+
+
+def require_answer(api: str) -> None:
+    """Raise ServerFailed unless the server that is configured, whose URL this is, answers as Prefect's."""
+    try:
+        with get_client(sync_client=True) as client:
+            client.read_flows(limit=1)
+    except (httpx.HTTPError, httpx.InvalidURL, PrefectHTTPStatusError, ObjectNotFound, ValueError) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ServerFailed(
+            f"Prefect's server at {api}, which PREFECT_API_URL or the Prefect profile names, does not answer as one "
+            f"({why}): start it, correct the address (it ends in /api), or unset it"
+        ) from error
 
 
 def configured_api() -> str | None:
