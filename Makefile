@@ -11,6 +11,9 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 KILLS ?= 100
 ROOMS := flows tasks engines storage configs
 
+# Tests start hundreds of processes, each of which would compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-env lm-eval-env inspect-env quickstart tiny types docs lint test test-all test-ceph chaos bench
 .PHONY: clean

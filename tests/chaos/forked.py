@@ -5,22 +5,20 @@ its own, and is killed like any other. What it starts is started afresh.
 """
 
 import atexit
-import multiprocessing
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.chaos.driver", "cairn.engines.fleet.fleet", "cairn.flows.train"])
+from tests.forks import FORKS
 
 
 class ForkedDriver:
     """`tests.chaos.driver` with the given arguments; what `subprocess.Popen` says of a process, as far as is needed."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
-        self._process = _CONTEXT.Process(target=_drive, args=(list(arguments), dict(environment), folder, log))
+        self._process = FORKS.Process(target=_drive, args=(list(arguments), dict(environment), folder, log))
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid

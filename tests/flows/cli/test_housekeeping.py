@@ -1,7 +1,9 @@
 """`cairn gc | delete`: dry runs change nothing, and nothing goes by mistake."""
 
 import json
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +16,7 @@ from cairn.storage.commits import Step
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
+from cairn.storage.store import open_store
 from tests.flows import written_runs
 from tests.flows.written_runs import SHARDS, new_run, write_run
 
@@ -29,15 +32,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def ledger(tmp_path) -> Ledger:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve iterations, a checkpoint each second, and a lost attempt; its driver has ended."""
-    ledger = new_run(str(tmp_path), **OPTIONS)
+    folder = tmp_path_factory.mktemp("written")
+    ledger = new_run(str(folder), **OPTIONS)
     write_run(ledger, 12)
     ledger.store.write(ledger.attempt(4, Step.TRAIN).path("lost[bold]\x9b31m"), b"12345")
     assert ledger.lease is not None
     ledger.lease.release(Outcome.STOPPED)
-    return ledger
+    return folder
+
+
+@pytest.fixture
+def ledger(written: Path, tmp_path: Path) -> Ledger:
+    """A copy of it."""
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    return Ledger.open(open_store(str(tmp_path)), "toy")
 
 
 def test_gc_shows_first_and_removes_what_it_showed(ledger: Ledger) -> None:

@@ -1,10 +1,11 @@
 """A driver that is told to end stops its work, saves what it can, and gives the run back in time."""
 
+import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import Completion, GenerateRequest
-from cairn.flows.driver.preemption import SAME_KEY, Ending, Preempted, save
+from cairn.flows.driver.preemption import SAME_KEY, Ending, Preempted, ending_in_order, save
 from cairn.flows.driver.session import _releasing
 from cairn.flows.driver.signals import EXIT_CODE
 from cairn.flows.iteration import iteration
@@ -23,11 +24,11 @@ from cairn.storage.leases import Lease, Outcome, newest_lease
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.tasks.events import Message
+from tests.forks import FORKS
 from tests.local_fleet import LocalFleet, calls
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).parents[3]
 GROUPS, SAMPLES = 6, 4
 
 
@@ -129,62 +130,59 @@ def test_a_store_that_is_away_does_not_hide_what_ended_the_driver(
     assert ended.__notes__ == ["StoreError meanwhile: the store is away"]
 
 
-DRIVER = """
-import signal, sys, time
-from cairn.flows.driver.preemption import Preempted, ending_in_order
-from cairn.flows.driver.session import _releasing
-from cairn.flows.driver.signals import EXIT_CODE
-from cairn.storage.leases import Lease
-from cairn.storage.store import open_store
-store, grace, then = sys.argv[1:]
-lease = Lease.acquire(open_store(store), "run-1")
-try:
-    with ending_in_order() as ending, ending.in_order():
-        ending.owns(lease, float(grace))
-        if then == "deaf":  # as within a flow, whose handler's exception may be swallowed
-            signal.signal(signal.SIGTERM, lambda *_: None)
-        try:
-            print("ready", flush=True)
-            time.sleep(600)
-        finally:
-            print("stopping", flush=True)
-            time.sleep(600 if then == "linger" else 0)
-except Preempted:
-    sys.exit(EXIT_CODE)
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
 NOTICES = [signal.SIGTERM, signal.SIGUSR1]
 
 
+def drive_nothing(said: Connection, store: Path, grace: float, then: str) -> None:
+    """A driver with a lease and nothing to do, started with signals ignored as in a script's background."""
+    for signum in (signal.SIGINT, *NOTICES):
+        signal.signal(signum, signal.SIG_IGN)
+    lease = Lease.acquire(open_store(str(store)), "run-1")
+    try:
+        with ending_in_order() as ending, ending.in_order():
+            ending.owns(lease, grace)
+            if then == "deaf":  # as within a flow, whose handler's exception may be swallowed
+                signal.signal(signal.SIGTERM, lambda *_: None)
+            try:
+                said.send("ready")
+                time.sleep(600)
+            finally:
+                said.send("stopping")
+                time.sleep(600 if then == "linger" else 0)
+    except Preempted:
+        sys.exit(EXIT_CODE)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
 class Driver:
-    """A process with a lease and nothing to do, started with signals ignored as in a script's background."""
+    """Its process."""
 
     def __init__(self, store: Path, then: str = "leave", grace: float = 600) -> None:
-        def ignore() -> None:
-            for signum in (signal.SIGINT, *NOTICES):
-                signal.signal(signum, signal.SIG_IGN)
-
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(store), str(grace), then],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=ignore,
-        )
+        self._said, ours = FORKS.Pipe(duplex=False)
+        self.process = FORKS.Process(target=drive_nothing, args=(ours, store, grace, then))
+        self.process.start()
+        ours.close()
         self.says("ready")
 
     def says(self, word: str) -> None:
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline().strip() == word
+        assert self._said.poll(60)
+        assert self._said.recv() == word
 
-    def __enter__(self) -> "subprocess.Popen[str]":
-        return self.process
+    def send_signal(self, signum: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+    def wait(self, seconds: float) -> int | None:
+        self.process.join(seconds)
+        return self.process.exitcode
+
+    def __enter__(self) -> "Driver":
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.join()
 
 
 def outcome(store: Path) -> Outcome | None:
@@ -202,22 +200,20 @@ def test_a_driver_is_told_to_end_whatever_disposition_of_its_signals_it_inherite
         assert process.wait(60) == (130 if signum is signal.SIGINT else EXIT_CODE)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_ends_a_driver_at_once_and_gives_the_run_back(tmp_path: Path, signum: signal.Signals) -> None:
-    driver = Driver(tmp_path, "linger")
-    with driver as process:
+    with Driver(tmp_path, "linger") as process:
         process.send_signal(signal.SIGTERM)
-        driver.says("stopping")
+        process.says("stopping")
         process.send_signal(signum)
         assert process.wait(60) == EXIT_CODE
     assert outcome(tmp_path) is Outcome.PREEMPTED
 
 
 def test_the_second_ctrl_c_ends_a_driver_at_once_and_gives_the_run_back(tmp_path: Path) -> None:
-    driver = Driver(tmp_path, "linger")
-    with driver as process:
+    with Driver(tmp_path, "linger") as process:
         process.send_signal(signal.SIGINT)
-        driver.says("stopping")
+        process.says("stopping")
         process.send_signal(signal.SIGINT)  # the same key, as `uv run` passes it on
         time.sleep(SAME_KEY + 0.1)
         process.send_signal(signal.SIGINT)
@@ -225,7 +221,7 @@ def test_the_second_ctrl_c_ends_a_driver_at_once_and_gives_the_run_back(tmp_path
     assert outcome(tmp_path) is Outcome.STOPPED
 
 
-@pytest.mark.parametrize("then", ["deaf", pytest.param("linger", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("then", ["deaf", "linger"])
 def test_the_end_of_the_grace_period_ends_a_driver_that_does_not_come_to_its_end(tmp_path: Path, then: str) -> None:
     with Driver(tmp_path, then, grace=1.0) as process:
         began = time.monotonic()
