@@ -17,10 +17,11 @@ from cairn.flows.driver.starting import fleet_name, starting_fleet, total_steps
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
 from cairn.flows.iteration import iteration
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.comparison import compare
 from cairn.storage.errors import Retired, RunDiffers
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.redacted import redacted_samples
 from cairn.storage.snapshots import Attempt
 from cairn.storage.store import Store, open_store

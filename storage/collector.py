@@ -18,10 +18,11 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from cairn.storage import layout
-from cairn.storage.commits import Record, Step
+from cairn.storage.commits import Step
 from cairn.storage.layout import Kind
 from cairn.storage.leases import newest_lease
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.retention import remove, retired, shared_with_forks
 
 _DAY = 24 * 3600.0

@@ -28,21 +28,16 @@ goes on from there. A commit is never rewritten. Its digest covers everything in
 included: the commits of a run form a Merkle chain from any weights back to the prompts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from graphlib import TopologicalSorter
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator
 
-from cairn.storage import canonical, layout
+from cairn.storage import layout
 from cairn.storage.errors import Damaged
 from cairn.storage.paths import check_path
-
-FORMAT = 3
-"""Of the commits and manifests that this version writes."""
-OLDEST_FORMAT = 2
-"""That it reads: `tests/fixtures/ledgers` holds a ledger of each format from here on."""
+from cairn.storage.records import Marker, Record
 
 
 class Step(StrEnum):
@@ -66,12 +61,6 @@ class Step(StrEnum):
     """The weight versions that the rollout engines report."""
     EVAL = "eval"
     """A benchmark's samples and grades under one weight version."""
-
-
-class Record(BaseModel):
-    """A frozen value of the ledger."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class OutputFile(Record):
@@ -106,10 +95,9 @@ class Environment(Record):
     """Of the packages that compute, by name."""
 
 
-class Commit(Record):
+class Commit(Marker):
     """See the module. Digests are hexadecimal SHA-256, times Unix seconds."""
 
-    schema_version: int = FORMAT
     run: str
     terms: int = Field(0, ge=0)
     """Number of the terms that it was made under, see `cairn.storage.terms`."""
@@ -149,42 +137,16 @@ class Commit(Record):
         """How other commits name this one: `000042/rollout.00-000`."""
         return layout.commit_name(self.iteration, self.step, self.shard)
 
-    @property
-    def digest(self) -> str:
-        """Of the canonical JSON of all fields."""
-        return canonical.digest(self._fields())
-
-    def to_bytes(self) -> bytes:
-        """The marker file."""
-        return canonical.seal(self._fields())
-
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Commit":
         """Read a marker. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""
         try:
-            fields = canonical.unseal(data)
-            require_readable(fields)
-            del fields["digest"]
-            commit = cls.model_validate(fields)
+            commit = cls.unsealed(data)
         except ValueError as error:
             raise Damaged(f"commit {path} cannot be trusted: {error}") from None
         if layout.commit(commit.run, commit.iteration, commit.step, commit.shard) != path:
             raise Damaged(f"commit {path} belongs to another place: it says {commit.name} of run {commit.run}")
         return commit
-
-    def _fields(self) -> dict[str, Any]:
-        # What a commit was written without stays out of its digest: older versions knew fewer fields.
-        return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_unset=True)}
-
-
-def require_readable(fields: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a file's format is one that this version reads."""
-    found = fields.get("schema_version")
-    if not isinstance(found, int) or not OLDEST_FORMAT <= found <= FORMAT:
-        raise ValueError(
-            f"it has format {found}, this Cairn reads formats {OLDEST_FORMAT} to {FORMAT}; use the version that wrote "
-            "it, or a newer one"
-        )
 
 
 def newest_selection(commits: Sequence[Commit]) -> Commit | None:

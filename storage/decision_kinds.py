@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cairn.storage.commits import Record, Step
+from cairn.storage.commits import Step
+from cairn.storage.records import Record
 
 
 class Gate(Record):

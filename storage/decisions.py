@@ -29,10 +29,10 @@ from enum import StrEnum
 from pydantic import Field, ValidationError
 
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Record
 from cairn.storage.decision_kinds import AnyKind, Gate, Pin, RedactedFile, Redaction, Verdict, What
 from cairn.storage.errors import Damaged
 from cairn.storage.manifest import Manifest, read_manifest
+from cairn.storage.records import Record
 from cairn.storage.store import Store
 
 FORMAT = 1

@@ -21,15 +21,15 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import pyarrow as pa
 from pydantic import Field, JsonValue, field_validator
 
 from cairn.storage import canonical, layout
-from cairn.storage.commits import FORMAT, Environment, OutputFile, Record, require_readable
+from cairn.storage.commits import Environment, OutputFile
 from cairn.storage.errors import Damaged, LeaseHeld
 from cairn.storage.leases import Lease, LeaseState, Outcome, Owned, newest_lease
+from cairn.storage.records import FORMAT, Marker, Record
 from cairn.storage.snapshots import AttemptFolder, check_bytes
 from cairn.storage.store import Store
 from cairn.storage.tables import from_parquet
@@ -68,10 +68,9 @@ class EvaluationKey(Record):
         return canonical.digest(self.model_dump(mode="json"))
 
 
-class Evaluation(Record):
+class Evaluation(Marker):
     """A result: one benchmark on one model. Times are Unix seconds."""
 
-    schema_version: int = FORMAT
     key: EvaluationKey
     origin: dict[str, JsonValue] = Field(default_factory=dict)
     """Whose weights they were when they were evaluated: `run`, `iteration` and `weight_version`, or `model`, a folder;
@@ -98,32 +97,16 @@ class Evaluation(Record):
     def _stays_in_its_folder(cls, name: str) -> str:
         return layout.check_name(name, "attempt")
 
-    @property
-    def digest(self) -> str:
-        """Of the canonical JSON of all fields."""
-        return canonical.digest(self._fields())
-
-    def to_bytes(self) -> bytes:
-        """The marker file."""
-        return canonical.seal(self._fields())
-
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Evaluation":
         """Read a result. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""
         try:
-            fields = canonical.unseal(data)
-            require_readable(fields)
-            del fields["digest"]
-            found = cls.model_validate(fields)
+            found = cls.unsealed(data)
         except ValueError as error:
             raise Damaged(f"result {path} cannot be trusted: {error}") from None
         if layout.evaluation_result(found.key.folder) != path:
             raise Damaged(f"result {path} belongs to another place: it says {found.key.folder}")
         return found
-
-    def _fields(self) -> dict[str, Any]:
-        # As with commits: what a result was written without stays out of its digest.
-        return {"schema_version": self.schema_version, **self.model_dump(mode="json", exclude_unset=True)}
 
 
 class Claim:

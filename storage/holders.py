@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from cairn.storage.commits import Record
+from cairn.storage.records import Record
 
 _SAME_START = 2.0
 """Seconds by which two readings of one process's start time may differ: it is derived from an adjustable clock."""

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Record
 from cairn.storage.errors import Damaged, LeaseHeld, LeaseLost, StoreError
 from cairn.storage.holders import Holder
+from cairn.storage.records import Record
 from cairn.storage.store import Store
 
 TIME_TO_LIVE = 30.0

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pydantic import field_validator
 
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Record, require_readable
 from cairn.storage.errors import BeingDeleted, Damaged
+from cairn.storage.records import Record, require_readable
 from cairn.storage.store import Store
 from cairn.storage.terms import Terms
 

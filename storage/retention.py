@@ -39,11 +39,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cairn.configs.schema.operations import CheckpointConfig
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, Record, Step, newest_selection
+from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.decisions import pinned
 from cairn.storage.errors import BeingDeleted, Redacted, Retired
 from cairn.storage.layout import Kind
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.redacted import redacted_samples
 from cairn.storage.schemas import Disposition
 from cairn.storage.snapshots import read_table

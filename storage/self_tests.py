@@ -4,8 +4,9 @@ the runs: all runs of a store share what one of them found."""
 from collections.abc import Callable
 
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Environment, Record
+from cairn.storage.commits import Environment
 from cairn.storage.errors import Damaged
+from cairn.storage.records import Record
 from cairn.storage.store import Store
 
 

@@ -36,9 +36,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Record
 from cairn.storage.errors import StoreRefused
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.store import Store
 
 if TYPE_CHECKING:

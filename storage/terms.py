@@ -17,8 +17,7 @@ from pydantic import BaseModel, Field, JsonValue
 
 from cairn.configs.recorded import in_todays_words
 from cairn.configs.schema.base import RECORDED
-from cairn.storage import canonical
-from cairn.storage.commits import FORMAT, Record, require_readable
+from cairn.storage.records import FORMAT, Record, readable
 from cairn.storage.version import CodeVersion
 
 
@@ -51,10 +50,7 @@ class Terms(Record):
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Read a sealed file. Raises ValueError with what is wrong."""
-        fields = canonical.unseal(data)
-        require_readable(fields)
-        del fields["digest"]
-        return cls.model_validate(fields)
+        return cls.model_validate(readable(data))
 
     def same_as(self, other: "Terms") -> bool:
         """Whether they are those of one version of the code, so that commits need not tell the two apart."""

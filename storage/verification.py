@@ -8,11 +8,12 @@ from enum import StrEnum
 from typing import Final, Literal
 
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, OutputFile, Record
+from cairn.storage.commits import Commit, OutputFile
 from cairn.storage.decision_kinds import RedactedFile, Redaction
 from cairn.storage.decisions import Decision, read_decision, redacted_files
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.snapshots import is_retired
 from cairn.storage.store import Store
 

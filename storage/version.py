@@ -5,7 +5,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from cairn.storage.commits import Record
+from cairn.storage.records import Record
 
 _DEADLINE = 10.0
 

@@ -1,6 +1,6 @@
-"""Commands by which people decide about a run: approve, reject, pin, unpin,
-quarantine, keygen."""
+"""Commands by which people decide about a run: approve, reject, pin, unpin, quarantine; keygen, for who signs that."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +12,7 @@ from cairn.storage.layout import LAST_NUMBER
 
 if TYPE_CHECKING:
     from cairn.storage.decisions import Decision
+    from cairn.storage.ledger import Ledger
 
 GateArgument = Annotated[
     int | None,
@@ -90,11 +91,7 @@ def pin(
     """
     from cairn.storage.pins import pin as pinned
 
-    ledger = open_ledger(store, run)
-    try:
-        decision = pinned(ledger, iteration, by=by, why=why)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+    decision = _recorded(store, run, lambda ledger: pinned(ledger, iteration, by=by, why=why))
     _print(decision, f"iteration {iteration} of run {run} is pinned, by {decision.by}", json)
 
 
@@ -114,11 +111,7 @@ def unpin(
     """
     from cairn.storage.pins import unpin as released
 
-    ledger = open_ledger(store, run)
-    try:
-        decision = released(ledger, iteration, by=by, why=why)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+    decision = _recorded(store, run, lambda ledger: released(ledger, iteration, by=by, why=why))
     _print(decision, f"iteration {iteration} of run {run} is not pinned any more", json)
 
 
@@ -145,9 +138,8 @@ def quarantine(
     """
     from cairn.storage.decision_kinds import Quarantine
 
-    ledger = open_ledger(store, run)
     what = Quarantine(prompt=prompt, passed_over=not lift)
-    decision = ledger.decisions.record(lambda so_far: what, by=by, why=why)
+    decision = _recorded(store, run, lambda ledger: ledger.decisions.record(lambda so_far: what, by=by, why=why))
     done = "may be drawn again" if lift else "is passed over"
     _print(decision, f"prompt {prompt} {done} from the next iteration on that run {run} begins, by {decision.by}", json)
 
@@ -185,14 +177,21 @@ def _verdict(
     from cairn.flows.driver.gates import decide
     from cairn.storage.decision_kinds import Verdict
 
-    ledger = open_ledger(store, run)
-    try:
-        decision = decide(ledger, from_manifest(ledger.manifest.config), iteration, approved=approved, why=why, by=by)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+    def decided(ledger: "Ledger") -> "Decision":
+        return decide(ledger, from_manifest(ledger.manifest.config), iteration, approved=approved, why=why, by=by)
+
+    decision = _recorded(store, run, decided)
     assert isinstance(decision.what, Verdict)
     word = "approved" if approved else "rejected"
     _print(decision, f"run {run} is {word} before iteration {decision.what.iteration}, by {decision.by}", json)
+
+
+def _recorded(store: str, run: str, decide: Callable[["Ledger"], "Decision"]) -> "Decision":
+    ledger = open_ledger(store, run)
+    try:
+        return decide(ledger)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
 
 
 def _print(decision: "Decision", sentence: str, json: bool) -> None:

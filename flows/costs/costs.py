@@ -18,10 +18,11 @@ from cairn.configs.schema.run import RunConfig
 from cairn.flows.costs.device_time import Devices, device_seconds, devices, driver_seconds, priced, rows, tokens
 from cairn.flows.costs.wasted import Waste, wasted
 from cairn.flows.reading.metrics import busy_seconds
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.evals import Evaluation, results
 from cairn.storage.leases import all_leases
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 
 _REQUESTS = 8
 

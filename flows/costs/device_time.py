@@ -8,8 +8,9 @@ from typing import Literal
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.metrics import busy_seconds
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.leases import LeaseState, Outcome
+from cairn.storage.records import Record
 
 _ON_TRAINING = frozenset({Step.SCORE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC})
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.costs.device_time import device_seconds, devices, devices_of, driver_seconds, priced, tokens
-from cairn.storage.commits import Commit, Record, Step, newest_selection
+from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.leases import LeaseState, Outcome
+from cairn.storage.records import Record
 
 _DROPPED = "dynamic_filter/drop_"
 

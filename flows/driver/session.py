@@ -23,10 +23,10 @@ from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
 from cairn.flows.reading.views import stands_in
 from cairn.storage import layout
-from cairn.storage.commits import FORMAT
 from cairn.storage.errors import RunDiffers, StoreError
 from cairn.storage.leases import Lease, Outcome
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import FORMAT
 from cairn.storage.store import Store
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message

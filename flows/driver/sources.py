@@ -18,8 +18,9 @@ from cairn.engines.models import check_model_folder, context_length, folder_dige
 from cairn.flows.driver.validation import load_tokenizer, setup_problems
 from cairn.flows.events import Event
 from cairn.storage import canonical
-from cairn.storage.commits import FORMAT, Environment
+from cairn.storage.commits import Environment
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import FORMAT
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import PromptData
 from cairn.tasks.plugin_sources import defining_file_digest, source_digest

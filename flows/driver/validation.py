@@ -22,7 +22,7 @@ from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.flows.trackers.requirements import tracking_problems
-from cairn.storage.commits import FORMAT
+from cairn.storage.records import FORMAT
 from cairn.tasks.data import BadData, PromptData
 from cairn.tasks.rewards import get_grader
 from cairn.tasks.rules import untold

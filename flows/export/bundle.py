@@ -28,8 +28,9 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.retention import newest_checkpoint
 from cairn.storage.schemas import TRAJECTORIES
 from cairn.storage.signatures import signature_path

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from cairn.flows.text.markdown import code, table
-from cairn.storage.commits import Record
+from cairn.storage.records import Record
 
 _MODEL = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -25,11 +25,12 @@ import numpy as np
 from cairn.configs.loader import from_manifest
 from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
 from cairn.storage.paths import check_path
+from cairn.storage.records import Record
 from cairn.storage.signatures import check_signature
 from cairn.storage.snapshots import read_bytes
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 from cairn.configs.loader import from_manifest
-from cairn.storage.commits import Commit, Record, Step, causal_order
+from cairn.storage.commits import Commit, Step, causal_order
 from cairn.storage.comparison import Comparison, compare
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.terms import differences as differing_fields
 
 _BESIDE = (Step.CHECKPOINT, Step.SYNC, Step.EVAL)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cairn.storage.commits import Environment, Record
+from cairn.storage.commits import Environment
+from cairn.storage.records import Record
 
 
 class Made(Record):

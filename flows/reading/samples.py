@@ -3,8 +3,9 @@
 import numpy as np
 import pyarrow as pa
 
-from cairn.storage.commits import Commit, Record, Step, newest_selection
+from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.schemas import Disposition
 from cairn.storage.snapshots import read_table
 

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.tasks.evaluate import eval_due, eval_shard, initial_eval_due
 from cairn.tasks.versions import weight_version_after
 

@@ -15,12 +15,13 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.gates import holding
 from cairn.flows.reading.scores import Scores, evaluations, first_and_last_scores, generated_reward
-from cairn.storage.commits import Commit, Record, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.decisions import GateStanding, GateState
 from cairn.storage.errors import BeingDeleted, Damaged
 from cairn.storage.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent, list_runs
+from cairn.storage.records import Record
 from cairn.storage.self_tests import find_self_test
 from cairn.storage.store import Store
 from cairn.storage.write_ahead import waiting_groups

@@ -33,8 +33,9 @@ from cairn.flows.report.money import cost_tables
 from cairn.flows.report.page import write_page
 from cairn.flows.report.panels import chosen_panels, meaning
 from cairn.flows.report.tokens import Texts, token_blocks
-from cairn.storage.commits import Record, Step
+from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
 from cairn.storage.verification import Verified, verify
 from cairn.storage.version import code_version
 

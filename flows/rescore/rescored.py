@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.flows.text.markdown import code, table
-from cairn.storage.commits import Record
+from cairn.storage.records import Record
 from cairn.storage.tables import to_parquet
 
 PASSED_OVER = {

@@ -7,9 +7,9 @@ from typing import Any
 import pyarrow as pa
 
 from cairn.storage import layout
-from cairn.storage.commits import require_readable
 from cairn.storage.errors import Damaged
 from cairn.storage.paths import is_path
+from cairn.storage.records import require_readable
 
 _TEXTS = pa.map_(pa.string(), pa.string())
 _NUMBERS = pa.map_(pa.string(), pa.float64())

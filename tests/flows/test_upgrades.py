@@ -25,9 +25,10 @@ from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.diff import diff
 from cairn.storage import canonical, layout
-from cairn.storage.commits import FORMAT, OLDEST_FORMAT, Commit, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, RunDiffers, StaleCommits
 from cairn.storage.ledger import Ledger
+from cairn.storage.records import FORMAT, OLDEST_FORMAT
 from cairn.storage.schemas import KEPT, ROLLOUT, SCHEMAS
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import open_store

@@ -7,22 +7,21 @@ all iterations are alike but for ids, versions and the benchmark's score, which 
 every iteration.
 """
 
-import time
 from typing import Any
 
 import pyarrow as pa
 
 from cairn.configs.loader import parse
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.commits import Commit, Environment, Step
+from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import ADVANTAGE, EVAL, FILTER, REWARD, ROLLOUT
 from cairn.storage.store import Store, open_store
 from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.evaluate import eval_due, eval_shard
 from cairn.tasks.steps import rules
+from tests.storage.builders import commit_step
 
-ENVIRONMENT = Environment(device="cpu", threads=1, host="box", versions={"torch": "2.13.0"})
 SHARDS = {"00-000": (0, 1), "00-001": (2,)}
 REWARDS = {0: (1.0, 0.0), 1: (1.0, 0.0), 2: (1.0, 1.0)}
 RECIPE: dict[str, Any] = {
@@ -76,19 +75,7 @@ def write_iteration(
     def write(
         step: Step, shard: str | None, inputs: list[Commit], table: pa.Table | None = None, **fields: Any
     ) -> Commit:
-        attempt = ledger.attempt(iteration, step, shard)
-        commit = ledger.commit(
-            iteration=iteration,
-            step=step,
-            shard=shard,
-            attempt=attempt,
-            inputs={commit.name: commit.digest for commit in inputs},
-            config_digest="0" * 64,
-            environment=ENVIRONMENT,
-            started_at=time.time(),
-            outputs=() if table is None else (attempt.write_table("rows.parquet", table),),
-            **fields,
-        )
+        commit = commit_step(ledger, iteration, step, shard, inputs=tuple(inputs), table=table, **fields)
         written.append(commit)
         return commit
 

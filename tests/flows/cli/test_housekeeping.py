@@ -99,7 +99,7 @@ def test_diff_names_what_is_retired_and_goes_on(
     cairn("gc", "toy", "--apply", store=ledger)
     shown, parts = cairn("diff", "toy", "other", store=ledger), 11 in iterations
     assert shown.exit_code == int(parts), shown.output
-    assert "000000/rollout.00-000: rows.parquet has another digest, and its rows cannot be compared: runs/toy/" in (
+    assert "000000/rollout.00-000: samples.parquet has another digest, and its rows cannot be compared: runs/toy/" in (
         shown.stdout
     )
     assert ("toy and other part at 000011/rollout.00-000" in shown.stdout) == parts

@@ -121,7 +121,7 @@ def test_verify_names_what_was_altered_and_fails(store: str) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     result = cairn("verify", "toy", "--store", store)
     assert result.exit_code == 1
-    assert f"altered: runs/toy/iterations/000001/reward/{file.parent.name}/rows.parquet is altered" in result.stdout
+    assert f"altered: runs/toy/iterations/000001/reward/{file.parent.name}/samples.parquet is altered" in result.stdout
     assert "1 findings" in result.stdout
     machine = cairn("verify", "toy", "--json", "--store", store)
     assert machine.exit_code == 1

@@ -20,7 +20,8 @@ from cairn.storage.evals import Evaluation, EvaluationKey
 from cairn.storage.holders import Holder
 from cairn.storage.leases import LeaseState, Outcome
 from cairn.storage.ledger import Ledger
-from tests.flows.written_runs import ENVIRONMENT, config_of, new_run, write_iteration, write_run
+from tests.flows.written_runs import config_of, new_run, write_iteration, write_run
+from tests.storage.builders import ENVIRONMENT
 
 TIMES: dict[str, tuple[float, float]] = {
     "eval": (0, 4),

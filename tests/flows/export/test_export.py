@@ -25,7 +25,8 @@ from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import StoredFile, open_store
 from tests.engines.training.builders import model_folder
-from tests.flows.written_runs import ENVIRONMENT, new_run, write_iteration
+from tests.flows.written_runs import new_run, write_iteration
+from tests.storage.builders import ENVIRONMENT
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}

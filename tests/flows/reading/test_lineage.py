@@ -18,7 +18,8 @@ from cairn.storage.errors import Damaged, Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
 from cairn.storage.schemas import SCORE
-from tests.flows.written_runs import ENVIRONMENT, new_run, write_iteration, write_run
+from tests.flows.written_runs import new_run, write_iteration, write_run
+from tests.storage.builders import ENVIRONMENT
 
 OLD_LEDGER = Path(__file__).parents[2] / "fixtures" / "ledgers" / "2"
 

@@ -10,7 +10,8 @@ from cairn.flows.costs.peaks import peak_tflops
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.metrics import METRICS, eval_metrics, find_metric, iteration_metrics, step_seconds
 from cairn.storage.commits import Commit, OutputFile, Step
-from tests.flows.written_runs import ENVIRONMENT, RECIPE, config_of, new_run, write_iteration
+from tests.flows.written_runs import RECIPE, config_of, new_run, write_iteration
+from tests.storage.builders import ENVIRONMENT
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 CONFIG = parse(RECIPE)
