@@ -2,13 +2,14 @@
 
 import re
 
-_UNUSABLE = re.compile(r"[\\\x00-\x1f]")
+_NAME = r"(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f]+"
+_PATH = re.compile(f"{_NAME}(?:/{_NAME})*")
 
 
 def is_path(path: str) -> bool:
     """Whether a path stays below its root: names between single slashes, none of them empty, "." or "..", no backslash
     or control character."""
-    return _UNUSABLE.search(path) is None and not any(name in ("", ".", "..") for name in path.split("/"))
+    return _PATH.fullmatch(path) is not None
 
 
 def check_path(path: str) -> str:

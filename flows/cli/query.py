@@ -166,7 +166,7 @@ def _print_schema(json: bool) -> None:
     from rich.table import Table
 
     from cairn.flows.cli.tables import console
-    from cairn.storage.query.schema import VIEWS
+    from cairn.storage.query.views import VIEWS
 
     if json:
         print_json(

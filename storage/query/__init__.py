@@ -8,6 +8,6 @@ names. What is kept of commits between queries (`cairn.storage.query.index`) is 
 
 from cairn.storage.query.database import Query, open_query
 from cairn.storage.query.errors import BadQuery
-from cairn.storage.query.schema import VIEWS, Column, View
+from cairn.storage.query.views import VIEWS, Column, View
 
 __all__ = ["VIEWS", "BadQuery", "Column", "Query", "View", "open_query"]

@@ -59,6 +59,7 @@ class Catalogue:
         self._commits: dict[tuple[str, frozenset[str]], pa.Table] = {}
         self._retired: dict[str, set[tuple[int, layout.Kind]]] = {}
         self._resized: dict[str, dict[str, int]] = {}
+        self._indexes: dict[str, pa.Table] = {}
         self._markers: dict[str, dict[int, list[str]]] = {}
         self._ledgers: dict[str, Ledger] = {}
         self.runs: tuple[Manifest, ...] = ()
@@ -182,24 +183,30 @@ class Catalogue:
         return self._commits[owner, steps]
 
     def _read_commits(self, owner: str, steps: frozenset[str]) -> pa.Table:
-        manifest = self._ledgers[owner].manifest
         listed = {
             f"{layout.digits(iteration)}/{name.removesuffix('.json')}"
             for iteration, names in self._listed(owner).items()
             for name in names
             if name.partition(".")[0] in steps
         }
-        known = read_index(self.store.url, manifest)
-        known = known.filter(pc.is_in(known.column("name"), pa.array(sorted(self._all(owner)), pa.string())))
-        if known.num_rows and not self._same_history(owner, known):
-            known = known.slice(0, 0)
+        known = self._index(owner)
         missing = sorted(listed.difference(known.column("name").to_pylist()))
         read = self._read(owner, missing)
         if read.num_rows:
-            known = pa.concat_tables([known, read])
-            write_index(self.store.url, manifest, known)
+            known = self._indexes[owner] = pa.concat_tables([known, read])
+            write_index(self.store.url, self._ledgers[owner].manifest, known)
         mine = known.filter(pc.is_in(known.column("name"), pa.array(sorted(listed), pa.string())))
         return mine.sort_by([("name", "ascending")])
+
+    def _index(self, owner: str) -> pa.Table:
+        """The commits of a run that were read before, and are there."""
+        if owner not in self._indexes:
+            known = read_index(self.store.url, self._ledgers[owner].manifest)
+            known = known.filter(pc.is_in(known.column("name"), pa.array(sorted(self._all(owner)), pa.string())))
+            if known.num_rows and not self._same_history(owner, known):
+                known = known.slice(0, 0)
+            self._indexes[owner] = known
+        return self._indexes[owner]
 
     def _same_history(self, owner: str, known: pa.Table) -> bool:
         """Whether the newest commits of an index are still those of the store: they hold the digests of all before

@@ -18,7 +18,7 @@ from cairn.storage.query.explain import plain_error
 from cairn.storage.query.files import unreadable
 from cairn.storage.query.names import names_in
 from cairn.storage.query.relations import Relations, quoted
-from cairn.storage.query.schema import VIEWS
+from cairn.storage.query.views import VIEWS
 from cairn.storage.store import Store
 
 _SETTINGS: dict[str, str | bool | int | float | list[str]] = {

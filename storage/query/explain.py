@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-from cairn.storage.query.schema import VIEWS
+from cairn.storage.query.views import VIEWS
 
 _NO_COLUMN = re.compile(r'(?:column|named) "([^"]+)"')
 _NO_TABLE = re.compile(r"Table with name (\S+) does not exist")

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from cairn.storage.query.errors import BadQuery
-from cairn.storage.query.schema import VIEWS
+from cairn.storage.query.views import VIEWS
 
 _WIDE = {"STAR", "NATURAL", "SHOW_REF", "PIVOT"}
 """Parts of a query that may name every column there is."""
@@ -35,7 +35,7 @@ def names_in(connection: duckdb.DuckDBPyConnection, text: str) -> Names:
     tree = json.loads(answer)
     if tree["error"]:
         raise BadQuery(tree["error_message"])
-    nodes = list(_nodes(tree))
+    nodes = list(_nodes(tree["statements"]))  # what stands around them has names of its own, such as `error`
     words = frozenset(value.lower() for node in nodes for value in _texts(node))
     tables = {str(node[key]).lower() for node in nodes if "table_name" in node for key in ("table_name", "alias")}
     tables |= {str(node["alias"]).lower() for node in nodes if "subquery" in node and "alias" in node}

@@ -18,7 +18,7 @@ from cairn.storage.local import LocalStore
 from cairn.storage.query.catalogue import Catalogue, Tables
 from cairn.storage.query.evaluations import results_table
 from cairn.storage.query.files import SCHEME, LedgerFiles
-from cairn.storage.query.schema import View
+from cairn.storage.query.views import View
 
 _EVALUATIONS = "evaluations"
 _TABLES: dict[str, pa.Schema] = {

@@ -224,8 +224,9 @@ def test_of_the_files_those_are_read_that_a_query_needs(copied: Store) -> None:
     for file in _files(copied, "toy", 0, Step.REWARD):
         file.write_bytes(b"no table")
     query = open_query(copied)
-    assert rows(query, "SELECT avg(reward) FROM rewards WHERE iteration = 1 AND run = 'toy'") == [(2 / 3,)]
-    assert query.notes == ()
+    for view in ("rewards", "samples"):
+        assert rows(query, f"SELECT avg(reward) FROM {view} WHERE iteration = 1 AND run = 'toy'") == [(2 / 3,)]
+        assert query.notes == ()
 
 
 @pytest.mark.parametrize("fault", ["lost", "torn", "empty"])

@@ -1,0 +1,203 @@
+"""Views of what an iteration makes of samples: `groups`, `samples`, `segments`, `rewards`, `advantages`, `tokens`."""
+
+from cairn.storage.query.views.view import OF_RUN, Twin, View, column
+
+OF_PLACE = {
+    **OF_RUN,
+    "iteration": column("BIGINT", "b.iteration", "in which it was made"),
+    "shard": column("VARCHAR", "b.shard", "of the rollout that generated it"),
+}
+OF_SAMPLE = {
+    **OF_PLACE,
+    "group_id": column("BIGINT", "b.group_id", "index of the prompt draw, unique in the run"),
+    "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
+}
+_TRAINED = "any_value(iteration) FILTER (WHERE disposition = 'train')"
+_DECISION = (
+    "LEFT JOIN (SELECT run, generated_in, shard, group_id, arg_max(disposition, iteration) AS disposition, "
+    f"arg_max(reason, iteration) AS reason, {_TRAINED} AS trained_in FROM cairn_filter GROUP BY ALL) d "
+    "ON d.run = b.run AND d.generated_in = b.iteration AND d.shard = b.shard AND d.group_id = b.group_id"
+)
+
+
+def _per_sample(name: str, alias: str, conditions: str) -> str:
+    return (
+        f"LEFT JOIN cairn_{name} {alias} ON {alias}.run = b.run AND {alias}.group_id = b.group_id "
+        f"AND {alias}.sample_index = b.sample_index AND {conditions.format(alias)}"
+    )
+
+
+_TRAINED_WITH = "{0}.generated_in = b.iteration AND {0}.iteration = d.trained_in"
+_OF_A_SAMPLE = {
+    "g": _per_sample("reward", "g", "{0}.iteration = b.iteration AND {0}.shard = b.shard"),
+    "d": _DECISION,
+    "a": _per_sample("advantage_by_origin", "a", _TRAINED_WITH),
+    "s": _per_sample("score_by_origin", "s", _TRAINED_WITH),
+}
+_GRADED = Twin(
+    "g", "cairn_reward b", frozenset({"run", "owner", "iteration", "shard", "group_id", "sample_index", "status"})
+)
+"""A grade for each sample, in which the status is that of both; so it is once all shards are graded."""
+_DECIDED = {
+    "disposition": column(
+        "VARCHAR", "d.disposition", "what became of the group at last: `train`, `buffer`, `continue` or `drop`"
+    ),
+    "reason": column("VARCHAR", "d.reason", "why it was dropped"),
+    "trained_in": column("BIGINT", "d.trained_in", "the iteration that trained on it; NULL: none did"),
+}
+
+GROUPS = View(
+    "groups",
+    "a group as the filter step of an iteration judged it; one that waited in the buffer has a row in each iteration",
+    "cairn_filter b",
+    {
+        **OF_RUN,
+        "iteration": column("BIGINT", "b.iteration", "that judged it"),
+        "group_id": column("BIGINT", "b.group_id", "index of the prompt draw, unique in the run"),
+        "generated_in": column("BIGINT", "b.generated_in", "the iteration whose rollout holds its samples"),
+        "shard": column("VARCHAR", "b.shard", "of that rollout"),
+        "kept": column("BOOLEAN", "b.kept", "passed the filter, or trained on all the same"),
+        "disposition": column("VARCHAR", "b.disposition", "`train`, `buffer`, `continue` or `drop`"),
+        "reason": column("VARCHAR", "b.reason", "why it was dropped"),
+        "mean_reward": column("FLOAT", "b.mean_reward", ""),
+        "std_reward": column("FLOAT", "b.std_reward", ""),
+        "age": column("INTEGER", "b.age", "of its newest tokens, in publications"),
+        "max_age": column("INTEGER", "b.max_age", "of the tokens that are trained on; NULL: of any age"),
+        "prompt_index": column("BIGINT", "p.prompt_index", "row of the data set"),
+        "epoch": column("INTEGER", "p.epoch", "pass through the data set"),
+        "prompt": column("VARCHAR", "p.prompt", ""),
+        "label": column("VARCHAR", "p.label", "expected answer"),
+        "samples": column("BIGINT", "p.samples", "of the group"),
+    },
+    {
+        "p": "LEFT JOIN (SELECT run, iteration, shard, group_id, any_value(prompt_index) AS prompt_index, "
+        "any_value(epoch) AS epoch, any_value(prompt_text) AS prompt, any_value(label) AS label, "
+        "count(*) AS samples FROM cairn_rollout GROUP BY ALL) p ON p.run = b.run AND p.iteration = b.generated_in "
+        "AND p.shard = b.shard AND p.group_id = b.group_id"
+    },
+)
+SAMPLES = View(
+    "samples",
+    "a sample as a shard's rollout left it, with what later steps made of it; one that was continued has a row in each "
+    "shard",
+    "cairn_rollout b",
+    {
+        **OF_SAMPLE,
+        "rollout_id": column("BIGINT", "b.rollout_id", ""),
+        "prompt_index": column("BIGINT", "b.prompt_index", "row of the data set"),
+        "epoch": column("INTEGER", "b.epoch", "pass through the data set"),
+        "prompt": column("VARCHAR", "b.prompt_text", ""),
+        "response": column("VARCHAR", "b.response_text", ""),
+        "label": column("VARCHAR", "b.label", "expected answer"),
+        "metadata": column("VARCHAR", "b.metadata", "JSON object of the data row"),
+        "prompt_tokens": column("BIGINT", "len(b.prompt_ids)", ""),
+        "response_tokens": column("BIGINT", "len(b.response_ids)", ""),
+        "masked_tokens": column("BIGINT", "len(list_filter(b.loss_mask, lambda m: m = 0))", "given by the world"),
+        "prompt_ids": column("INTEGER[]", "b.prompt_ids", ""),
+        "response_ids": column("INTEGER[]", "b.response_ids", ""),
+        "trajectories": column("INTEGER[]", "b.trajectories", "tokens of each trajectory; NULL: it has one"),
+        "log_prob": column("DOUBLE", "list_avg(b.log_probs)", "mean over the response's tokens, of the rollout engine"),
+        "weight_version": column("INTEGER", "list_max(b.weight_versions)", "the newest that sampled a token of it"),
+        "finish_reason": column("VARCHAR", "b.finish_reason", "`stop`, `length` or `abort`"),
+        "status": column(
+            "VARCHAR",
+            "coalesce(g.status, b.status)",
+            "`completed`, `truncated`, `aborted` or `failed`, by its grader too",
+        ),
+        "error": column("VARCHAR", "coalesce(g.error, b.error)", "of its generation or grading"),
+        "seed": column("UBIGINT", "b.seed", "of the first call"),
+        "engine": column("VARCHAR", "b.engine", "that generated it last"),
+        "seconds": column("FLOAT", "b.seconds", "from its admission to its end"),
+        "cached_tokens": column("BIGINT", "b.cached_tokens", "that the engine had in its prefix cache"),
+        "reward": column("FLOAT", "g.reward", "NULL: not graded, or failed"),
+        "components": column("VARCHAR", "g.components", "JSON object of partial rewards"),
+        "grader": column("VARCHAR", "g.grader", ""),
+        "grader_version": column("VARCHAR", "g.grader_version", ""),
+        **_DECIDED,
+        "advantage": column(
+            "DOUBLE", "list_avg(a.advantages)", "mean over the response's tokens; NULL: not trained on"
+        ),
+        "age": column("INTEGER", "list_max(a.ages)", "of its oldest token when it was trained on, in publications"),
+    },
+    _OF_A_SAMPLE,
+    twin=_GRADED,
+)
+SEGMENTS = View(
+    "segments",
+    "a piece of a response, which the policy sampled in one call or the world gave",
+    "(SELECT *, unnest(pieces) AS piece, generate_subscripts(pieces, 1) - 1 AS segment FROM (SELECT *, "
+    "coalesce(segments, [{'tokens': len(response_ids)::INTEGER, 'call': '', 'seed': seed, "
+    "'finish_reason': finish_reason}]) AS pieces FROM cairn_rollout)) b",
+    {
+        **OF_SAMPLE,
+        "segment": column("BIGINT", "b.segment", "position in the response, from 0"),
+        "first_token": column(
+            "BIGINT",
+            "coalesce(list_sum(list_transform(b.pieces[:b.segment], lambda p: p.tokens)), 0)::BIGINT",
+            "position of its first token in the response",
+        ),
+        "tokens": column("INTEGER", "b.piece.tokens", ""),
+        "sampled": column("BOOLEAN", "b.piece.call IS NOT NULL", "by the policy; else the world gave it"),
+        "call": column("VARCHAR", "nullif(b.piece.call, '')", "id of the call that sampled it"),
+        "seed": column("UBIGINT", "b.piece.seed", "of that call"),
+        "finish_reason": column("VARCHAR", "b.piece.finish_reason", "of that call"),
+    },
+)
+REWARDS = View(
+    "rewards",
+    "a grade",
+    "cairn_reward b",
+    {
+        **OF_SAMPLE,
+        "reward": column("FLOAT", "b.reward", "NULL: failed, or of a group that is not finished"),
+        "components": column("VARCHAR", "b.components", "JSON object of partial rewards"),
+        "grader": column("VARCHAR", "b.grader", ""),
+        "grader_version": column("VARCHAR", "b.grader_version", ""),
+        "status": column("VARCHAR", "b.status", "`completed`, `truncated`, `aborted` or `failed`"),
+        "error": column("VARCHAR", "b.error", ""),
+    },
+)
+ADVANTAGES = View(
+    "advantages",
+    "a sample of the batch that an iteration trained on",
+    "cairn_advantage b",
+    {
+        **OF_RUN,
+        "iteration": column("BIGINT", "b.iteration", "that trained on it"),
+        "group_id": column("BIGINT", "b.group_id", ""),
+        "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
+        "reward": column("FLOAT", "b.reward", "as the update used it"),
+        "advantage": column("DOUBLE", "list_avg(b.advantages)", "mean over the response's tokens"),
+        "return": column("DOUBLE", "list_avg(b.returns)", "mean over the response's tokens"),
+        "tokens": column("BIGINT", "len(b.advantages)", "of the response"),
+        "age": column("INTEGER", "list_max(b.ages)", "of its oldest token, in publications; NULL: not known"),
+    },
+)
+TOKENS = View(
+    "tokens",
+    "a token of a response",
+    "cairn_rollout b",
+    {
+        **OF_SAMPLE,
+        "position": column("BIGINT", "unnest(range(len(b.response_ids)))", "in the response, from 0"),
+        "token_id": column("INTEGER", "unnest(b.response_ids)", ""),
+        "log_prob": column("FLOAT", "unnest(b.log_probs)", "under the rollout engine; 0 where the world gave it"),
+        "loss_mask": column("UTINYINT", "unnest(b.loss_mask)", "1: trained on, unless it was too old"),
+        "weight_version": column("INTEGER", "unnest(b.weight_versions)", "that sampled it"),
+        **_DECIDED,
+        "advantage": column("FLOAT", "unnest(a.advantages)", "NULL: not trained on"),
+        "return": column("FLOAT", "unnest(a.returns)", ""),
+        "age": column("INTEGER", "unnest(a.ages)", "when it was trained on, in publications"),
+        "old_log_prob": column("FLOAT", "unnest(s.log_probs)", "under the policy before the update; NULL: not scored"),
+        "ref_log_prob": column("FLOAT", "unnest(s.ref_log_probs)", "under the reference model"),
+        "teacher_log_prob": column("FLOAT", "unnest(s.teacher_log_probs)", "under the teacher"),
+        "value": column("FLOAT", 'unnest(s."values")', "of the critic before the update"),
+        "ratio": column(
+            "DOUBLE",
+            "unnest(list_transform(list_zip(s.log_probs, b.log_probs), lambda p: exp(p[1]::DOUBLE - p[2])))",
+            "probability under the policy before the update over that under the rollout engine; NULL: not scored",
+        ),
+    },
+    {name: _OF_A_SAMPLE[name] for name in ("d", "a", "s")},
+    anchor="token_id",
+)
