@@ -71,7 +71,9 @@ COSTS = View(
         "prompt_tokens": column("DOUBLE", "b.metrics['prompt_tokens']", "given to rollout engines"),
         "cached_tokens": column("DOUBLE", "b.metrics['cached_tokens']", "of these in a prefix cache"),
         "response_tokens": column("DOUBLE", "b.metrics['response_tokens']", "generated"),
-        "trained_tokens": column("DOUBLE", "CASE WHEN b.step = 'train' THEN b.metrics['tokens'] END", "in the loss"),
+        "trained_tokens": column(
+            "DOUBLE", "CASE WHEN b.step = 'train' THEN b.metrics['tokens'] END", "trained on, prompts included"
+        ),
         "bytes": column("BIGINT", "b.bytes", "written"),
         "device": column("VARCHAR", "b.device", ""),
         "threads": column("BIGINT", "b.threads", "of the engine that computed"),
