@@ -7,20 +7,22 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from math import inf
+from typing import Any
 from uuid import UUID
 
 from prefect import Flow, flow
 from prefect.exceptions import TerminationSignal
+from prefect.states import State
 
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.artifacts.publishing import Pages
-from cairn.flows.driver.approval import admit
+from cairn.flows.driver.approval import Withheld, admit
 from cairn.flows.driver.divergence import fork_after_divergence
 from cairn.flows.driver.preemption import Ending, Preempted, ending_in_order
 from cairn.flows.driver.session import open_run
+from cairn.flows.driver.withheld import end_of_driver, end_of_iteration, end_paused, waiting
 from cairn.flows.events import IterationDone, OnEvent, RunDone, RunStarted
 from cairn.flows.orchestration.flow_runs import (
-    awaiting_approval,
     confirm_cancel,
     current_flow_run,
     driving,
@@ -70,10 +72,14 @@ def start(
             prefect_api(PREFECT_HOME),
         ):
 
-            def train_opened(run: str, store: str) -> None:
+            def train_opened(run: str, store: str) -> State[Any] | None:
                 """A run that `cairn train` or `cairn resume` opened, to its last iteration."""
                 ending.watch("cancel", partial(cancelled, context, ending, current_flow_run().id))
-                drive(context, tell, ending)
+                try:
+                    drive(context, tell, ending)
+                except Withheld as error:
+                    return end_of_driver(error, run, store)
+                return None
 
             try:
                 Flow(train_opened, name=train.name, flow_run_name="{run}", persist_result=False)(run, store.url)
@@ -87,7 +93,7 @@ def start(
 
 
 @flow(name="train", flow_run_name="{run}", persist_result=False)
-def train(run: str, store: str = ".", config: RunConfig | None = None, takeover: bool = False) -> None:
+def train(run: str, store: str = ".", config: RunConfig | None = None, takeover: bool = False) -> State[Any] | None:
     """Train a run to its last iteration, from its last commit or from the start.
 
     Args:
@@ -96,7 +102,11 @@ def train(run: str, store: str = ".", config: RunConfig | None = None, takeover:
         config: The configuration of a new run; leave it out to go on with the one in the ledger.
         takeover: Take the run from a driver that still lives.
     """
-    go_on(open_for_runs(store), run, config, takeover)
+    try:
+        go_on(open_for_runs(store), run, config, takeover)
+    except Withheld as error:
+        return end_of_driver(error, run, store)
+    return None
 
 
 def go_on(
@@ -106,7 +116,8 @@ def go_on(
     takeover: bool,
     on_event: OnEvent = lambda event: None,
 ) -> str:
-    """The same as `start`, for the body of a flow, whose flow run is then the run's."""
+    """The same as `start`, for the body of a flow, whose flow run is then the run's: where Withheld is raised, it is to
+    end as `end_of_driver` says."""
     try:
         with (
             ending_in_order() as ending,
@@ -178,7 +189,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     driver = current_flow_run()
 
     def admitted(index: int) -> None:
-        admit(run, index, lambda gate, sentence: awaiting_approval(driver, run.ledger.run, gate, sentence))
+        admit(run, index, lambda gate, sentence: waiting(driver, run.ledger.run, gate, sentence))
         put_in_force(run, index)
 
     pipeline = Pipeline(run, PrefectSteps(run), first, learned=learned, stop=ending.stop_work, admit=admitted)
@@ -190,9 +201,16 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
             return pipeline.iterate(index)
 
     with ending.in_order(), driving(run.ledger.run, run.ledger.store.url, lease.check) as tags:
+        end_paused(driver, tags, lease.check)
         publish_for_open_halves(run)
         before = run.ledger.store.retries
-        flow = subflow(one_iteration, name="iteration", run_name="{run_name} {index:06d}", tags=tags)
+        flow = subflow(
+            one_iteration,
+            name="iteration",
+            run_name="{run_name} {index:06d}",
+            tags=tags,
+            ends_in=end_of_iteration,
+        )
         with closing(pipeline.run(partial(flow, run.ledger.run), total)) as iterations:
             for index, commits in iterations:
                 retries = run.ledger.store.retries

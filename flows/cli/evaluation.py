@@ -29,6 +29,13 @@ MarginOption = Annotated[
 FailOption = Annotated[
     bool, typer.Option("--fail-on-regression", help="Exit with 1 if one is worse than the baseline.")
 ]
+GateOption = Annotated[
+    bool,
+    typer.Option(
+        "--gate-on-regression",
+        help="Let the run wait for approval before its next iteration if one is worse than the baseline.",
+    ),
+]
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", metavar="FORMAT", help="float32 or bfloat16; by default that of the run.")
 ]
@@ -71,6 +78,7 @@ def evaluate(
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,
     fail_on_regression: FailOption = False,
+    gate_on_regression: GateOption = False,
     export: Annotated[
         tuple[str, Path] | None,
         typer.Option(
@@ -99,12 +107,14 @@ def evaluate(
     - `cairn eval --model models/qwen3 gsm8k math500 --dtype bfloat16 --gpus 1 --json`
     - `cairn eval --model models/qwen3 aime2024 -n 16 --set sampling.temperature=0.7`
     - `cairn eval quickstart my_benchmark.yaml --export inspect logs`
+    - `cairn eval quickstart gsm8k --data gsm8k/test.jsonl --baseline quickstart@initial --gate-on-regression`
     """
     from cairn.flows.cli.reading import answering_store
 
     asked = names if model is not None else names[1:]
     if not asked:
         raise BadInput("name at least one benchmark, such as gsm8k, or a YAML file of your own")
+    require_baseline(baseline, gate_on_regression)
     changes = _changes(overrides or [])
     from cairn.flows.evaluation.asking import benchmarks_of
 
@@ -116,11 +126,12 @@ def evaluate(
     benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes, own=own)
     from cairn.flows.evaluation.evaluating import evaluate_models
     from cairn.flows.evaluation.questions import SEED
-    from cairn.flows.evaluation.regression import regressions
+    from cairn.flows.evaluation.regression import evaluated_run, regressions
 
     given = {"engine": engine, "dtype": dtype, "num_gpus": gpus, "num_threads": threads}
     options = {name: value for name, value in given.items() if value is not None}
     with _naming_bad_input():
+        gate = evaluated_run(None if model is not None else names[0]) if gate_on_regression else None
         models = _models(opened, names[0], model, every, options)
         require_exportable(export, len(models) * len(benchmarks))
         found: list[Found] = []
@@ -133,7 +144,7 @@ def evaluate(
                 watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
                 if export is not None:
                     watcher.says(f"written for Inspect: {write_log(opened, one, export[1])}")
-        worse = [] if baseline is None else regressions(opened, found, baseline, margin, tell)
+        worse = [] if baseline is None else regressions(opened, found, baseline, margin, tell, gate=gate)
     if json:
         print_json([_as_json(one) for one in found])
     else:
@@ -151,6 +162,7 @@ def leaderboard(
     baseline: BaselineOption = None,
     margin: MarginOption = 0.0,
     fail_on_regression: FailOption = False,
+    gate_on_regression: GateOption = False,
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
@@ -159,7 +171,8 @@ def leaderboard(
     Results stand together where questions, sampling and grading are equal; engine and number format may differ. Against
     a baseline they are compared question by question. The newest result of each group is a regression if it is worse by
     more than the margin, and by more than chance (95 %): then Prefect gets the event `cairn.evaluation.regressed`,
-    where `PREFECT_API_URL` or a profile names a server.
+    where `PREFECT_API_URL` or a profile names a server; `--gate-on-regression` opens the approval gate of the run whose
+    weights they are.
 
     Examples:
 
@@ -169,9 +182,10 @@ def leaderboard(
     """
     from cairn.flows.cli.reading import answering_store
 
+    require_baseline(baseline, gate_on_regression)
     opened = answering_store(store)
     from cairn.flows.evaluation.leaderboard import leaderboard as standings
-    from cairn.flows.evaluation.regression import raise_event, sentence
+    from cairn.flows.evaluation.regression import open_gate, raise_event, sentence
 
     found = standings(opened, benchmark, baseline, margin)
     if baseline is not None and not any(one.baseline for one in found):
@@ -188,10 +202,18 @@ def leaderboard(
     for one in worse:
         assert one.baseline is not None
         assert one.comparison is not None
-        tell(sentence(one.result, one.baseline, one.comparison))
+        tell(said := sentence(one.result, one.baseline, one.comparison))
         raise_event(one.result, one.baseline, one.comparison, tell)
+        if gate_on_regression and (run := one.result.origin.get("run")):
+            open_gate(opened, str(run), said, tell)
     if worse and fail_on_regression:
         raise typer.Exit(FAILED)
+
+
+def require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
+    """Raise BadInput where a gate could never be asked for."""
+    if gate_on_regression and baseline is None:
+        raise BadInput("--gate-on-regression needs --baseline: with whose results to compare")
 
 
 def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:

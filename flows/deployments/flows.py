@@ -24,6 +24,7 @@ from prefect.states import Completed, Failed, State
 from pydantic import Field
 
 from cairn.configs.loader import load
+from cairn.configs.schema.run import RunConfig
 from cairn.flows.deployments.evaluation_forms import UNCHANGED_ENGINE, UNCHANGED_SAMPLING, Engine, Sampling
 from cairn.flows.deployments.forms import (
     EMPTY,
@@ -39,7 +40,7 @@ from cairn.flows.deployments.names import NAMES
 from cairn.flows.events import Event, IterationDone, Message, RunStarted
 from cairn.flows.text.markdown import slug
 from cairn.storage.ledger import Ledger
-from cairn.storage.store import open_for_runs, open_store
+from cairn.storage.store import Store, open_for_runs, open_store
 
 STORE = "CAIRN_STORE"
 """Environment variable: the store of flow runs whose form leaves it empty."""
@@ -102,13 +103,8 @@ def train(
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
         options: What shall be other than the recipe says. An option that is left empty stays as it is there.
     """
-    from cairn.flows.train import go_on
-
-    name = run or Path(recipe).stem
     config = load(recipe_path(recipe), list(options.overrides()))
-    ledgers = open_for_runs(_place(store))
-    trained = go_on(ledgers, name, config, takeover, _log)
-    return _done(ledgers.url, trained)
+    return _driven(open_for_runs(_place(store)), run or Path(recipe).stem, config, takeover)
 
 
 @flow(name="resume", flow_run_name="{run}", persist_result=False)
@@ -122,11 +118,7 @@ def resume(run: RunName, restarts: Restarts = 0, takeover: bool = False, store: 
         takeover: Take the run from a driver that still lives; that driver stops.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
     """
-    from cairn.flows.train import go_on
-
-    ledgers = open_for_runs(_place(store))
-    trained = go_on(ledgers, run, None, takeover, _log)
-    return _done(ledgers.url, trained)
+    return _driven(open_for_runs(_place(store)), run, None, takeover)
 
 
 @flow(name="fork", flow_run_name="{run}@{iteration} {new}", persist_result=False)
@@ -150,12 +142,11 @@ def fork(
         options: What shall be other than in the run that is forked. An option that is left empty stays as it is there.
     """
     from cairn.flows.fork import fork as forked
-    from cairn.flows.train import go_on
 
     ledgers = open_for_runs(_place(store))
-    if not _is_fork(ledgers.url, new, run, iteration):  # else this is another try at the same flow run
+    if not _is_fork(ledgers, new, run, iteration):  # else this is another try at the same flow run
         forked(Ledger.open(ledgers, run), iteration, new, list(options.overrides()))
-    return _done(ledgers.url, go_on(ledgers, new, None, False, _log))
+    return _driven(ledgers, new)
 
 
 @flow(name="verify", flow_run_name="{run}", persist_result=False)
@@ -220,6 +211,7 @@ def evaluate(
     baseline: str = "",
     margin: Annotated[float, Field(ge=0)] = 0.0,
     fail_on_regression: bool = False,
+    gate_on_regression: bool = False,
     store: str = "",
     sampling: Sampling = UNCHANGED_SAMPLING,
     engine: Engine = UNCHANGED_ENGINE,
@@ -235,6 +227,7 @@ def evaluate(
         baseline: RUN@ITER, RUN@initial or a model folder whose results are in the store: worse ones raise an event.
         margin: By how much a score may be less than the baseline's.
         fail_on_regression: End as failed where a score is worse than the baseline's.
+        gate_on_regression: Let the run wait for approval before its next iteration where a score is worse.
         store: Root of the ledger, a folder or s3://bucket/prefix; by default that of `cairn up`.
         sampling: What shall be other than the benchmarks say.
         engine: What shall be other than in the run, or than by default.
@@ -253,6 +246,7 @@ def evaluate(
         baseline=baseline or None,
         margin=margin,
         fail_on_regression=fail_on_regression,
+        gate_on_regression=gate_on_regression,
     )
 
 
@@ -297,19 +291,27 @@ def _log(event: Event) -> None:
         logger.info(f"Iteration {event.iteration} is done")
 
 
-def _done(store: str, run: str) -> State[Any]:
+def _driven(store: Store, run: str, config: RunConfig | None = None, takeover: bool = False) -> State[Any]:
+    """Train a run to its last iteration, or until it may not go on before a person decides."""
+    from cairn.flows.driver.approval import Withheld
+    from cairn.flows.driver.withheld import end_of_driver
     from cairn.flows.reading.views import run_status
+    from cairn.flows.train import go_on
 
-    status = run_status(open_store(store), run)
+    try:
+        run = go_on(store, run, config, takeover, _log)
+    except Withheld as error:
+        return end_of_driver(error, run, store.url)
+    status = run_status(store, run)
     return Completed(
         message=f"run {run} has its {status.num_rollout} iterations: weight version {status.weight_version}, state "
         f"digest {status.state_digest}"
     )
 
 
-def _is_fork(store: str, name: str, parent: str, iteration: int) -> bool:
+def _is_fork(store: Store, name: str, parent: str, iteration: int) -> bool:
     try:
-        origin = Ledger.open(open_store(store), name).manifest.parent
+        origin = Ledger.open(store, name).manifest.parent
     except FileNotFoundError:
         return False
     return origin is not None and (origin.run, origin.iteration) == (parent, iteration)

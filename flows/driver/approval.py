@@ -40,6 +40,10 @@ class Withheld(Exception):
 class AwaitingApproval(Withheld):
     """Nobody has decided yet."""
 
+    def __init__(self, message: str, gate: GateStanding) -> None:
+        super().__init__(message)
+        self.gate = gate
+
 
 class Rejected(Withheld):
     """Somebody has decided that it shall not."""
@@ -113,7 +117,7 @@ def _require(held: GateStanding, run: str, *, wait: bool) -> None:
             f"{fork}change the verdict (cairn approve {place}) and cairn resume {run}"
         )
     if not wait:
-        raise AwaitingApproval(f"{asking(held, run)}. Then: cairn resume {run}")
+        raise AwaitingApproval(f"{asking(held, run)}. Then: cairn resume {run}", held)
 
 
 def _when(gate: GateStanding) -> int:

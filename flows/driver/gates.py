@@ -3,6 +3,7 @@
 What a driver does at one is in `cairn.flows.driver.approval`.
 """
 
+from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.scores import evaluations
 from cairn.storage.commits import Step
@@ -56,22 +57,51 @@ def decide(
                 f"run {ledger.run!r} does not wait before iteration {chosen}, and approval.before and approval.every "
                 "name no gate there"
             )
-        if ledger.markers(chosen) or chosen < ledger.first_iteration:
+        held = chosen in standing and standing[chosen].state is not GateState.APPROVED
+        begun = ledger.markers(chosen) or chosen < ledger.first_iteration
+        if begun and not held:  # one that was asked for as its iteration began holds the next
             raise ValueError(f"iteration {chosen} of run {ledger.run!r} has begun: its gate is behind it")
         return Verdict(iteration=chosen, approved=approved)
 
     return ledger.decisions.record(verdict, by=by, why=why)
 
 
-def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision:
+def ask(ledger: Ledger, why: str, by: str | None = None) -> Decision | None:
     """Let a run wait before the next iteration that it has not begun, for a program that has found a reason: such as an
-    evaluation elsewhere that fell. Its driver finds the gate before it begins that iteration, or the one after."""
+    evaluation elsewhere that fell. Its driver finds the gate before it begins that iteration, or the one after.
 
-    def gate(so_far: tuple[Decision, ...]) -> Gate:
+    A reason is good for one gate: None, and nothing is recorded, where the run was asked for the same before, or is
+    rejected anyway. Of a run that waits already the gate stays where it is, and has both reasons. Raises ValueError
+    with a sentence where the run has begun all its iterations.
+    """
+    total = from_manifest(ledger.manifest.config).rollout.num_rollout
+
+    def asked(so_far: tuple[Decision, ...]) -> tuple[int, str]:
+        if any(isinstance(one.what, Gate) and why in (one.why or "") for one in so_far):
+            raise _Known
+        held = [one for _, one in sorted(gates(so_far).items()) if one.state is not GateState.APPROVED]
+        if any(one.state is GateState.REJECTED for one in held):
+            raise _Known
+        if held:
+            before = held[0].gate.why if held[0].gate else None
+            return held[0].iteration, "; ".join(filter(None, (before, why)))
         newest = ledger.last_iteration()
-        return Gate(iteration=0 if newest is None else newest + 1, cause="asked")
+        following = 0 if newest is None else newest + 1
+        if following >= total:
+            raise ValueError(f"run {ledger.run!r} has begun all its {total} iterations: there is none left to hold")
+        return following, why
 
-    return ledger.decisions.record(gate, by=by, why=why)
+    try:
+        _, reasons = asked(ledger.decisions.all())
+        return ledger.decisions.record(
+            lambda so_far: Gate(iteration=asked(so_far)[0], cause="asked"), by=by, why=reasons
+        )
+    except _Known:
+        return None
+
+
+class _Known(Exception):
+    """Nothing is to be recorded."""
 
 
 def _undecided(ledger: Ledger, standing: dict[int, GateStanding]) -> int:

@@ -22,7 +22,7 @@ from cairn.flows.evaluation.evaluating import Found, Watcher, evaluate_models
 from cairn.flows.evaluation.models import BadPlace, Evaluable, benchmarks_of_run, weights_to_evaluate
 from cairn.flows.evaluation.own import OwnBenchmark
 from cairn.flows.evaluation.questions import SEED
-from cairn.flows.evaluation.regression import regressions
+from cairn.flows.evaluation.regression import evaluated_run, regressions
 from cairn.flows.evaluation.tables import markdown
 from cairn.flows.text.markdown import slug
 from cairn.storage.store import Store
@@ -41,6 +41,7 @@ def evaluated(
     baseline: str | None,
     margin: float,
     fail_on_regression: bool,
+    gate_on_regression: bool,
 ) -> State[None]:
     """Find out what weights get at benchmarks; to be called in a flow run.
 
@@ -53,10 +54,15 @@ def evaluated(
         engine: options of `EngineOptions` in the place of the run's, or of the defaults.
         baseline: RUN@ITER, a folder or a digest whose results are in the store: worse ones raise an event.
         margin: by how much a score may be less than the baseline's.
+        fail_on_regression: end as failed where one is worse.
+        gate_on_regression: let the run wait for approval before its next iteration where one is worse.
     """
     logger = get_run_logger()
     if (run is None) == (model is None):
         raise BadPlace("give either a run or a model folder")
+    if gate_on_regression and baseline is None:
+        raise BadPlace("gate_on_regression needs a baseline")
+    gate = evaluated_run(run) if gate_on_regression else None
     own = None if run is None else benchmarks_of_run(store, run)
     changes = {"sampling": sampling} if sampling else {}
     asked = benchmarks_of(benchmarks, data=data, changes=changes, own=own)
@@ -71,7 +77,7 @@ def evaluated(
     )
     computed = sum(one.computed for one in found)
     message = f"{computed} of {len(found)} results computed, {len(found) - computed} found"
-    worse = [] if baseline is None else regressions(store, found, baseline, margin, logger.warning)
+    worse = [] if baseline is None else regressions(store, found, baseline, margin, logger.warning, gate=gate)
     if worse and fail_on_regression:
         return Failed(message=f"{message}; worse than {baseline}: {'; '.join(worse)}")
     return Completed(message=message)

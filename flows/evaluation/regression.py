@@ -1,11 +1,15 @@
-"""Telling that weights are worse than a baseline: Prefect's event `cairn.evaluation.regressed`, for its automations."""
+"""What becomes of weights that are worse than a baseline: Prefect's event `cairn.evaluation.regressed`, for its
+automations, and, where it is asked for, an approval gate of the run that they are of (`cairn.flows.driver.gates`)."""
 
 from collections.abc import Callable, Sequence
 
+from cairn.flows.driver.gates import ask
 from cairn.flows.evaluation.comparing import Comparison, compare, find_baseline, name_of, questions_digest
 from cairn.flows.evaluation.evaluating import Found
 from cairn.flows.evaluation.models import BadPlace
+from cairn.storage.decision_kinds import Gate
 from cairn.storage.evals import Evaluation, results
+from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
 
 Says = Callable[[str], None]
@@ -14,9 +18,11 @@ REGRESSED = "cairn.evaluation.regressed"
 """Name of the event."""
 
 
-def regressions(store: Store, found: Sequence[Found], baseline: str, margin: float, says: Says) -> list[str]:
-    """Sentences on the results that are worse than the baseline's, of each of which Prefect is told. Raises BadPlace
-    where there is no result of the baseline to compare one with."""
+def regressions(
+    store: Store, found: Sequence[Found], baseline: str, margin: float, says: Says, *, gate: str | None = None
+) -> list[str]:
+    """Sentences on the results that are worse than the baseline's, of each of which Prefect is told. `gate`: the run
+    that is then to wait for a person. Raises BadPlace where there is no result of the baseline to compare one with."""
     there = list(results(store))
     sentences = []
     for one in found:
@@ -32,7 +38,32 @@ def regressions(store: Store, found: Sequence[Found], baseline: str, margin: flo
         if comparison.regressed:
             sentences.append(said)
             raise_event(one.result, against, comparison, says)
+            if gate is not None:
+                open_gate(store, gate, said, says)
     return sentences
+
+
+def open_gate(store: Store, run: str, why: str, says: Says) -> None:
+    """Let a run wait for approval before its next iteration, once for each reason, and say so."""
+    try:
+        asked = ask(Ledger.open(store, run), why)
+    except ValueError as error:
+        says(str(error))
+        return
+    if asked is None or not isinstance(asked.what, Gate):
+        says(f"run {run} is rejected, or was asked to wait for this before")
+        return
+    place = f"{run} {asked.what.iteration}"
+    says(
+        f"Run {run} is to wait before iteration {asked.what.iteration}: cairn approve {place}, or cairn reject {place}"
+    )
+
+
+def evaluated_run(place: str | None) -> str:
+    """The run of RUN, RUN@ITER or RUN@A:B, for the gate. Raises BadPlace where a model folder is evaluated."""
+    if place is None:
+        raise BadPlace("a model folder has no approval gate: name a run to evaluate")
+    return place.partition("@")[0]
 
 
 def raise_event(

@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 import prefect
@@ -44,19 +44,13 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext, TagsContext
-from prefect.events import emit_event
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
-from prefect.states import Cancelled, Crashed, Running, State
+from prefect.states import Cancelled, Crashed, State
 from prefect.utilities.annotations import opaque
-
-from cairn.storage.decisions import GateStanding
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-
-AWAITING_APPROVAL = "AwaitingApproval"
-"""Name of the state of flow runs that wait for a person."""
 
 CANCEL_INTERVAL = 2.0
 """Seconds between two questions to Prefect."""
@@ -91,25 +85,40 @@ def _says_more_than_the_state(record: logging.LogRecord) -> bool:
 
 
 def subflow(
-    body: Callable[Parameters, Result], *, name: str, run_name: str, tags: Collection[str]
+    body: Callable[Parameters, Result],
+    *,
+    name: str,
+    run_name: str,
+    tags: Collection[str],
+    ends_in: Callable[[Exception], State[Any] | None] = lambda error: None,
 ) -> Callable[Parameters, Result]:
     """Make every call of `body` a flow run with `tags`, named by `run_name`, a format string over its parameters.
 
     The parameters are stored with the flow run: JSON values, and few. What it returns Prefect does not walk through.
-    Task runs in it get none of the tags.
+    Task runs in it get none of the tags. `ends_in`: the final state of a flow run that an error ends, where it is not
+    to be Failed. Who called gets the error either way.
     """
 
     @wraps(body)
-    def untagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> opaque:
+    def untagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> opaque | State[Any]:
         with TagsContext(current_tags=set()):
-            return opaque(body(*args, **kwargs))
+            try:
+                return opaque(body(*args, **kwargs))
+            except Exception as error:
+                state = ends_in(error)
+                if state is None:
+                    raise
+                state.data = error
+                return state
 
     flow = prefect.Flow(untagged, name=name, flow_run_name=run_name, persist_result=False, validate_parameters=False)
 
     @wraps(body)
     def tagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with prefect.tags(*tags):
-            return flow(*args, **kwargs).unwrap()
+            made: Any = flow(*args, **kwargs)
+        result: Result = made.unwrap()
+        return result
 
     return tagged
 
@@ -146,40 +155,6 @@ def confirm_cancel(flow_run: UUID) -> None:
     state: State[None] = Cancelled(message="The driver has ended in order; `cairn resume` goes on from the last commit")
     with suppress(Exception), get_client(sync_client=True) as client:
         client.set_flow_run_state(flow_run, state, force=True)
-
-
-@contextmanager
-def awaiting_approval(driver: FlowRun, run: str, gate: GateStanding, sentence: str) -> Iterator[None]:
-    """Show in Prefect, for the length of the block, that a run waits for a person: the flow runs of its driver and of
-    the iteration stay Running by type, so that nothing takes them for dead or done, in a state named AwaitingApproval;
-    and the event `cairn.approval.requested` can start an automation. Prefect may be away: the ledger says the same."""
-    shown = {driver.id, current_flow_run().id}
-    _show_state(shown, Running(name=AWAITING_APPROVAL, message=sentence))
-    with suppress(Exception):
-        emit_event(
-            "cairn.approval.requested",
-            resource={"prefect.resource.id": f"cairn.run.{run}", "prefect.resource.name": run},
-            related=[
-                {"prefect.resource.id": f"prefect.flow-run.{driver.id}", "prefect.resource.role": "flow-run"},
-            ],
-            payload={
-                "run": run,
-                "iteration": gate.iteration,
-                "why": gate.gate.why if gate.gate else None,
-                "approve": f"cairn approve {run} {gate.iteration}",
-                "reject": f"cairn reject {run} {gate.iteration}",
-            },
-        )
-    try:
-        yield
-    finally:
-        _show_state(shown, Running())
-
-
-def _show_state(flow_runs: Collection[UUID], state: "State[None]") -> None:
-    with suppress(Exception), get_client(sync_client=True) as client:
-        for flow_run in flow_runs:
-            client.set_flow_run_state(flow_run, state.fresh_copy(), force=True)
 
 
 def crash_stale_runs(

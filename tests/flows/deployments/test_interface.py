@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from cairn.storage.leases import newest_lease
 from cairn.storage.store import open_store
 from tests.background import Background, in_background
 from tests.browser import Visit, visit
+from tests.flows.evaluation.test_comparing import result
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 
@@ -50,6 +52,19 @@ class Operated:
         found: list[dict[str, Any]] = self.ask("/flow_runs/filter", flow_runs={"name": {"any_": [name]}})
         return found
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Those that the server has received."""
+        found: list[dict[str, Any]] = self.ask("/events/filter", filter={"event": {"name": [name]}})["events"]
+        return found
+
+    def command(self, program: str, *arguments: str) -> str:
+        environment = os.environ | {"PREFECT_API_URL": f"{self.url}/api"}
+        command = [str(CAIRN.with_name(program)), *arguments]
+        done = subprocess.run(
+            command, cwd=self.folder, env=environment, check=True, capture_output=True, text=True, timeout=120
+        )
+        return done.stdout + done.stderr
+
     def driver(self, run: str) -> int:
         lease = newest_lease(open_store(str(self.folder)), run)
         assert lease is not None
@@ -62,7 +77,11 @@ def operated(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path) -> Ite
     (folder / "recipes").mkdir()
     config = tiny_config(tiny_assets, rollout={"num_rollout": 3}, checkpoint={"save_interval": 2})
     (folder / "recipes" / "mine.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    with in_background(CAIRN, "up", "--port", "0", cwd=folder) as up:
+    gated = tiny_config(tiny_assets, rollout={"num_rollout": 2}, approval={"before": [1], "wait": False})
+    (folder / "recipes" / "gated.yaml").write_text(yaml.safe_dump(gated.model_dump(mode="json")))
+    # Of its events an embedded server keeps none by itself.
+    kept = {"PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": "true"}
+    with in_background(CAIRN, "up", "--port", "0", cwd=folder, **kept) as up:
         yield Operated(folder, url_of(up))
         up.send_signal(signal.SIGINT)
         up.communicate(timeout=120)
@@ -145,3 +164,68 @@ def test_a_run_that_was_started_by_the_form_and_killed_ends_by_retry_with_the_un
     killed, whole = run_status(store, "killed"), run_status(store, "undisturbed")
     assert (killed.iterations, killed.driver and killed.driver.epoch) == (5, 2)
     assert killed.state_digest == whole.state_digest
+
+
+AUTOMATION = """
+name: verify what waits for approval
+trigger:
+  type: event
+  posture: Reactive
+  expect: [cairn.approval.requested]
+  for_each: ["prefect.resource.id"]
+  threshold: 1
+actions:
+  - type: run-deployment
+    source: selected
+    deployment_id: {deployment}
+    parameters:
+      run: "{{{{ event.payload.run }}}}"
+"""
+
+
+def test_a_run_at_a_gate_ends_paused_tells_prefect_and_goes_on_when_it_is_approved(operated: Operated) -> None:
+    verify = operated.deployment("verify")
+    (operated.folder / "automation.yaml").write_text(AUTOMATION.format(deployment=verify))
+    operated.command("prefect", "automation", "create", "--from-file", "automation.yaml")
+    parameters = {"recipe": "recipes/gated.yaml", "run": "gated", "restarts": 3}
+    made = operated.ask(f"/deployments/{operated.deployment('train')}/create_flow_run", parameters=parameters)["id"]
+
+    def train() -> list[Any]:
+        return [run for run in operated.flow_runs("gated") if run["id"] == made]
+
+    def wait(state: str, kind: str) -> dict[str, Any]:
+        wait_for(lambda: [(run["state_name"], run["state_type"]) for run in train()] == [(state, kind)])
+        return dict(train()[0])
+
+    paused = wait("AwaitingApproval", "PAUSED")
+    assert "cairn approve gated 1" in paused["state"]["message"]
+    (iteration,) = operated.flow_runs("gated 000001")
+    assert (iteration["state_name"], iteration["state_type"]) == ("AwaitingApproval", "CANCELLED")
+    lease = newest_lease(open_store(str(operated.folder)), "gated")
+    assert lease is not None
+    assert lease.is_over()
+
+    (event,) = wait_for(lambda: operated.events("cairn.approval.requested"))
+    assert (event["payload"]["iteration"], event["payload"]["approve"]) == (1, "cairn approve gated 1")
+    verified = wait_for(lambda: [run for run in operated.flow_runs("gated") if run["deployment_id"] == verify])
+    assert verified[0]["created_by"]["type"] == "AUTOMATION"
+
+    operated.command("cairn", "reject", "gated")
+    operated.ask(f"/flow_runs/{made}/resume")
+    rejected = wait("Rejected", "CANCELLED")
+    assert "Run gated was rejected before iteration 1" in rejected["state"]["message"]
+    assert rejected["run_count"] == 1, "a Resume does not count, being started again by itself would"
+
+    operated.command("cairn", "approve", "gated")
+    retry = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": "Retry from the UI"}
+    operated.ask(f"/flow_runs/{made}/set_state", state=retry, force=False)
+    assert wait("Completed", "COMPLETED")["run_count"] == 2
+
+
+def test_a_regression_reaches_prefect_as_an_event(operated: Operated) -> None:
+    store = open_store(str(operated.folder))
+    result(store, "before", [1.0] * 60)
+    result(store, "after", [0.0] * 60)
+    assert "worse against before" in operated.command("cairn", "leaderboard", "--baseline", "before")
+    (event,) = wait_for(lambda: operated.events("cairn.evaluation.regressed"))
+    assert (event["payload"]["model"], event["payload"]["difference"]) == ("after", -1.0)

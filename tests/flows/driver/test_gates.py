@@ -133,6 +133,28 @@ def test_status_and_runs_say_that_a_run_waits_and_verdicts_are_given_by_command(
     assert (checked["decisions"], checked["findings"]) == (3, [])
 
 
+def test_a_reason_opens_one_gate_and_the_run_can_go_on_even_if_its_iteration_began_meanwhile(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path))
+    write_run(ledger, 1)
+    asked = ask(ledger, "it fell")
+    assert asked is not None
+    assert asked.what == Gate(iteration=1, cause="asked")
+    assert ask(ledger, "it fell") is None
+    both = ask(ledger, "it grew slow")
+    assert both is not None
+    assert (both.what, both.why) == (asked.what, "it fell; it grew slow")
+    write_iteration(ledger, 1)  # its driver had looked just before
+    assert holding(ledger, 2) is not None
+    decide(ledger, config_of(ledger), None, approved=False, why=None, by=None)
+    assert ask(ledger, "another") is None, "a rejected run stays rejected"
+    decide(ledger, config_of(ledger), None, approved=True, why=None, by=None)
+    assert holding(ledger, 2) is None
+    assert ask(ledger, "it grew slow") is None, "what was approved is not asked again"
+    write_iteration(ledger, 2)
+    with pytest.raises(ValueError, match="has begun all its 3 iterations"):
+        ask(ledger, "too late")
+
+
 def test_a_fork_does_not_ask_again_about_what_it_shares_but_about_its_own_iterations(
     tiny_assets: Path, tmp_path: Path
 ) -> None:

@@ -6,15 +6,21 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner, Result
 
+from cairn.flows.cli import app
 from cairn.flows.evaluation.comparing import best_first, compare, find_baseline
 from cairn.flows.evaluation.leaderboard import leaderboard
 from cairn.storage.commits import Environment
+from cairn.storage.decision_kinds import Gate
 from cairn.storage.evals import Claim, Evaluation, EvaluationKey, find_or_claim
 from cairn.storage.store import Store, open_store
+from tests.flows.written_runs import new_run, write_run
 
 
-def result(store: Store, model: str, rewards: list[float | None], **settings: Any) -> Evaluation:
+def result(
+    store: Store, model: str, rewards: list[float | None], origin: dict[str, Any] | None = None, **settings: Any
+) -> Evaluation:
     """One reward a question."""
     weights, tokenizer = (hashlib.sha256(name.encode()).hexdigest() for name in (model, "tokenizer"))
     key = EvaluationKey(
@@ -33,7 +39,7 @@ def result(store: Store, model: str, rewards: list[float | None], **settings: An
             outputs=(attempt.write_table("samples.parquet", rows),),
             metrics={"score": sum(one or 0.0 for one in rewards) / len(rewards)},
             values={},
-            origin={"model": model},
+            origin=origin or {"model": model},
             timings={},
             started_at=0.0,
             environment=Environment(device="cpu", threads=1),
@@ -92,3 +98,24 @@ def test_the_newest_result_is_the_one_that_may_have_regressed(store: Store) -> N
     assert newest.model == "newer"
     assert newest.comparison is not None
     assert not newest.comparison.regressed
+
+
+def test_a_regression_opens_the_gate_of_its_run_once_and_only_where_asked(tmp_path: Path, store: Store) -> None:
+    ledger = new_run(store)
+    write_run(ledger, 1)
+    result(store, "before", [1.0] * 60)
+    result(store, "after", [0.0] * 60, origin={"run": "toy", "iteration": 0})
+
+    def compared(*options: str) -> Result:
+        return CliRunner().invoke(app, ["leaderboard", "--store", str(tmp_path), *options])
+
+    assert "worse against before" in compared("--baseline", "before").stderr
+    assert ledger.decisions.gates() == {}
+    for _ in range(2):
+        told = compared("--baseline", "before", "--gate-on-regression").stderr
+    assert "asked to wait for this before" in told
+    (gate,) = ledger.decisions.all()
+    assert gate.what == Gate(iteration=1, cause="asked")
+    assert "toy@0: worse against before, 0.000 after 1.000" in (gate.why or "")
+    refused = compared("--gate-on-regression")
+    assert (refused.exit_code, "needs --baseline" in refused.stderr) == (2, True)
