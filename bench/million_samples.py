@@ -86,6 +86,7 @@ class _Place:
             inputs={made.name: made.digest for made in inputs or []} | {"engine.rollout": "0" * 64},
             config_digest="0" * 64, outputs=outputs, weight_version_in=self.iteration, weight_version_out=version,
             state_digest=f"{version:064x}", metrics={f"metric_{i}": i / 7 for i in range(12)} | dict(metrics or {}),
+            values={"full": True} if step is Step.FILTER else {},
             timings={"run": 1.0, "write": 0.1}, started_at=float(self.iteration), committed_at=self.iteration + 0.5,
             environment=_ENVIRONMENT,
         )  # fmt: skip
