@@ -258,11 +258,13 @@ class Catalogue:
         ]
 
     def _redacted_sizes(self, owner: str) -> dict[str, int]:
-        """Bytes of the tables of a run that were redacted since they were committed, by store path."""
+        """Bytes of the tables of a run that were redacted since they were committed, by store path: those that they
+        have, which are the old ones where a redaction is not finished."""
         if owner not in self._resized:
             redactions = redacted_files(Decisions(self.store, read_manifest(self.store, owner)).all())
+            folders = {layout.in_run(owner, path).rpartition("/")[0] for path in redactions}
             self._resized[owner] = {
-                layout.in_run(owner, path): versions[-1][1].new_bytes for path, versions in redactions.items()
+                p: size for folder in sorted(folders) for p, size in self.store.find(folder).items()
             }
         return self._resized[owner]
 

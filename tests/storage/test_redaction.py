@@ -146,6 +146,20 @@ def test_whoever_reads_finds_the_rows_without_their_text(s3_url: str) -> None:
     assert [tuple(row.values()) for row in table.to_pylist()] == [("", "", 0), ("", "", 1)]
 
 
+def test_tables_that_an_interrupted_redaction_has_not_replaced_are_queried_as_they_are(s3_url: str) -> None:
+    ledger = written(open_store(s3_url))
+
+    def crash(sentence: str) -> None:
+        if sentence.startswith("2 of 4 tables redacted"):
+            raise _Crash
+
+    count = "SELECT (SELECT count(*) FROM samples), (SELECT count(*) FROM rewards), (SELECT count(*) FROM advantages)"
+    before = open_query(open_store(s3_url)).sql(count).to_pylist()
+    with pytest.raises(_Crash):
+        redact(ledger, PROMPT, progress=crash)
+    assert open_query(open_store(s3_url)).sql(count).to_pylist() == before
+
+
 def test_a_redaction_that_crashed_anywhere_harms_nobody_and_is_finished_by_giving_it_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
