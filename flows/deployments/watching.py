@@ -5,8 +5,9 @@ by its run's lease. So every few seconds:
 
 | flow run | its run's newest lease | what is done |
 |---|---|---|
-| Running or Cancelling, since before the lease was taken | over | marked Crashed, with the iterations and steps in it |
-| Crashed, of a deployment, `restarts` left | over, its driver killed or preempted | scheduled again, as Retry does it |
+| Running, since before the lease was taken | over | marked Crashed, with the iterations and steps in it |
+| Cancelling | over | marked Cancelled, and what is in it Crashed |
+| Crashed, not by Cancel, `restarts` left | over, its driver killed or preempted | scheduled again, as Retry does it |
 | Paused, Suspended, Scheduled, Pending, Cancelled, Failed | any | nothing |
 
 The lease decides, and a restarted driver has to get it: two that watch do no harm. Of a driver on another machine the
@@ -17,13 +18,15 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.states import AwaitingRetry
+from prefect.states import AwaitingRetry, State
 
 from cairn.flows.orchestration.flow_runs import crash_stale_runs, run_tags
 from cairn.storage.errors import Damaged, StoreError
@@ -118,7 +121,8 @@ def _mark(client: SyncPrefectClient, flow_run: FlowRun, others: list[UUID]) -> N
         crash_stale_runs(client, run_tags(run, store), besides=others, require_held=require_lost)
     except _NotOver:
         return
-    _log.warning("the driver of %s is gone; its flow run is marked Crashed", run)
+    cancelled = flow_run.state is not None and flow_run.state.is_cancelling()
+    _log.warning("the driver of %s is gone; its flow run is marked %s", run, "Cancelled" if cancelled else "Crashed")
 
 
 def _restart(client: SyncPrefectClient, flow_run: FlowRun) -> None:
@@ -128,12 +132,19 @@ def _restart(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     lease = _lease(flow_run)
     if lease is None or not lease.looks_over() or lease.outcome not in (None, Outcome.PREEMPTED):
         return
-    before = sum(_is_restart(state.message) for state in client.read_flow_run_states(flow_run.id))
-    if before >= limit:
+    states = sorted(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
+    before = sum(_is_restart(state.message) for state in states)
+    if before >= limit or _was_cancelled(states):
         return
     message = f"{RESTARTED}, {before + 1} of {limit}: the driver's process was killed"
     client.set_flow_run_state(flow_run.id, AwaitingRetry(message=message), force=True)
     _log.warning("%s is started again, %d of %d", flow_run.name, before + 1, limit)
+
+
+def _was_cancelled(states: "Sequence[State[Any]]") -> bool:
+    """Whether somebody cancelled the flow run since it was last started. By SIGTERM its driver may have crashed."""
+    last = next((state for state in reversed(states) if state.is_running() or state.is_cancelling()), None)
+    return last is not None and last.is_cancelling()
 
 
 def _is_restart(message: str | None) -> bool:

@@ -160,12 +160,14 @@ def confirm_cancel(flow_run: UUID) -> None:
 def crash_stale_runs(
     client: SyncPrefectClient, tags: Collection[str], *, besides: Collection[UUID], require_held: Callable[[], None]
 ) -> list[FlowRun]:
-    """Mark flow runs that have all of `tags` and look alive as Crashed, and the task runs in them; return them.
+    """Mark flow runs that have all of `tags` and look alive as Crashed, and the task runs in them; return them. One
+    that a person was cancelling is Cancelled.
 
     `besides`: flow runs of drivers that live. A task run that stands for a subflow follows the subflow's state.
     `require_held` is called when they are known, and raises if they are not for the caller to judge.
     """
     crashed: State[None] = Crashed(message="The driver's process is gone; another driver goes on from the last commit.")
+    cancelled: State[None] = Cancelled(message="The driver's process is gone; Retry goes on from the last commit.")
     stale = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate(
             {"tags": {"all_": sorted(tags)}, "state": _LOOKS_ALIVE, "id": {"not_any_": list(besides)}}
@@ -181,7 +183,8 @@ def crash_stale_runs(
     for task_run in unfinished:
         client.set_task_run_state(task_run.id, crashed.fresh_copy(), force=True)
     for flow_run in stale:
-        client.set_flow_run_state(flow_run.id, crashed.fresh_copy(), force=True)
+        cancelling = flow_run.state is not None and flow_run.state.is_cancelling()
+        client.set_flow_run_state(flow_run.id, (cancelled if cancelling else crashed).fresh_copy(), force=True)
     return stale
 
 

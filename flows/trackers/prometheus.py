@@ -13,6 +13,7 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.events import Event, IterationDone, RunStarted, StepCommitted, StepStarted
 from cairn.flows.reading.metrics import eval_metrics, step_seconds
+from cairn.flows.reading.scores import first_and_last_scores
 from cairn.flows.watching.alarms import MetricHistory
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
@@ -70,6 +71,7 @@ class Prometheus:
                 if event.iteration:
                     commits = tuple(self._ledger.commits(event.iteration - 1))
                     self._show(IterationDone(event.iteration - 1, commits))
+                    self._show_scores(event.iteration - 1)
             case StepStarted():
                 self._working.add((event.iteration, event.step, event.shard))
                 self._show_working()
@@ -115,6 +117,12 @@ class Prometheus:
             for benchmark in self._config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
                     self._set("cairn_score", scores[f"eval/{benchmark.name}"], benchmark.name)
+
+    def _show_scores(self, last: int) -> None:
+        """The newest ones up to an iteration, which may be far before it."""
+        for benchmark, scores in first_and_last_scores(self._ledger, self._config, last).items():
+            if scores.last is not None:
+                self._set("cairn_score", scores.last, benchmark)
 
     def _add(self, done: IterationDone) -> None:
         """What the iteration came to."""

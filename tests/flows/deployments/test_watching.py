@@ -12,7 +12,7 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Paused, Running, State
+from prefect.states import Cancelling, Crashed, Paused, Running, State
 
 from cairn.flows.deployments.watching import look
 from cairn.flows.orchestration.flow_runs import run_tags
@@ -115,6 +115,22 @@ def test_a_run_that_waits_for_a_person_is_neither_marked_nor_started_again(
     put(client, flow_run, Paused(name="Suspended"))
     look(client)
     assert state(client, flow_run) == "Suspended"
+
+
+def test_a_driver_that_dies_while_it_is_cancelled_is_cancelled_and_not_started_again(
+    client: SyncPrefectClient, begin: Begin, tmp_path: Path
+) -> None:
+    flow_run = begin("unwanted", restarts=3)
+    process = driver(tmp_path, "unwanted")
+    put(client, flow_run, Cancelling())
+    look(client)
+    assert state(client, flow_run) == "Cancelling"
+    kill(process)
+    look(client)
+    assert state(client, flow_run) == "Cancelled"
+    put(client, flow_run, Crashed())  # who served it may say so after all
+    look(client)
+    assert state(client, flow_run) == "Crashed"
 
 
 def test_a_run_of_the_same_name_in_another_store_is_left_alone(

@@ -79,6 +79,15 @@ def test_a_run_is_told_as_it_goes(watcher: Prometheus, ledger: Ledger) -> None:
     assert (after["cairn_generated_tokens_total",], after["cairn_trained_tokens_total",]) == (18, 28)
 
 
+def test_after_a_resume_the_newest_score_is_that_of_whichever_iteration_had_an_evaluation(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path), rollout={"num_rollout": 4})
+    write_run(ledger, 3)  # by its interval of two, the second iteration was the last that was evaluated
+    watcher = Prometheus(ledger, config_of(ledger), "127.0.0.1", 0)
+    watcher(RunStarted("toy", 1, 3, 4))
+    assert scraped(watcher)["cairn_score", "heldout"] == 0.75
+    watcher.close()
+
+
 def test_every_query_of_the_dashboard_names_a_metric_that_is_exported(watcher: Prometheus, ledger: Ledger) -> None:
     drive(watcher, ledger)
     text = httpx.get(f"http://127.0.0.1:{watcher.port}/metrics", trust_env=False).text
