@@ -88,7 +88,8 @@ def unbundle(
         made = found.contents
         for problem in found.problems:
             say(problem)
-        say(f"sample {made.sample} of iteration {made.iteration} of run {made.run}, up to {made.newest}")
+        sample = f"sample {made.sample_index} of group {made.group_id}"
+        say(f"{sample}, iteration {made.iteration} of run {made.run}, up to {made.newest}")
         say(f"prompt    {found.prompt}")
         say(f"response  {found.response}")
         again = f"not graded again: {found.not_graded}" if found.not_graded else f"graded again: {found.graded_again}"

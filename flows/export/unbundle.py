@@ -3,7 +3,8 @@
 | held against | |
 |---|---|
 | the digest in each file of the ledger | its content |
-| the digests in each commit | the tables that are here, and the commits that it was made from, all of which are here |
+| the digests in each commit | the sample's tables, all of which are here, and the commits that it was made from |
+| the iteration that the bundle names | where the sample was generated, and which groups the iteration took |
 | the signatures that are here, where signers are given | who wrote the files |
 | the row in the rollout's table | what the bundle says that the grader was given |
 | the recorded reward | what the same version of the grader says now |
@@ -21,18 +22,19 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from cairn.configs.loader import from_manifest
 from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
 from cairn.storage import canonical, layout
-from cairn.storage.commits import Commit, Step
+from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
 from cairn.storage.paths import check_path
 from cairn.storage.records import Record
 from cairn.storage.signatures import check_signature
-from cairn.storage.snapshots import read_bytes
+from cairn.storage.snapshots import read_bytes, read_table
 
 
 class BadBundle(Exception):
@@ -66,8 +68,8 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
         try:
             ledger = Ledger.open(store, contents.run)
             commits, problems = _commits(ledger)
-            read, more = _tables(ledger, commits)
-            problems += [*more, *_strangers(store, ledger, commits)]
+            read, more = _tables(ledger, commits, contents)
+            problems += [*more, *_strangers(store, ledger, commits), *_misplaced(ledger, contents)]
             ledger.decisions.all()
             if signers:
                 problems += _unsigned(store, signers)
@@ -75,11 +77,11 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
             row = None if found is None else sample_row(ledger, found, contents.group_id, contents.sample_index)
             graded = None if found is None else ledger.find(found.iteration, Step.REWARD, found.shard)
             recorded = None if graded is None else sample_row(ledger, graded, contents.group_id, contents.sample_index)
-        except (Damaged, FileNotFoundError, ValueError) as error:
+            newest = ledger.find(*_place(contents.newest))
+        except (Damaged, FileNotFoundError, ValueError, KeyError, TypeError) as error:
             raise BadBundle(f"{file} cannot be read: {error}") from None
         if row is None:
             raise BadBundle(f"{file} holds no row of the sample that it names")
-        newest = ledger.find(*_place(contents.newest))
         if newest is None or newest.digest != contents.newest_digest:
             problems.append(f"{contents.newest} is not the commit that the bundle says is its newest")
         again, why = _graded(ledger, contents, row, recorded, Path(folder) / GRADER, problems, trust_code)
@@ -131,18 +133,52 @@ def _commits(ledger: Ledger) -> tuple[list[Commit], list[str]]:
     return commits, problems
 
 
-def _tables(ledger: Ledger, commits: list[Commit]) -> tuple[int, list[str]]:
+def _tables(ledger: Ledger, commits: list[Commit], contents: Contents) -> tuple[int, list[str]]:
+    """How many files of commits are what was committed, and what is wrong with others."""
     read, problems = 0, []
     for commit in commits:
+        needed = _is_own(commit, contents)
         for output in commit.outputs:
             if not ledger.store.exists(layout.in_run(commit.run, output.path)):
-                continue  # of a step that is not the sample's own
+                if needed:
+                    problems.append(f"{output.path}, a file of {commit.name}, is missing")
+                continue
             try:
                 read_bytes(ledger.store, commit.run, output)
                 read += 1
             except Damaged as error:
                 problems.append(str(error))
     return read, problems
+
+
+def _is_own(commit: Commit, contents: Contents) -> bool:
+    """Whether `bundle` takes the files of a commit along."""
+    if commit.step in (Step.ROLLOUT, Step.REWARD):
+        return (commit.iteration, commit.shard) == (contents.generated_in, _place(contents.rollout)[2])
+    if commit.step is Step.FILTER:
+        return contents.generated_in <= commit.iteration <= contents.iteration
+    if commit.step in (Step.SCORE, Step.ADVANTAGE):
+        return commit.iteration == contents.iteration
+    return commit.name == contents.checkpoint
+
+
+def _misplaced(ledger: Ledger, contents: Contents) -> Iterator[str]:
+    """What the bundle says of the sample's place, and the commits do not."""
+    if _place(contents.rollout)[:2] != (contents.generated_in, Step.ROLLOUT):
+        claimed = f"says iteration {contents.generated_in} generated the sample, and that it is {contents.rollout}"
+        yield f"the bundle {claimed}"
+    if contents.iteration != contents.generated_in and contents.group_id not in _groups(ledger, contents.iteration):
+        yield f"iteration {contents.iteration} is not known to have taken group {contents.group_id}"
+    if contents.checkpoint is not None and ledger.find(*_place(contents.checkpoint)) is None:
+        yield f"{contents.checkpoint}, whose weights the bundle says are in it, is missing"
+
+
+def _groups(ledger: Ledger, iteration: int) -> list[int]:
+    """Those of which an iteration's selection says what becomes of them; none where its table is not here."""
+    selection = newest_selection(ledger.commits(iteration))
+    if selection is None or not ledger.store.exists(layout.in_run(selection.run, selection.outputs[0].path)):
+        return []
+    return read_table(ledger.store, selection.run, selection.outputs[0], ["group_id"]).column("group_id").to_pylist()
 
 
 def _strangers(store: LocalStore, ledger: Ledger, commits: list[Commit]) -> Iterator[str]:
@@ -177,18 +213,24 @@ def _graded(
     """The reward that the grader gives now, or why it was not asked."""
     from cairn.tasks.rewards import get_grader, grader_version
     from cairn.tasks.rewards.pool import GraderPool
-    from cairn.tasks.rewards.sample import ResponseSegment, Sample
+    from cairn.tasks.rewards.sample import Sample
 
     if recorded is None or recorded["reward"] is None:
         return None, "it has no recorded reward"
-    given = contents.given
-    if given is None:
+    if contents.given is None:
         return None, "what its grader was given is not here"
+    try:
+        given = TypeAdapter(Sample).validate_python(contents.given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        problems.append(f"what the bundle says that the grader was given is no sample: {where}: {first['msg']}")
+        return None, "what its grader was given is no sample"
     claimed = {"response": row["response_text"], "label": row["label"], "prompt": row["prompt_text"]}
     claimed |= {"metadata": json.loads(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
     lists = {"response_ids": row["response_ids"], "prompt_ids": row["prompt_ids"]}
-    wrong = [name for name, value in claimed.items() if given[name] != value]
-    wrong += [name for name, value in lists.items() if list(given[name]) != list(value)]
+    wrong = [name for name, value in claimed.items() if getattr(given, name) != value]
+    wrong += [name for name, value in lists.items() if list(getattr(given, name)) != list(value)]
     if wrong:
         problems.append(f"what the bundle says that the grader was given is not its row: {', '.join(wrong)}")
         return None, "what its grader was given is not its row"
@@ -204,9 +246,7 @@ def _graded(
     grader = get_grader(reward)
     if grader_version(grader) != recorded["grader_version"]:
         return None, f"its grader here has version {grader_version(grader)}, it was {recorded['grader_version']}"
-    segments = tuple(ResponseSegment(**segment) for segment in given["segments"])
-    sample = Sample(**{**given, "segments": segments, "response_ids": tuple(given["response_ids"])})
     with ExitStack() as stack:
         pool = stack.enter_context(GraderPool(reward, config.retry.grader))
-        (answer,) = pool.grade([sample])
+        (answer,) = pool.grade([given])
     return answer.reward, None

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -75,12 +76,22 @@ def another_table(name: str, data: bytes) -> bytes:
     return data[:-9] + b"x" + data[-8:] if ROLLOUT in name and name.endswith(".parquet") else data
 
 
-def another_answer(name: str, data: bytes) -> bytes:
-    if name != CONTENTS:
-        return data
-    fields = canonical.unseal(data)
-    del fields["digest"]
-    return canonical.seal({**fields, "given": {**fields["given"], "response": "a better answer"}})
+def contents_with(**changes: Any) -> Callable[[str, bytes], bytes]:
+    """The bundle says other things of itself; those of `given` beside what it says."""
+
+    def tampering(name: str, data: bytes) -> bytes:
+        if name != CONTENTS:
+            return data
+        fields = canonical.unseal(data)
+        del fields["digest"]
+        given = {**fields["given"], **changes.get("given", {})}
+        return canonical.seal({**fields, **changes, "given": given})
+
+    return tampering
+
+
+def without_its_advantage(name: str, data: bytes) -> bytes | None:
+    return None if "/000001/advantage/" in name else data
 
 
 def without_its_past(name: str, data: bytes) -> bytes | None:
@@ -92,7 +103,14 @@ def without_its_past(name: str, data: bytes) -> bytes | None:
     [
         (reward_of_ten, "was made from 000001/reward.00-000, which has another digest here"),
         (another_table, "is not what was committed"),
-        (another_answer, "that the grader was given is not its row: response"),
+        (contents_with(given={"response": "a better answer"}), "the grader was given is not its row: response"),
+        (contents_with(given={"segments": [{"foo": 1}]}), "the grader was given is no sample: segments.0"),
+        (contents_with(given={"response_ids": None}), "the grader was given is no sample: response_ids"),
+        (contents_with(iteration=0), "iteration 0 is not known to have taken group"),
+        (contents_with(generated_in=0), "says iteration 0 generated the sample, and that it is 000001/rollout"),
+        (contents_with(group_id=2**70), "cannot be read"),
+        (contents_with(newest="nothing"), "cannot be read"),
+        (without_its_advantage, "a file of 000001/advantage, is missing"),
         (without_its_past, "was made from 000000/train, which is missing"),
     ],
 )
@@ -107,6 +125,7 @@ def test_whatever_was_altered_in_a_bundle_is_named(
                 target.writestr(name, data)
     result = cairn("unbundle", altered)
     assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
     assert sentence in result.output
 
 
