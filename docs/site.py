@@ -18,7 +18,7 @@ ORDER = {
     "Start": ["index.md", "tutorial.md"],
     "Use": ["configuration.md", "rewards.md", "plugins.md", "evaluation.md", "benchmarks.md", "export.md"],
     "Operate": ["operations.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],
-    "Look": ["metrics.md", "tracking.md", "report.md", "sql.md", "views.md", "audit.md", "costs.md"],
+    "Look": ["metrics.md", "tracking.md", "report.md", "sql.md", "views.md", "audit.md"],
     "Engines": ["engines/transformers.md", "engines/sglang.md", "engines/torch.md", "engines/megatron.md"],
     "Reference": ["api.md", "architecture.md", "measurements.md"],
 }

@@ -17,18 +17,24 @@ def main(run: str = "quickstart") -> None:
     status = run_status(store, run)
     reward_curve(Ledger.open(store, run), PICTURE)
     heldout = status.eval["heldout"]
+    tried = {
+        f"cairn show {run} {status.iterations - 1} --limit 3": "prompts, responses, rewards and advantages of the end",
+        f"cairn status {run}": "where the run stands",
+        f"cairn verify {run}": "hash every file again and walk the chain from weights to prompts",
+        f"cairn report {run}": "curves, costs and every sample in one HTML file that works offline",
+        "cairn up": "the Prefect UI with every iteration's DAG",
+    }
+    width = max(map(len, tried)) + 3
+    menu = "\n".join(f"  {command:{width}}{what}" for command, what in tried.items())
     print(f"""
 Held-out sampled accuracy: {heldout.first:.2f} before, {heldout.last:.2f} after {status.iterations} iterations of GRPO.
 Reward curve: {PICTURE}
 
 What to try next (the commands are in .venv/bin):
-  cairn show {run} {status.iterations - 1} --limit 3   prompts, responses, rewards and advantages of the last iteration
-  cairn status {run}                  where the run stands
-  cairn verify {run}                  hash every file again and walk the chain from weights to prompts
-  cairn up                            the Prefect UI with every iteration's DAG
+{menu}
   cairn train configs/recipes/quickstart.yaml --run again
-                                      the same run under another name: kill -9 it at any moment, then
-  cairn resume again                  … and compare state_digest in `cairn status again --json`""")
+  {"":{width}}the same run under another name: kill -9 it at any moment, then
+  {"cairn resume again":{width}}… and compare state_digest in `cairn status again --json`""")
 
 
 if __name__ == "__main__":

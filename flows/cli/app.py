@@ -29,7 +29,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machine
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run; `cairn runs` lists them.")]
 
 OptionalRunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name of the run.")]
-EvalsOption = Annotated[bool, typer.Option("--evals", help="The results of evaluations, in the place of a run.")]
+EvalsOption = Annotated[bool, typer.Option("--evals", help="The results of evaluations, instead of a run.")]
 
 
 class BadInput(Exception):

@@ -10,8 +10,11 @@ from cairn.flows.cli.app import BadInput, tell
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A model folder in Hugging Face format, or a checkpoint of Megatron.")],
-    target: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a checkpoint of Megatron."),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write; it must not exist.")],
     model: Annotated[
         Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its run began with.")
     ] = None,

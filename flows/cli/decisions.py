@@ -146,7 +146,9 @@ def quarantine(
 
 def keygen(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the private key goes; must not be there yet.")],
-    by: AsOption = None,
+    by: Annotated[
+        str | None, typer.Option("--as", metavar="NAME", help="Whose key it is, instead of user@host.")
+    ] = None,
 ) -> None:
     """Make a key that signs what one writes into ledgers, and print the line that lets others check it.
 

@@ -21,8 +21,9 @@ class OpenedStore:
         self.store.check()
 
     def sql(self, text: str, params: Sequence[Any] | Mapping[str, Any] | None = None) -> "pa.Table":
-        """The result of a SELECT over the views of docs/sql.md, as a pyarrow table: `.to_pylist()`, `.to_pandas()` and
-        `.column(name)` lead on. `params` are the values of its `?` or `$name`. Raises cairn.BadQuery."""
+        """The result of a SELECT over the views of docs/sql.md, as a pyarrow table: `.to_pylist()` and `.column(name)`
+        lead on, and `.to_pandas()` where pandas is installed. `params` are the values of its `?` or `$name`.
+        Raises cairn.BadQuery."""
         return open_query(self.store).sql(text, params)
 
     def lineage(
