@@ -123,7 +123,7 @@ def evaluate(
 
     with _naming_bad_input():
         own = None if model is not None else benchmarks_of_run(opened, names[0])
-    benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes, own=own)
+    benchmarks = benchmarks_of(asked, n=n, data=data or (), changes=changes, own=own, seed=seed)
     from cairn.flows.evaluation.evaluating import evaluate_models
     from cairn.flows.evaluation.questions import SEED
     from cairn.flows.evaluation.regression import evaluated_run, regressions
@@ -144,13 +144,14 @@ def evaluate(
                 watcher.says(f"{one.result.key.benchmark} on {one.model}: {verdict}")
                 if export is not None:
                     watcher.says(f"written for Inspect: {write_log(opened, one, export[1])}")
-        worse = [] if baseline is None else regressions(opened, found, baseline, margin, tell, gate=gate)
     if json:
         print_json([_as_json(one) for one in found])
     else:
         from cairn.flows.cli.evaluation_tables import print_results
 
         print_results(found)
+    with _naming_bad_input():  # after what was found is shown: that stands also where there is no baseline
+        worse = [] if baseline is None else regressions(opened, found, baseline, margin, tell, gate=gate)
     if worse and fail_on_regression:
         raise typer.Exit(FAILED)
 

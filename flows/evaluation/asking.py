@@ -16,6 +16,7 @@ def benchmarks_of(
     data: Sequence[str] = (),
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     own: Mapping[str, OwnBenchmark] | None = None,
+    seed: int | None = None,
 ) -> list[Benchmark | OwnBenchmark]:
     """Benchmarks by name or YAML file, in order.
 
@@ -25,13 +26,27 @@ def benchmarks_of(
         changes: values for other options, by section.
         own: benchmarks of the run that is evaluated, as they stand in its configuration: their names go first, and
             what is said here changes nothing of them.
+        seed: of all draws, for who evaluates them; here it is refused where it would change nothing.
 
-    Raises ConfigError, which lists every problem of a benchmark at once.
+    Raises ConfigError, which lists every problem of a benchmark at once, and where what is said here would change no
+    benchmark that is named.
     """
     files: dict[str | None, str] = {}
     for given in data:
         name, equals, file = given.partition("=")
         files[name if equals and name in names else None] = file if equals and name in names else given
+    fixed = set(own or ()) & set(names)
+    unheard = fixed & files.keys()
+    if fixed >= set(names) and (n is not None or data or changes or seed is not None):
+        unheard = fixed
+    if unheard:
+        raise ConfigError(
+            [
+                f"{name!r} is a benchmark of the run's own and evaluated as the run does, so its rows, options, number "
+                "of responses and seed cannot be changed; another benchmark is a YAML file of your own"
+                for name in sorted(filter(None, unheard))
+            ]
+        )
     found: list[Benchmark | OwnBenchmark] = []
     for name in names:
         if own is not None and name in own:

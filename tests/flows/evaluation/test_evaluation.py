@@ -188,6 +188,16 @@ def test_commands_say_what_is_wrong_before_anything_starts(tiny_assets: Path, tm
     assert not list(folders(open_store(str(tmp_path))))
 
 
+@pytest.mark.usefixtures("no_engine")
+def test_results_are_shown_though_there_is_no_baseline_to_hold_them_against(
+    first: "tuple[Store, Found]", tiny_assets: Path, benchmark_file: Path
+) -> None:
+    words = ("--model", tiny_assets / "model", benchmark_file, "--dtype", "float32", "--baseline", "nosuch", "--json")
+    ended = cairn("eval", *words, "--store", first[0].url)
+    assert (ended.exit_code, "no result of nosuch" in ended.stderr) == (2, True), ended.stderr
+    assert [one["digest"] for one in json.loads(ended.stdout)] == [first[1].result.digest]
+
+
 def test_a_leaderboard_ranks_what_can_be_compared(first: "tuple[Store, Found]", tiny_assets: Path) -> None:
     ended = cairn("leaderboard", "--store", first[0].url, "--baseline", tiny_assets / "model", "--json")
     assert ended.exit_code == 0, ended.output

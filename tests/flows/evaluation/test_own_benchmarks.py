@@ -7,9 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from typer.testing import CliRunner
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of
 from cairn.flows.evaluation.evaluating import Found, evaluate_models
 from cairn.flows.evaluation.models import benchmarks_of_run, models_of
@@ -125,6 +127,16 @@ def test_what_a_run_has_evaluated_is_found(driven: tuple[Store, pa.Table], place
     assert metrics["score"] == commit.metrics["heldout"] == pytest.approx(sum(rows["reward"].to_pylist()) / 8)
     assert metrics["interval_low"] < metrics["score"] < metrics["interval_high"]
     assert (metrics["questions"], metrics["n"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "said", [("-n", "9"), ("--seed", "7"), ("--set", "sampling.temperature=0.5"), ("--data", "heldout=rows.jsonl")]
+)
+def test_what_would_change_nothing_of_a_runs_own_benchmark_is_refused(
+    driven: tuple[Store, pa.Table], said: tuple[str, str]
+) -> None:
+    ended = CliRunner().invoke(app, ["eval", "tiny@0", "heldout", *said, "--store", driven[0].url])
+    assert (ended.exit_code, "'heldout' is a benchmark of the run's own" in ended.stderr) == (2, True), ended.output
 
 
 def test_another_run_of_the_store_takes_the_result_and_commits_what_it_would_have_computed(
