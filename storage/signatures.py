@@ -103,12 +103,9 @@ class _Signs(_AnyStore):
         beside = signature_path(path, data)
         signature = {"key": public_key(self.key), "signature": self.key.sign(_message(path, data)).hex()}
         self.write(beside, canonical.to_bytes(signature))
-        created = False
-        try:
-            created = super().create(path, data, guard)
-        finally:
-            if not created:
-                self.delete(beside)
+        created = super().create(path, data, guard)  # after an error it may have been created all the same
+        if not created:
+            self.delete(beside)
         return created
 
 

@@ -16,7 +16,7 @@ from cairn.storage import canonical, layout
 from cairn.storage.collector import garbage
 from cairn.storage.decision_kinds import Verdict
 from cairn.storage.deletion import delete_run
-from cairn.storage.errors import StoreRefused
+from cairn.storage.errors import StoreError, StoreRefused
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
@@ -186,6 +186,21 @@ def test_who_loses_a_race_leaves_no_signature_and_a_copy_of_the_store_signs_too(
     assert store.create("runs/x/first.json", b"one")
     assert not store.create("runs/x/first.json", b"two")
     assert len(store.find("runs")) == 2
+    assert check_signature(store, "runs/x/first.json", read_signers(signers)).signer == "ada"
+
+
+def test_what_was_created_though_its_reply_was_lost_is_signed(
+    signers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, create = open_store(str(tmp_path / "store")), LocalStore.create
+
+    def reply_lost(self: LocalStore, path: str, data: bytes, guard: Callable[[], None]) -> bool:
+        create(self, path, data, guard)
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(LocalStore, "create", reply_lost)
+    with pytest.raises(StoreError):
+        store.create("runs/x/first.json", b"one")
     assert check_signature(store, "runs/x/first.json", read_signers(signers)).signer == "ada"
 
 
