@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _DIGITS = 12
 """Of a digest, for people."""
+_LAST_ID = 2**63 - 1
+"""That a column of a table holds."""
 
 
 def lineage(
@@ -22,8 +24,12 @@ def lineage(
         int,
         typer.Argument(metavar="ITER", min=0, max=LAST_NUMBER, help="That generated the sample, or trained on it."),
     ],
-    group: Annotated[int, typer.Argument(metavar="GROUP", min=0, help="The sample's group; `cairn show` names it.")],
-    sample: Annotated[int, typer.Argument(metavar="SAMPLE", min=0, help="Its position in the group, from 0.")],
+    group: Annotated[
+        int, typer.Argument(metavar="GROUP", min=0, max=_LAST_ID, help="The sample's group; `cairn show` names it.")
+    ],
+    sample: Annotated[
+        int, typer.Argument(metavar="SAMPLE", min=0, max=_LAST_ID, help="Its position in the group, from 0.")
+    ],
     token: Annotated[
         int | None, typer.Argument(metavar="[TOKEN]", min=0, help="Position in the response, from 0.")
     ] = None,
