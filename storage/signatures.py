@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from cairn.storage import canonical, layout
+from cairn.storage import canonical, evals, layout
 from cairn.storage.errors import StoreRefused
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
@@ -143,6 +143,15 @@ def check_signatures(ledger: Ledger, signers: Mapping[str, str]) -> Iterator[Sig
     """Hold every file of a run's ledger, and of what it shares with its parents, against its signature."""
     for path in _signed_files(ledger):
         yield check_signature(ledger.store, path, signers)
+
+
+def check_result_signatures(store: Store, signers: Mapping[str, str]) -> Iterator[Signed]:
+    """Hold every result of an evaluation, and every claim to make one, against its signature."""
+    for folder in evals.folders(store):
+        claims, result = layout.evaluation_claims(folder), layout.evaluation_result(folder)
+        paths = [f"{claims}/{name}" for name in store.list(claims) if layout.parse_lease(name) is not None]
+        for path in [*paths, *([result] if store.exists(result) else [])]:
+            yield check_signature(store, path, signers)
 
 
 def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Signed:

@@ -120,14 +120,13 @@ def verify(
     - `cairn verify quickstart --json | jq '.findings'`
     - `cairn verify --evals`
     - `cairn verify quickstart --signers team.txt`
+    - `cairn verify --evals --signers team.txt`
     """
     require_one(run, evals)
     if run is None:
         from cairn.flows.cli.evaluation_upkeep import verify_evals
 
-        if signers is not None:
-            raise BadInput("--signers is for a run: name one, and leave --evals out")
-        return verify_evals(answering_store(store), json)
+        return verify_evals(answering_store(store), read_signers_of(signers), json)
     from cairn.storage.verification import verify as verified
 
     names = read_signers_of(signers)

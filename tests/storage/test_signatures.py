@@ -22,6 +22,7 @@ from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
 from cairn.storage.signatures import check_signature, check_signatures, new_key, read_signers
 from cairn.storage.store import Store, open_store
+from tests.flows.evaluation.test_comparing import result
 from tests.flows.written_runs import new_run, write_iteration
 
 COMMIT = layout.commit("toy", 0, "train")
@@ -140,6 +141,23 @@ def test_verify_says_who_wrote_what_and_that_the_rest_is_unsigned(
     answer = json.loads(cairn(*give, "--json").stdout)
     assert [finding["fault"] for finding in answer["findings"]] == ["unsigned"]
     assert answer["signers"][COMMIT] == "ada"
+
+
+def test_verify_says_who_wrote_the_results_of_evaluations_and_which_are_unsigned(
+    signers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "store")
+    result(open_store(url), "before", [1.0])
+    give = ("verify", "--evals", "--store", url, "--signers", signers)
+    signed = cairn(*give)
+    assert (signed.exit_code, signed.stdout.splitlines()[-1]) == (0, "ada wrote 2 of 2 files of the ledger")
+    monkeypatch.delenv("CAIRN_SIGNING_KEY")
+    other = result(open_store(url), "after", [0.0])
+    assert (cairn(*give).exit_code, cairn(*give[:-2]).exit_code) == (1, 0)
+    answer = json.loads(cairn(*give, "--json").stdout)
+    path = layout.evaluation_result(other.key.folder)
+    assert (len(answer["signers"]), {one["fault"] for one in answer["findings"]}) == (2, {"unsigned"})
+    assert path in [one["path"] for one in answer["findings"]]
 
 
 def test_a_key_is_its_owners_alone_and_is_never_overwritten(tmp_path: Path) -> None:

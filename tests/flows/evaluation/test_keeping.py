@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cairn.flows.evaluation.keeping import WHY
+from cairn.flows.evaluation.keeping import WHY, kept
 from cairn.flows.evaluation.models import models_of
 from cairn.flows.export import model as exporting
 from cairn.flows.iteration import iteration
@@ -15,7 +15,7 @@ from cairn.storage.retention import retire
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 
-def test_an_iteration_is_pinned_while_its_weights_are_copied_and_a_persons_pin_stays(
+def test_an_iteration_is_pinned_as_long_as_anybody_copies_its_weights_and_a_persons_pin_stays(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(tiny_assets, checkpoint={"save_interval": 1, "save_retain_interval": 100})
@@ -35,6 +35,15 @@ def test_an_iteration_is_pinned_while_its_weights_are_copied_and_a_persons_pin_s
         assert Path(model.folder(), "model.safetensors").is_file()
         model.close()
         assert (reasons, pinned(ledger.decisions.all())) == ([WHY], {})
+
+        for ends_first in (0, 1):
+            copies = [kept(ledger, 0), kept(ledger, 0)]
+            for copy in copies:
+                copy.__enter__()
+            copies[ends_first].__exit__(None, None, None)
+            assert list(pinned(ledger.decisions.all())) == [0], "the other one still copies"
+            copies[1 - ends_first].__exit__(None, None, None)
+            assert pinned(ledger.decisions.all()) == {}
 
         pin(ledger, 0, why="shipped")
         model.folder()
