@@ -19,6 +19,7 @@ from tests.chaos.runs import Disturbed
 from tests.waiting import wait_for
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_retry_of_a_killed_train_flow_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed
