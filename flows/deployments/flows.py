@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
+from uuid import UUID
 
 from prefect import Flow, flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
@@ -37,6 +38,7 @@ from cairn.flows.deployments.forms import (
     recipe_path,
 )
 from cairn.flows.deployments.names import NAMES
+from cairn.flows.deployments.processes import say_who_executes
 from cairn.flows.events import Event, IterationDone, Message, RunStarted
 from cairn.flows.text.markdown import slug
 from cairn.storage.ledger import Ledger
@@ -55,13 +57,15 @@ Range = Annotated[str, Field(pattern="^([0-9]{1,6}(:([0-9]{1,6})?)?)?$")]
 
 
 def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, State[Any]]:
-    """End in order with the process that serves this flow run."""
+    """Say which process executes this flow run, and end in order with the one that serves it."""
 
     @wraps(body)
     def until_that_is_gone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> State[Any]:
         server = os.environ.get(SERVED_BY)
         if server is not None and os.getppid() == int(server):
             threading.Thread(target=_end_with, args=(int(server),), name="served-by", daemon=True).start()
+        if flow_run.id is not None:
+            say_who_executes(UUID(flow_run.id))
         return body(*args, **kwargs)
 
     return until_that_is_gone

@@ -8,7 +8,11 @@ by its run's lease. So every few seconds:
 | Running, since before the lease was taken | over | marked Crashed, with the iterations and steps in it |
 | Cancelling | over | marked Cancelled, and what is in it Crashed |
 | Crashed, not by Cancel, `restarts` left | over, its driver killed or preempted | scheduled again, as Retry does it |
-| Paused, Suspended, Scheduled, Pending, Cancelled, Failed | any | nothing |
+| Paused, Suspended, Scheduled, Cancelled, Failed | any | nothing |
+
+Flow runs of deployments say themselves too which process executes them (`cairn.flows.deployments.processes`): so also
+those without a lease are marked, and those of drivers that were killed before they had it are started again. One that
+was taken up by a `cairn up` that was killed before it began is scheduled again.
 
 The lease decides, and a restarted driver has to get it: two that watch do no harm. Of a driver on another machine the
 clocks' word is taken, which can be wrong for what is shown and never for who may commit.
@@ -26,15 +30,19 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.states import AwaitingRetry, State
+from prefect.states import AwaitingRetry, Scheduled, State
 
-from cairn.flows.orchestration.flow_runs import crash_stale_runs, run_tags
+from cairn.flows.deployments.processes import killed_at_work
+from cairn.flows.orchestration.flow_runs import crash_stale_runs, crash_with_all_below, run_tags
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.leases import LeaseState, Outcome, newest_lease
 from cairn.storage.store import open_store
 
 INTERVAL = 5.0
 """Seconds between two looks."""
+
+TO_BEGIN = 180.0
+"""Seconds that whoever took up a flow run has to begin with it."""
 
 AT_ITS_END = 60.0
 """Seconds that a driver which has given its run back may take to tell Prefect."""
@@ -67,17 +75,36 @@ def look(client: SyncPrefectClient) -> None:
         if flow_run.id in lost:
             others = [other.id for other in running if other.id not in lost]
             _mark(client, flow_run, others)
-    for flow_run in _drivers(client, [StateType.CRASHED]):
+    for flow_run in _deployed(client, [StateType.RUNNING, StateType.CANCELLING]):
+        if killed_at_work(client, flow_run) is not None:
+            crash_with_all_below(client, flow_run)
+            _log.warning("the process of flow run %s is gone; it has ended so", flow_run.name)
+    for flow_run in _deployed(client, [StateType.PENDING]):
+        if flow_run.work_pool_name is None and flow_run.state and _age(flow_run.state) > TO_BEGIN:
+            again: State[None] = Scheduled(message="Who had taken it up has not begun")
+            client.set_flow_run_state(flow_run.id, again, force=True)
+            _log.warning("flow run %s was taken up and not begun; it is scheduled again", flow_run.name)
+    for flow_run in _deployed(client, [StateType.CRASHED]):
         _restart(client, flow_run)
 
 
 def _drivers(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
     """Flow runs of drivers that have had their run's lease, newest first."""
+    return [flow_run for flow_run in _found(client, types) if _place(flow_run) is not None]
+
+
+def _deployed(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
+    """Flow runs of deployments, drivers and others."""
+    return [flow_run for flow_run in _found(client, types) if flow_run.deployment_id is not None]
+
+
+def _age(state: "State[Any]") -> float:
+    return time.time() - state.timestamp.timestamp()
+
+
+def _found(client: SyncPrefectClient, types: list[StateType]) -> list[FlowRun]:
     wanted = {"tags": {"all_": ["cairn"]}, "state": {"type": {"any_": types}}, "parent_task_run_id": {"is_null_": True}}
-    found = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter.model_validate(wanted), sort=FlowRunSort.START_TIME_DESC
-    )
-    return [flow_run for flow_run in found if _place(flow_run) is not None]
+    return client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted), sort=FlowRunSort.START_TIME_DESC)
 
 
 def _place(flow_run: FlowRun) -> tuple[str, str] | None:
@@ -127,10 +154,7 @@ def _mark(client: SyncPrefectClient, flow_run: FlowRun, others: list[UUID]) -> N
 
 def _restart(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     limit = flow_run.parameters.get("restarts") or 0
-    if flow_run.deployment_id is None or not limit:
-        return
-    lease = _lease(flow_run)
-    if lease is None or not lease.looks_over() or lease.outcome not in (None, Outcome.PREEMPTED):
+    if not limit or not (_is_broken_off(flow_run) or _is_killed_before_its_lease(client, flow_run)):
         return
     states = sorted(client.read_flow_run_states(flow_run.id), key=lambda state: state.timestamp)
     before = sum(_is_restart(state.message) for state in states)
@@ -139,6 +163,19 @@ def _restart(client: SyncPrefectClient, flow_run: FlowRun) -> None:
     message = f"{RESTARTED}, {before + 1} of {limit}: the driver's process was killed"
     client.set_flow_run_state(flow_run.id, AwaitingRetry(message=message), force=True)
     _log.warning("%s is started again, %d of %d", flow_run.name, before + 1, limit)
+
+
+def _is_broken_off(flow_run: FlowRun) -> bool:
+    lease = _lease(flow_run) if _place(flow_run) else None
+    return lease is not None and lease.looks_over() and lease.outcome in (None, Outcome.PREEMPTED)
+
+
+def _is_killed_before_its_lease(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
+    said_at = killed_at_work(client, flow_run)
+    if said_at is None or _place(flow_run) is None:
+        return said_at is not None
+    lease = _lease(flow_run)
+    return lease is not None and lease.acquired_at < said_at
 
 
 def _was_cancelled(states: "Sequence[State[Any]]") -> bool:

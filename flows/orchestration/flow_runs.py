@@ -166,8 +166,6 @@ def crash_stale_runs(
     `besides`: flow runs of drivers that live. A task run that stands for a subflow follows the subflow's state.
     `require_held` is called when they are known, and raises if they are not for the caller to judge.
     """
-    crashed: State[None] = Crashed(message="The driver's process is gone; another driver goes on from the last commit.")
-    cancelled: State[None] = Cancelled(message="The driver's process is gone; Retry goes on from the last commit.")
     stale = client.read_flow_runs(
         flow_run_filter=FlowRunFilter.model_validate(
             {"tags": {"all_": sorted(tags)}, "state": _LOOKS_ALIVE, "id": {"not_any_": list(besides)}}
@@ -175,6 +173,20 @@ def crash_stale_runs(
     )
     if not stale:
         return []
+    _crash(client, stale, require_held)
+    return stale
+
+
+def crash_with_all_below(client: SyncPrefectClient, flow_run: FlowRun) -> None:
+    """The same for a flow run whose process is gone, and those that it made."""
+    wanted = {"parent_flow_run_id": {"any_": [flow_run.id]}, "state": _LOOKS_ALIVE}
+    below = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(wanted))
+    _crash(client, [*below, flow_run], lambda: None)
+
+
+def _crash(client: SyncPrefectClient, stale: list[FlowRun], require_held: Callable[[], None]) -> None:
+    crashed: State[None] = Crashed(message="The driver's process is gone; another driver goes on from the last commit.")
+    cancelled: State[None] = Cancelled(message="The driver's process is gone; Retry goes on from the last commit.")
     unfinished = client.read_task_runs(
         flow_run_filter=FlowRunFilter.model_validate({"id": {"any_": [flow_run.id for flow_run in stale]}}),
         task_run_filter=TaskRunFilter.model_validate({"state": _LOOKS_ALIVE}),
@@ -185,7 +197,6 @@ def crash_stale_runs(
     for flow_run in stale:
         cancelling = flow_run.state is not None and flow_run.state.is_cancelling()
         client.set_flow_run_state(flow_run.id, (cancelled if cancelling else crashed).fresh_copy(), force=True)
-    return stale
 
 
 def silence_console() -> None:

@@ -12,8 +12,9 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from prefect.states import Cancelling, Crashed, Paused, Running, State
+from prefect.states import Cancelling, Crashed, Paused, Pending, Running, State
 
+from cairn.flows.deployments import watching
 from cairn.flows.deployments.watching import look
 from cairn.flows.orchestration.flow_runs import run_tags
 
@@ -23,6 +24,15 @@ from cairn.storage.leases import Lease
 from cairn.storage.store import open_store
 Lease.acquire(open_store(sys.argv[1]), sys.argv[2])
 print("owned", flush=True)
+time.sleep(600)
+"""
+
+EXECUTES = """
+import os, sys, time, uuid
+os.environ["PREFECT_API_URL"] = sys.argv[2]
+from cairn.flows.deployments.processes import say_who_executes
+say_who_executes(uuid.UUID(sys.argv[1]))
+print("said", flush=True)
 time.sleep(600)
 """
 
@@ -131,6 +141,40 @@ def test_a_driver_that_dies_while_it_is_cancelled_is_cancelled_and_not_started_a
     put(client, flow_run, Crashed())  # who served it may say so after all
     look(client)
     assert state(client, flow_run) == "Crashed"
+
+
+def test_what_was_killed_without_a_lease_is_crashed_and_a_driver_among_it_started_again(
+    client: SyncPrefectClient, begin: Begin, api_url: str
+) -> None:
+    other, flow_run = begin("no-driver"), begin("early", restarts=1)
+    for made in (other, flow_run):
+        client.update_flow_run(made.id, tags=["cairn"])  # as it is before there is a lease
+        process = subprocess.Popen(
+            [sys.executable, "-c", EXECUTES, str(made.id), api_url], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "said\n"
+        look(client)
+        assert state(client, made) == "Running"
+        kill(process)
+    look(client)
+    assert (state(client, other), state(client, flow_run)) == ("Crashed", "AwaitingRetry")
+    put(client, flow_run, Pending())
+    put(client, flow_run, Running())
+    look(client)
+    assert state(client, flow_run) == "Running", "the new process has yet to say that it is there"
+
+
+def test_what_was_taken_up_and_never_begun_is_scheduled_again(
+    client: SyncPrefectClient, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow_run = begin("submitted")
+    put(client, flow_run, Pending(name="Submitting"))
+    look(client)
+    assert state(client, flow_run) == "Submitting"
+    monkeypatch.setattr(watching, "TO_BEGIN", -1.0)
+    look(client)
+    assert state(client, flow_run) == "Scheduled"
 
 
 def test_a_run_of_the_same_name_in_another_store_is_left_alone(
