@@ -189,6 +189,8 @@ def leaderboard(
     from cairn.flows.evaluation.regression import open_gate, raise_event, sentence
 
     found = standings(opened, benchmark, baseline, margin)
+    if benchmark is not None and not found:
+        raise BadInput(f"there is no result of a benchmark {benchmark!r} in {store}; `cairn leaderboard` shows all")
     if baseline is not None and not any(one.baseline for one in found):
         raise BadInput(f"there is no result of {baseline} to compare with; `cairn eval` makes one")
     worse = [one for one in found if one.newest and one.comparison is not None and one.comparison.regressed]

@@ -167,7 +167,9 @@ def read_signers_of(file: Path | None) -> dict[str, str]:
 
     try:
         return read_signers(file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise BadInput(f"the file of signers {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise BadInput(str(error)) from None
 
 

@@ -100,6 +100,12 @@ def test_show_picks_one_sample_and_says_why_it_was_dropped(store: str) -> None:
     assert "drop (zero_std_1)" in cairn("show", "toy", "0", "--sample", "5", "--store", store).stdout
 
 
+def test_a_list_of_signers_that_is_not_there_is_named(store: str) -> None:
+    result = cairn("verify", "toy", "--signers", "nosuch.txt", "--store", store)
+    assert result.exit_code == 2
+    assert "the file of signers nosuch.txt cannot be read: No such file or directory" in result.output
+
+
 def test_json_for_machines_says_the_same_without_steering_a_terminal(store: str) -> None:
     shown = cairn("show", "toy", "1", "--sample", "1", "--json", "--store", store).stdout
     assert json.loads(shown)[0]["response"] == "5 \x1b[31m[bold]\x7f\x9b31m"

@@ -119,3 +119,5 @@ def test_a_regression_opens_the_gate_of_its_run_once_and_only_where_asked(tmp_pa
     assert "toy@0: worse against before, 0.000 after 1.000" in (gate.why or "")
     refused = compared("--gate-on-regression")
     assert (refused.exit_code, "needs --baseline" in refused.stderr) == (2, True)
+    unknown = compared("--benchmark", "typo")
+    assert (unknown.exit_code, "no result of a benchmark 'typo'" in unknown.stderr) == (2, True)
