@@ -1,7 +1,7 @@
 """How long a run takes to begin: from `cairn train` in an empty folder to its first step commit, and which processes
-compute meanwhile.
+compute meanwhile; or how long `cairn up` does, until a browser is given the interface and a form can be filled in.
 
-    python -m bench.start [RECIPE] [--set a.b=c] [--rounds 3] [--smoke] [--json FILE]
+    python -m bench.start [RECIPE] [--up] [--set a.b=c] [--rounds 3] [--smoke] [--json FILE]
 
 Without an evaluation before training. Seconds of CPU time depend little on what else the machine does, unlike the time
 on the clock: on two idle cores that is half of their sum and what no core computed.
@@ -10,15 +10,19 @@ on the clock: on two idle cores that is half of their sum and what no core compu
 import argparse
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +36,7 @@ CAIRN = str(Path(sys.executable).with_name("cairn"))
 
 PARTS = {
     "cairn.flows.orchestration.server": "Prefect's server",
+    "cairn.flows.deployments.serving": "deployments",
     "cairn.tasks.rewards.worker": "graders",
     "gcs_server": "Ray and its agents",
     "raylet/raylet": "Ray and its agents",
@@ -49,22 +54,53 @@ def one_round(recipe: str, overrides: list[str]) -> dict[str, float]:
     recipe, options = str(Path(recipe).absolute()), [word for option in overrides for word in ("--set", option)]
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
+        commits = Path(store) / "runs/start/iterations/000000"
         command = [CAIRN, "train", recipe, "--run", "start", "--store", store, *options]
-        began = time.monotonic()
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as driver:
-            used: dict[int, tuple[str, float]] = {}
-            commits = Path(store) / "runs/start/iterations/000000"
-            while not list(commits.glob("*.json")):
-                if driver.poll() is not None or time.monotonic() - began > DEADLINE:
-                    driver.kill()
-                    sys.exit("the run came to no commit; its message stands above")
-                for process in [found := psutil.Process(driver.pid), *found.children(recursive=True)]:
-                    with suppress(psutil.Error):
-                        times = process.cpu_times()
-                        used[process.pid] = part_of(process, driver.pid), times.user + times.system
-                time.sleep(0.1)
-            clock = time.monotonic() - began
+            found = until(lambda: any(commits.glob("*.json")), driver)
             driver.kill()
+    return found
+
+
+def one_start_of_up() -> dict[str, float]:
+    """Start Prefect, the deployments and a Ray head in an empty folder, and stop them when they can be used."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", "RAY_ADDRESS")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5) as client,
+    ):
+
+        def usable() -> bool:
+            with suppress(httpx.HTTPError):
+                form = client.get("/api/deployments/name/train/cairn")
+                page = client.get("/deployments", headers={"accept": "text/html"})
+                return form.is_success and form.json()["status"] == "READY" and "<html" in page.text
+            return False
+
+        command = [CAIRN, "up", "--port", str(port)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=folder) as parts:
+            found = until(usable, parts)
+            parts.send_signal(signal.SIGINT)  # what it has started ends with it
+    return found
+
+
+def until(begun: Callable[[], bool], driver: "subprocess.Popen[bytes]") -> dict[str, float]:
+    """Seconds since now until it has begun: on the clock, and of CPU time by part."""
+    began = time.monotonic()
+    used: dict[int, tuple[str, float]] = {}
+    while not begun():
+        if driver.poll() is not None or time.monotonic() - began > DEADLINE:
+            driver.kill()
+            sys.exit("it has not begun; its message stands above")
+        for process in [found := psutil.Process(driver.pid), *found.children(recursive=True)]:
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                used[process.pid] = part_of(process, driver.pid), times.user + times.system
+        time.sleep(0.1)
+    clock = time.monotonic() - began
     shares: dict[str, float] = defaultdict(float)
     for part, seconds in used.values():
         shares[part] += seconds
@@ -81,6 +117,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
+    parser.add_argument("--up", action="store_true", help="`cairn up` in place of a run")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parse(parser, rounds=1)
@@ -89,9 +126,11 @@ def main() -> None:
     found = defaultdict(list)
     for turn in range(arguments.rounds):
         say(f"round {turn + 1} of {arguments.rounds}")
-        for name, seconds in one_round(arguments.recipe, overrides).items():
+        times = one_start_of_up() if arguments.up else one_round(arguments.recipe, overrides)
+        for name, seconds in times.items():
             found[name].append(seconds)
-    table = Table("", "median s", "range", title="from the command to the first step commit")
+    reached = "a form in the interface" if arguments.up else "the first step commit"
+    table = Table("", "median s", "range", title=f"from the command to {reached}")
     for name, values in found.items():
         table.add_row(name, f"{statistics.median(values):.1f}", f"{min(values):.1f} – {max(values):.1f}")
     Console().print(table)
