@@ -29,8 +29,11 @@ def regressions(
         comparable = [other for other in there if questions_digest(other) == questions_digest(one.result)]
         against = find_baseline(comparable, baseline)
         if against is None:
+            names = ", ".join(sorted({name_of(other) for other in comparable}))
             raise BadPlace(
-                f"there is no result of {baseline} on these questions of {one.result.key.benchmark}: evaluate it first"
+                f"there is no result under the name {baseline} on these questions of {one.result.key.benchmark}: "
+                f"evaluate it first. There are those of {names}; equal weights have one result, under the name that "
+                "they were evaluated by first, or the beginning of their digest"
             )
         comparison = compare(store, one.result, against, margin)
         said = sentence(one.result, against, comparison)
