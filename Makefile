@@ -6,8 +6,14 @@ SGLANG := .venv-sglang
 LM_EVAL := .venv-lm-eval
 INSPECT := .venv-inspect
 PEERS := tests/tasks/benchmarks/parity
+VERL := .venv-verl
+TRL := .venv-trl
+PARITY := tests/parity
+SLIME ?= ../slime
+SLIME_COMMIT ?= $(shell git -C $(SLIME) rev-parse --short HEAD 2>/dev/null || echo unknown)
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+# A worker that crashed is not replaced: --dist loadfile would wait for its tests for ever.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 15
 KILLS ?= 100
 ROOMS := flows tasks engines storage configs
 
@@ -16,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup sglang-env lm-eval-env inspect-env quickstart tiny types docs lint test test-all test-ceph chaos bench
-.PHONY: clean
+.PHONY: clean parity
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +60,20 @@ $(INSPECT)/.installed: tests/flows/evaluation/inspect_logs/requirements.txt
 
 inspect-env: $(INSPECT)/.installed ## Make .venv-inspect: Inspect, which reads the logs that are written for it
 
+$(VERL)/.installed: $(PARITY)/requirements.txt
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check -r $(PARITY)/requirements.txt
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	@touch $@
+
+parity: setup $(VERL)/.installed ## Record what verl, TRL and the slime at SLIME=DIR make of tests/parity's batch
+	$(BIN)/python -c 'from bench.trl_process import install; install()'
+	$(BIN)/python $(PARITY)/batch.py $(PARITY)/batch.json
+	$(VERL)/bin/python $(PARITY)/verl_values.py $(PARITY)/batch.json $(PARITY)/values/verl.json
+	$(TRL)/bin/python $(PARITY)/trl_values.py $(PARITY)/batch.json $(PARITY)/values/trl.json
+	$(VERL)/bin/python $(PARITY)/slime_values.py $(SLIME) $(SLIME_COMMIT) $(PARITY)/batch.json $(PARITY)/values/slime.json
+
 tiny: setup ## Build the tiny model and its data set (cached)
 	$(BIN)/python -m examples.quickstart.build
 
@@ -62,7 +82,7 @@ quickstart: tiny ## Train the tiny model with the whole pipeline and show what c
 	$(BIN)/python -m examples.quickstart.report
 
 types: # The folders under the names by which they are imported, for who reads and does not import
-	@mkdir -p build/types/cairn && ln -sfn $(foreach room,$(ROOMS),../../../$(room)) ../../../cairn/__init__.py build/types/cairn/
+	@mkdir -p build/types/cairn && ln -sfn $(foreach file,$(ROOMS) $(wildcard cairn/*.py),../../../$(file)) build/types/cairn/
 
 lint: setup types ## Lint and check types
 	$(BIN)/ruff check .
@@ -90,4 +110,4 @@ docs: setup types ## Build the documentation as a site: build/site/index.html
 	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## Remove what was built; runs stay
-	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL) $(INSPECT)
+	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL) $(INSPECT) $(VERL)

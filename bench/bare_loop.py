@@ -166,6 +166,7 @@ class BareLoop:
                 top_p=rollout.rollout_top_p,
                 top_k=rollout.rollout_top_k,
                 stop_token_ids=rollout.rollout_stop_token_ids,
+                stop=rollout.rollout_stop,
             )
             n = rollout.n_samples_per_prompt
             parts = [
@@ -218,6 +219,7 @@ class BareLoop:
             top_p=benchmark.top_p,
             top_k=benchmark.top_k,
             stop_token_ids=self.config.rollout.rollout_stop_token_ids,
+            stop=self.config.rollout.rollout_stop,
         )
         n = benchmark.n_samples_per_eval_prompt
         requests = [
@@ -231,8 +233,7 @@ class BareLoop:
             for part in range(len(self.engines))
         ]
         samples = self._generate(requests)
-        own = {"rm_type": benchmark.rm_type, "custom_rm_path": None} if benchmark.rm_type else {}
-        with GraderPool(self.config.reward.model_copy(update=own)) as grader:
+        with GraderPool(self.config.reward.of(benchmark.rm_type)) as grader:
             return float(self._grade(grader, [(c, rows[c.request_id[0]].label) for c in samples]).mean())
 
     def close(self) -> None:

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from cairn.tasks.benchmarks.sample import EvaluatedSample as EvaluatedSample
     from cairn.tasks.buffers.group import JudgedGroup as JudgedGroup
     from cairn.tasks.data import files
+    from cairn.tasks.data.results import GroupResult as GroupResult
     from cairn.tasks.filters.decision import FilterDecision as FilterDecision
+    from cairn.tasks.filters.sample import GradedSample as GradedSample
     from cairn.tasks.rewards import TryAgain as TryAgain
     from cairn.tasks.rewards.sample import ResponseSegment as ResponseSegment
     from cairn.tasks.rewards.sample import Sample as Sample
@@ -34,6 +36,8 @@ _PLACES = {
     "Context": "cairn.engines.rollout.context",
     "EvaluatedSample": "cairn.tasks.benchmarks.sample",
     "FilterDecision": "cairn.tasks.filters.decision",
+    "GroupResult": "cairn.tasks.data.results",
+    "GradedSample": "cairn.tasks.filters.sample",
     "JudgedGroup": "cairn.tasks.buffers.group",
     "ResponseSegment": "cairn.tasks.rewards.sample",
     "Sample": "cairn.tasks.rewards.sample",

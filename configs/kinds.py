@@ -34,14 +34,21 @@ class Declaration:
     reads: frozenset[str] = frozenset()
     """Options of its section that it reads. Of ours they have an effect only where it is named; of yours they count in
     the digests of the steps that run it, beside those that these declare (`cairn.configs.reads`)."""
+    loss: str | None = None
+    """Of an advantage estimator: the loss of ours that goes with it, where `loss_type` is left at its default."""
+    cached: bool = False
+    """Of a grader: its answers are kept in the store, and none is asked for twice."""
 
 
-def plugin(*, needs: Collection[str] = (), reads: Collection[str] = ()) -> Callable[[Function], Function]:
-    """Declare what a function needs, and which options it reads: see `Declaration`."""
+def plugin(
+    *, needs: Collection[str] = (), reads: Collection[str] = (), loss: str | None = None, cached: bool = False
+) -> Callable[[Function], Function]:
+    """Declare what a function needs, which options it reads, which loss goes with it, and whether its answers are kept:
+    see `Declaration`."""
     for name, names in (("needs", needs), ("reads", reads)):
         if isinstance(names, str):  # whose letters would be taken for names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
-    declaration = Declaration(frozenset(needs), frozenset(reads))
+    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached)
 
     def declare(function: Function) -> Function:
         function.declaration = declaration  # type: ignore[attr-defined]
@@ -57,6 +64,10 @@ def declared(function: Callable[..., Any]) -> Declaration:
         function = function.func
     found = getattr(function, "declaration", None) or getattr(type(function).__call__, "declaration", None)
     return found if isinstance(found, Declaration) else Declaration()
+
+
+ARGS = "args"
+"""The name of the first argument of functions that were written for slime."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +86,14 @@ class Kind:
     """Its arguments, by position, in each of the ways in which it may be called."""
     needs: frozenset[str] = frozenset()
     """All that can be computed for one."""
-    waits: bool = False
-    """Whether it is a coroutine function."""
+    waits: bool | None = False
+    """Whether it is a coroutine function; None: it may be one."""
     yields: bool = False
     """Whether it may be a generator function."""
 
     def ours(self) -> list[str]:
         """Names of those in the folder. Imports none of them: a file that defines the function is one."""
-        return _defining(self.package, f"\n{'async ' if self.waits else ''}def {self.function}(")
+        return _defining(self.package, *(f"\n{before}def {self.function}(" for before in self._begins()))
 
     def path(self, name: str) -> str:
         """Where what `name` stands for is, for `load_callable`. Raises BadPlugin if it stands for nothing."""
@@ -108,6 +119,7 @@ class Kind:
             raise BadPlugin(
                 f"the {self.name} {name!r} reads {min(reads)!r}, and no {self.name} is given options: leave it out"
             )
+        self._check_loss(name, declared(function).loss)
         return function
 
     def ways(self, name: str, function: Callable[..., Any]) -> list[tuple[str, ...]]:
@@ -119,20 +131,35 @@ class Kind:
             return list(self.takes)
         found = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
         if not found:
-            ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
-            raise BadPlugin(f"the {self.name} {name!r} takes {signature}: let it take {ways}")
+            raise self.of_other_arguments(name, function)
         return found
+
+    def of_other_arguments(self, name: str, function: Callable[..., Any]) -> BadPlugin:
+        """The error for a function that cannot be called in any of the ways."""
+        ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
+        return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}")
 
     def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
         self.ways(name, function)
         found = deferred(function)
-        if found == ("a coroutine" if self.waits else None) or (self.yields and found == "a generator"):
+        may_be = {None: (None, "a coroutine"), True: ("a coroutine",), False: (None,)}[self.waits]
+        if found in may_be or (self.yields and found == "a generator"):
             return
-        wanted = "a coroutine" if self.waits else "a plain"
-        returns = "" if self.waits else " and return its result, with asyncio.run where it must wait"
+        wanted = {None: "a plain or a coroutine", True: "a coroutine", False: "a plain"}[self.waits]
+        returns = ", with asyncio.run where it must wait" if self.waits is False else ""
+        returns = "" if self.waits else f" and return its result{returns}"
         raise BadPlugin(
             f"the {self.name} {name!r} is {found or 'a plain'} function: let it be {wanted} function{returns}"
         )
+
+    def _check_loss(self, name: str, loss: str | None) -> None:
+        if loss is None or (self is ESTIMATOR and loss in LOSS.ours()):
+            return
+        known = f"name one of {', '.join(LOSS.ours())}, or none" if self is ESTIMATOR else "leave it out"
+        raise BadPlugin(f"the {self.name} {name!r} declares the loss {loss!r}, which cannot go with it: {known}")
+
+    def _begins(self) -> tuple[str, ...]:
+        return {None: ("", "async "), True: ("async ",), False: ("",)}[self.waits]
 
     def declaration_of_ours(self, name: str) -> Declaration | None:
         """What one of ours declares; None of the user's code, which nothing but `load` may run, and where there is none
@@ -141,12 +168,13 @@ class Kind:
 
 
 @cache
-def _defining(package: str, beginning: str) -> list[str]:
+def _defining(package: str, *beginnings: str) -> list[str]:
     spec = find_spec(package)
     assert spec is not None
     assert spec.origin is not None
     files = Path(spec.origin).parent.glob("*.py")
-    return sorted(file.stem for file in files if file.stem != "__init__" and beginning in file.read_text("utf-8"))
+    sources = {file.stem: file.read_text("utf-8") for file in files if file.stem != "__init__"}
+    return sorted(name for name, source in sources.items() if any(begins in source for begins in beginnings))
 
 
 ESTIMATOR = Kind(
@@ -163,7 +191,9 @@ LOSS = Kind(
     "cairn.engines.training.losses",
     "loss",
     (("log_probs", "tokens", "config"),),
-    frozenset({"advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values"}),
+    frozenset(
+        {"advantages", "returns", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values"}
+    ),
 )
 CORRECTION = Kind(
     "off-policy correction",
@@ -184,16 +214,40 @@ REWARD = Kind(
     ("reward.custom_rm_path",),
     "cairn.tasks.rewards",
     "grade",
-    (("sample",), ("response", "label", "metadata")),
+    (("sample",), ("samples",), ("response", "label", "metadata"), ("args", "sample"), ("args", "samples")),
+    waits=None,
 )
-FILTER = Kind("filter", ("rollout.dynamic_sampling_filter",), "cairn.tasks.filters", "keep", (("rewards",),))
+FILTER = Kind(
+    "filter",
+    ("rollout.dynamic_sampling_filter",),
+    "cairn.tasks.filters",
+    "keep",
+    (("rewards",), ("samples",), ("args", "samples")),
+)
+SAMPLE_FILTER = Kind(
+    "sample filter", ("rollout.rollout_sample_filter_path",), "cairn.tasks.sample_filters", "remove", (("groups",),)
+)
 SOURCE = Kind(
     "data source",
-    ("data.data_source_path", "eval.benchmarks.data_source_path"),
+    ("data.data_source_path", "data.mixture.data_source_path", "eval.benchmarks.data_source_path"),
     "cairn.tasks.data",
     "rows",
     (("path",),),
     yields=True,
+)
+STATEFUL_SOURCE = Kind(
+    "data source with a state",
+    ("data.get_samples_path",),
+    "cairn.tasks.data",
+    "get_samples",
+    (("path", "state", "count", "results"),),
+)
+CURRICULUM = Kind(
+    "curriculum",
+    ("data.curriculum.policy",),
+    "cairn.tasks.curricula",
+    "choose",
+    (("state", "results", "count", "config"),),
 )
 BUFFER = Kind("buffer policy", ("rollout.buffer_filter_path",), "cairn.tasks.buffers", "order", (("groups",),))
 BENCHMARK = Kind("benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.benchmarks", "measure", (("samples",),))
@@ -206,7 +260,21 @@ GENERATE = Kind(
     waits=True,
 )
 
-KINDS = (SOURCE, ESTIMATOR, LOSS, CORRECTION, AGGREGATION, REWARD, FILTER, BUFFER, GENERATE, BENCHMARK)
+KINDS = (
+    SOURCE,
+    STATEFUL_SOURCE,
+    CURRICULUM,
+    ESTIMATOR,
+    LOSS,
+    CORRECTION,
+    AGGREGATION,
+    REWARD,
+    FILTER,
+    SAMPLE_FILTER,
+    BUFFER,
+    GENERATE,
+    BENCHMARK,
+)
 
 OPTIONS = {option: kind for kind in KINDS for option in kind.options}
 """Every option that names code, and the kind that it names."""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -19,17 +19,12 @@ from cairn.configs.options import LIST_ITEM, Option, item_of, options, section_o
 from cairn.configs.recorded import in_todays_words
 from cairn.configs.schema.base import RECORDED
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 
-__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse"]
+__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse", "with_section"]
 
 
-_LEFT_OUT = {
-    "rollout.rollout_stop": (
-        "engines take and give token ids and no text; give the ids that end a response, rollout.rollout_stop_token_ids"
-    )
-}
-"""Options of slime's that are no options here, and what to do instead."""
 _NO_EFFECT = re.compile("has no effect|nothing would read it")
 
 
@@ -87,6 +82,33 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     return parse(values, RECORDED)
 
 
+def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:
+    """A recorded configuration with options of one section changed by `section.option=value`, and held against the
+    rules of that section alone: for what is computed of it apart from the run.
+
+    As with a fork, what a rule has against the recorded section itself is let pass.
+    """
+    schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
+    after = _overridden(before, overrides)
+
+    def validated(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> Any:
+        return schema.model_validate_json(json.dumps(values[name], default=str), strict=True, context=context)
+
+    def problems(values: dict[str, Any]) -> list[str]:
+        try:
+            validated(values)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            return [_sentence(cast(ErrorDetails, {**details, "loc": (name, *details["loc"])})) for details in found]
+        return []
+
+    new = [problem for problem in problems(after) if problem not in problems(before)]
+    if new:
+        given = {override.partition("=")[0].strip() for override in overrides}
+        raise ConfigError([problem + _way_back(problem, before, given) for problem in new])
+    return recorded.model_copy(update={name: validated(after, RECORDED)})
+
+
 def from_manifest(values: Mapping[str, Any]) -> RunConfig:
     """The configuration in a run's manifest, as it was recorded: rules that were added since are not held against it,
     and options keep what they said."""
@@ -97,7 +119,10 @@ def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConf
     """`config`, with what a manifest says for options whose default has changed since, where it means the same.
 
     `algorithm.kl_loss_type` once had the default `k1`, which manifests name whether it is read or not.
+    `reward.rm_type_key` was not there: no row named a grader.
     """
+    if "rm_type_key" not in recorded.get("reward", {"rm_type_key": None}):
+        config = config.model_copy(update={"reward": config.reward.model_copy(update={"rm_type_key": None})})
     algorithm, before = config.algorithm, recorded.get("algorithm", {})
     same = not algorithm.reads_kl or before.get("kl_loss_type") == algorithm.kl_estimator
     if algorithm.kl_loss_type is not None or before.get("kl_loss_type") is None or not same:
@@ -266,19 +291,31 @@ def _unknown(location: Sequence[int | str], value: Any) -> str:
         known = [key for key, field in RunConfig.model_fields.items() if section_of(field)]
         close = difflib.get_close_matches(str(last).lower(), known, n=1) or known
         return f"{name} is not a section; did you mean {' or '.join(close)}?"
-    if name in _LEFT_OUT:
-        return f"{name} is not an option: {_LEFT_OUT[name]}"
     nearest = _nearest(location)
+    flag = counterparts().get(_word(last))
+    if flag is not None and (nearest is None or nearest.rpartition(".")[2] != flag.attribute):
+        return f"{name} is not an option; slime's {flag.flag} {_here(flag)}"
     if nearest is None:
         return f"{name} is not an option; docs/configuration.md lists all options"
     return f"{name} is not an option; did you mean {nearest}?"
+
+
+def _here(flag: Counterpart) -> str:
+    if flag.why:
+        return f"has no counterpart: {flag.why}".replace("`", "")
+    return f"is here: {'; '.join(filter(None, [' and '.join(flag.options), flag.how]))}".replace("`", "")
+
+
+def _word(key: int | str) -> str:
+    """An option's name as it would be spelled here."""
+    return re.sub(r"[-\s]", "_", str(key).strip("-")).lower().removeprefix("_")
 
 
 def _nearest(location: Sequence[int | str]) -> str | None:
     """The option that was probably meant: the same word in another section, or a similar one, best in this section."""
     position = next((str(key) for key in location if isinstance(key, int)), LIST_ITEM)
     prefix = "".join(f"{key}." for key in location[:-1])
-    word = re.sub(r"[-\s]", "_", str(location[-1])).lower().removeprefix("_")
+    word = _word(location[-1])
     names = [option.name.replace(LIST_ITEM, position) for option in options(RunConfig)]
     scores = {name: _likeness(word, name.rpartition(".")[2]) + 0.1 * name.startswith(prefix) for name in names}
     best = max(scores, key=lambda name: scores[name])

@@ -10,7 +10,10 @@ def in_todays_words(recorded: Mapping[str, Any]) -> dict[str, Any]:
     | then | now |
     |---|---|
     | `training.megatron.deterministic_mode` | `training.deterministic_mode` |
+    | no `reward.rm_type_key` | null |
     """
+    if "reward" in recorded:  # rows named no graders then
+        recorded = {**recorded, "reward": {"rm_type_key": None, **recorded["reward"]}}
     training = recorded.get("training", {})
     if "deterministic_mode" not in training.get("megatron", {}):
         return dict(recorded)

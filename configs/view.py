@@ -19,8 +19,11 @@ from pydantic import BaseModel
 from cairn.configs.schema.base import Section
 
 CHANGES_NO_BITS: Mapping[str, str] = {
-    "model": "the inputs carry the digests of the folders themselves",
+    "model": "the inputs carry the digests of the folders themselves, and the name of a teacher that a server has",
     "reward.num_workers": "graders do not see each other",
+    "reward.rm_concurrency": "graders do not see each other",
+    "reward.rm_api_key_env": "who asks, not what is answered",
+    "reward.cache": "what is remembered is what was answered",
     "rollout.timeout": "how long is waited",
     "rollout.rollout_health_check_interval": "how long is waited",
     "rollout.rollout_health_check_timeout": "how long is waited",

@@ -1,5 +1,5 @@
-"""Write docs/configuration.md, docs/metrics.md, docs/views.md and sections of docs/recovery.md and docs/benchmarks.md:
-`python docs/generate.py`."""
+"""Write docs/configuration.md, docs/metrics.md, docs/views.md and sections of docs/recovery.md, docs/benchmarks.md and
+docs/coming-from-slime.md: `python docs/generate.py`."""
 
 import json
 import runpy
@@ -14,6 +14,7 @@ from cairn.configs.benchmark_files import benchmark_names, load_benchmark
 from cairn.configs.options import LIST_ITEM, Option, options
 from cairn.configs.schema.benchmark import Benchmark
 from cairn.configs.schema.run import RunConfig
+from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 from cairn.flows.reading.metrics import METRICS
 from cairn.storage.query import VIEWS
@@ -60,6 +61,10 @@ trackers. Names are slime's where slime has the metric.
 
 The step of a point is its iteration, counted from 0. Evaluations (`eval/`) stand at the number of iterations that the
 weights were trained for: 0 is the initial weights.
+
+Of `train/`, a mean of tokens is the mean over samples of the mean over a sample's trained tokens, or with
+`algorithm.calculate_per_token_loss` the mean over all trained tokens. A sample without a trained token, as age and the
+sample filter leave them, counts as 0 in the former, as in slime: so `train/ois`, a ratio, may fall below 1 by that.
 
 *Source* names the step whose commit holds the number; counts of several shards add up. *Timings* are computed from when
 the iteration's steps began and were committed, without the time in which no driver was alive, and *outputs* from the
@@ -135,8 +140,28 @@ def _benchmark_options() -> str:
     return _table(["option", "values", "default", "meaning"], rows)
 
 
+def coming_from_slime() -> str:
+    """The page with a table of slime's flags for each group of them; the rest is written by hand."""
+    page = (DOCS / "coming-from-slime.md").read_text(encoding="utf-8")
+    begin = "<!-- Flags: written by docs/generate.py from configs/slime.yaml; change that, not these lines. -->\n"
+    end = "<!-- End of the flags. -->\n"
+    before, rest = page.split(begin)
+    groups = groupby(counterparts().values(), key=lambda flag: flag.group)
+    tables = [
+        f"### {group}\n\n{_table(['slime', 'here'], [[f'`{flag.flag}`', _here(flag)] for flag in flags])}"
+        for group, flags in groups
+    ]
+    return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
+
+
+def _here(flag: Counterpart) -> str:
+    options = " and ".join(f"`{name.replace(f'.{LIST_ITEM}', '[]')}`" for name in flag.options)
+    return f"– {flag.why}" if flag.why else "; ".join(filter(None, [options, flag.how]))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "benchmarks.md": benchmarks,
+    "coming-from-slime.md": coming_from_slime,
     "configuration.md": configuration,
     "metrics.md": metrics,
     "views.md": views,

@@ -16,7 +16,16 @@ import cairn
 ROOT = Path(__file__).parents[1]
 ORDER = {
     "Start": ["index.md", "tutorial.md"],
-    "Use": ["configuration.md", "rewards.md", "plugins.md", "evaluation.md", "benchmarks.md", "export.md"],
+    "Train": [
+        "configuration.md",
+        "data.md",
+        "algorithms.md",
+        "sft.md",
+        "rewards.md",
+        "plugins.md",
+        "coming-from-slime.md",
+    ],
+    "Evaluate": ["evaluation.md", "benchmarks.md", "export.md"],
     "Operate": ["operations.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],
     "Look": ["metrics.md", "tracking.md", "report.md", "sql.md", "views.md", "audit.md"],
     "Engines": ["engines/transformers.md", "engines/sglang.md", "engines/torch.md", "engines/megatron.md"],

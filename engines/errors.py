@@ -54,5 +54,9 @@ class RequestRefused(ValueError):
         )
 
 
+class TeacherUnusable(Exception):
+    """The server of a teacher refuses what it is asked, or answers something else; a new try will not help."""
+
+
 class BadModel(Exception):
     """The model folder cannot be used; a new try will not help. The message says why and what to do."""

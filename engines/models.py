@@ -3,25 +3,33 @@
 Weights are read from safetensors only (no pickle) and no code of the folder is run.
 """
 
-import hashlib
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 from cairn.engines.errors import BadModel
-from cairn.storage import canonical
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_CLASSIFIER = "ForSequenceClassification"
 
 
 def check_model_folder(path: str | Path) -> PretrainedConfig:
@@ -30,10 +38,42 @@ def check_model_folder(path: str | Path) -> PretrainedConfig:
     Raises:
         BadModel: the folder or a file in it is missing, broken, or not of a causal language model.
     """
-    folder = Path(path)
+
+    def require_causal(config: PretrainedConfig) -> None:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise BadModel(f"Model type {config.model_type} in {path} is not a causal language model.")
+
+    return _check_folder(Path(path), require_causal)
+
+
+def check_reward_model_folder(path: str | Path) -> PretrainedConfig:
+    """The same of a reward model: a sequence classifier with one label, whose value is the score.
+
+    Raises:
+        BadModel: as `check_model_folder`, or it is no classifier, or has more labels.
+    """
+
+    def require_one_label(config: PretrainedConfig) -> None:
+        architecture = next(iter(config.architectures or ()), config.model_type)
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING or not architecture.endswith(_CLASSIFIER):
+            raise BadModel(
+                f"Model folder {path} holds a {architecture}, which is no reward model: give one with a {_CLASSIFIER} "
+                "of one label."
+            )
+        if config.num_labels != 1:
+            raise BadModel(
+                f"The classifier in {path} has {config.num_labels} labels, and the score is the value of one: give a "
+                "reward model with one label."
+            )
+
+    return _check_folder(Path(path), require_one_label)
+
+
+def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> PretrainedConfig:
     if not folder.is_dir():
         raise BadModel(f"Model folder {folder} does not exist: give the path of a folder in Hugging Face format.")
     config = _read_config(folder)
+    require(config)
     for file in weight_files(folder):
         if not file.is_file():
             raise BadModel(f"Model folder {folder} lacks its weight file {file.name}: copy the folder again.")
@@ -56,10 +96,24 @@ def load_causal_lm(
     Raises:
         BadModel: as `check_model_folder`, or the weights do not fit the config.
     """
-    config = check_model_folder(path)
+    return _load(AutoModelForCausalLM, path, check_model_folder(path), dtype, device, needs_head)
+
+
+def load_reward_model(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """Load a sequence classifier with one label in evaluation mode, its weights cast to `dtype`.
+
+    Raises:
+        BadModel: as `check_reward_model_folder`, or the weights do not fit the config.
+    """
+    return _load(AutoModelForSequenceClassification, path, check_reward_model_folder(path), dtype, device)
+
+
+def _load(
+    kind: Any, path: str | Path, config: PretrainedConfig, dtype: torch.dtype, device: str, needs_head: bool = True
+) -> PreTrainedModel:
     with _quiet():
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = kind.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -148,8 +202,6 @@ def _read_config(folder: Path) -> PretrainedConfig:
             kernel = getattr(part, f"_{name}", None)
             if kernel is not None and "/" in str(kernel):  # a repository, whose code transformers would fetch and run
                 raise BadModel(f"{folder / 'config.json'} takes {name} from {kernel}: take it out, no code is fetched.")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise BadModel(f"Model type {config.model_type} in {folder} is not a causal language model.")
     return config
 
 
@@ -164,21 +216,6 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadModel(f"{folder / INDEX} is not an index of weight files: copy the folder again.") from error
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over names and contents of a model folder's files; large files are read in parallel."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-
-    def digest(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(digest, files))
-    return canonical.digest(
-        [[str(path.relative_to(folder)), value] for path, value in zip(files, digests, strict=True)]
-    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
     """Why a response ended."""
 
     STOP = "stop"
-    """The model emitted an end token; it is the response's last token."""
+    """The model emitted an end token, or completed a stop string; it is the response's last token."""
     LENGTH = "length"
     """The response reached its longest allowed length or the end of the context."""
     ABORT = "abort"
@@ -81,6 +81,9 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     """Ends a response besides the model's own end tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response whose text, special tokens kept, holds one: the token that completes it is the
+    response's last."""
     return_kept: bool = False
     """Report, for each token, the ids that top_p and top_k left to draw from."""
 
@@ -183,6 +186,9 @@ class TrainBatch:
     kept: list[KeptTokens] | None = None
     """Of R_i tokens: what each was drawn from. Log-probs and entropies are those of the softmax over it, under every
     model. None where all were drawn from the whole vocabulary."""
+    mean_correction: float | None = None
+    """Of an optimizer step, for the engine's own use: by which the weights that correct for off-policy tokens are
+    divided, see `cairn.engines.training.corrections.normalization`."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -6,6 +6,7 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest, inherit
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.training.needs import has_critic
+from cairn.flows.driver.length import with_length
 from cairn.flows.driver.sources import Sources
 from cairn.flows.driver.trust import require_trusted
 from cairn.storage import layout
@@ -14,6 +15,7 @@ from cairn.storage.deletion import delete_run
 from cairn.storage.errors import BeingDeleted, Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import Parent
+from cairn.storage.records import FORMAT
 from cairn.storage.retention import require_restorable
 from cairn.tasks.selection import number
 from cairn.tasks.steps import rules
@@ -37,17 +39,18 @@ def fork(
     `reason` stands in the fork's manifest; `given` is the parent's recipe, where the user gave one. The parent may be
     running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
-    config = inherit(parent.manifest.config, overrides)
+    config = with_length(inherit(parent.manifest.config, overrides))
     layout.check_name(name, "run")
     _check_there_is_something_to_share(parent, iteration)
     _check_there_is_something_to_do(parent, iteration, config)
     _check_critic(parent, iteration, config)
     _check_adapters(parent, iteration, config)
+    _check_state(parent, iteration, config)
     lag = config.rollout.weights_lag
     require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
     require_trusted(config, parent.store, given)
-    sources = Sources.open(config)
+    sources = Sources.open(config, FORMAT)  # what is said of a new run alone was let pass for the parent
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
         if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
             raise CannotFork(
@@ -141,3 +144,26 @@ def _check_adapters(parent: Ledger, iteration: int, config: RunConfig) -> None:
             f"training.lora is not that of {parent.run}, whose adapters (r = {before.r}) a fork goes on from: leave it "
             "out, or start a new run with `cairn train`"
         )
+
+
+def _check_state(parent: Ledger, iteration: int, config: RunConfig) -> None:
+    """What a training state holds, and which engine reads it, the checkpoint says that a fork goes on from."""
+    was = from_manifest(parent.owner(iteration).manifest.config)
+    for (option, before), now in zip(_of_the_state(was).items(), _of_the_state(config).values(), strict=True):
+        if now != before:
+            raise CannotFork(
+                f"{option} is not that of {parent.run} ({before}), whose training state a fork goes on from: leave it "
+                "out, or start a new run with `cairn train`"
+            )
+
+
+def _of_the_state(config: RunConfig) -> dict[str, str]:
+    training, interval = config.training, config.algorithm.ref_update_interval
+    distributed = training.megatron.get("use_distributed_optimizer", False)
+    return {
+        "training.engine": training.engine,
+        "training.only_train_params_name_list": ", ".join(training.only_train_params_name_list) or "none",
+        "training.freeze_params_name_list": ", ".join(training.freeze_params_name_list) or "none",
+        "training.megatron.use_distributed_optimizer": str(distributed).lower(),
+        "algorithm.ref_update_interval": "null" if interval is None else "a number",
+    }

@@ -3,6 +3,9 @@
     collect   rollout → reward → filter                          needs filter of i-1, weights of i-1-lag
     learn     [score] → advantage → train → [checkpoint] → sync  needs train of i-1, filter of i
 
+Where the data hold the responses that are learned there is nothing to sample or to grade, and from demonstrations no
+advantage to estimate: rollout reads the rows, filter takes them as they are (`cairn.tasks.given`).
+
 `cairn.flows.pipeline` says which halves run side by side.
 """
 
@@ -18,6 +21,7 @@ from cairn.tasks.checkpoint import checkpoint
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due, eval_shard, evaluate, initial_eval_due
 from cairn.tasks.filter import buffered_groups, filter_groups
+from cairn.tasks.given import read_demonstrations, take_all
 from cairn.tasks.halves import learning_steps, weights_after
 from cairn.tasks.quarantine import passed_over
 from cairn.tasks.reward import reward
@@ -60,6 +64,8 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Generate and select the batch of an iteration, with the weights that its lag leaves it: rounds of rollout, reward
     and filter until the batch is full. The first iteration evaluates the initial weights before."""
     config = run.config
+    if not config.samples_responses:
+        return collect_given(run, steps, index)
     lag = config.rollout.weights_lag
     behaviour = weights_after(run, index - 1 - lag)
     previous = last_selection(run, index - 1) if index else None
@@ -88,6 +94,19 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     return [*evals, *generated, *graded, selection]
 
 
+def collect_given(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """Read the batch of an iteration from the data. The first iteration evaluates the initial weights before."""
+    evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
+    before = [last_selection(run, index - 1)] if index else []
+    place: dict[str, Any] = {
+        "cursor": number(before[0], "cursor") if before else 0,
+        "without": passed_over(run.ledger, index) or None,
+    }
+    samples = steps.call(read_demonstrations, index, "00-000", before, **place)
+    selection = steps.call(take_all, index, "00", samples)
+    return [*evals, samples, selection]
+
+
 def learn(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Update the newest weights on the batch that `collect` selected, and publish what comes out."""
     updated = weights_after(run, index - 1)
@@ -95,11 +114,12 @@ def learn(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     rollouts, rewards = trained_shards(run, selection)
     due = learning_steps(run.config, index)
     scores = steps.call(score, index, None, updated, selection, rollouts) if Step.SCORE in due else None
-    advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
+    estimates = Step.ADVANTAGE in due
+    advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores) if estimates else None
     trained = steps.call(train, index, None, updated, selection, rollouts, advantages, scores)
     saved = [steps.call(checkpoint, index, None, trained, selection)] if Step.CHECKPOINT in due else []
-    synced = steps.call(sync, index, None, trained)
-    return [*([scores] if scores else []), advantages, trained, *saved, synced]
+    synced = [steps.call(sync, index, None, trained)] if Step.SYNC in due else []
+    return [*([scores] if scores else []), *([advantages] if advantages else []), trained, *saved, *synced]
 
 
 def evaluate_after(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
@@ -140,7 +160,7 @@ def plan_round(
     resumed = min(count, number(before, "unfinished")) if before else 0
     parts = min(count, config.shards_per_round or config.num_engines)
     whole = {
-        "cursor": number(before, "cursor") if before else 0,
+        "cursor": before.values["cursor"] if before else 0,
         "count": count - resumed,
         "resumed": resumed,
         "needed": missing if config.partial_rollout else None,

@@ -205,7 +205,9 @@ def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator
                 started.append(stack.enter_context(starting_fleet(config, name, steps, sources.digests, None))())
             return started[0]
 
-        yield sources.context(config, ledger, fleet, open_graders(config, stack), emit)
+        yield sources.context(
+            config, ledger, fleet, open_graders(config, stack, ledger.store, lambda: fleet().scorer), emit
+        )
 
 
 class _EndOfLedger(Exception):

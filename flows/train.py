@@ -36,7 +36,7 @@ from cairn.flows.pipeline import Pipeline
 from cairn.flows.trackers import trackers
 from cairn.flows.watching.alarms import Alarms
 from cairn.flows.watching.watchers import Watcher, Watchers
-from cairn.storage.commits import Commit, Step
+from cairn.storage.commits import Commit, Environment, Step
 from cairn.storage.errors import Damaged, StoreError
 from cairn.storage.retention import retire
 from cairn.storage.store import Store, open_for_runs
@@ -244,10 +244,9 @@ def wait_for_engines(run: RunContext) -> None:
 def report_changed_environment(run: RunContext, first: int) -> None:
     """Tell what differs from where the newest steps ran: bitwise equality is claimed between equals only."""
     fleet = run.fleet
-    engines = {
-        (Step.ROLLOUT, "00-000"): fleet.generating_environment(fleet.rollout[0]),
-        (Step.TRAIN, None): fleet.training.environment,
-    }
+    engines: dict[tuple[Step, str | None], Environment] = {(Step.TRAIN, None): fleet.training.environment}
+    if run.config.samples_responses:
+        engines[Step.ROLLOUT, "00-000"] = fleet.generating_environment(fleet.rollout[0])
     for (step, shard), now in engines.items():
         newest = run.find(first, step, shard) or (run.find(first - 1, step, shard) if first else None)
         if newest is not None:

@@ -14,6 +14,7 @@ self-tests/<fingerprint>.json                               whether a kind of ma
 evals/<weights>-<tokenizer>/<benchmark>-<settings>/result.json      what weights got at a benchmark, from any run
 evals/<weights>-<tokenizer>/<benchmark>-<settings>/claims/<epoch>…  who was to find it out, as leases of a run
 evals/<weights>-<tokenizer>/<benchmark>-<settings>/<attempt>/…      files that one attempt at it wrote
+answers/<grader>/<sha256>.arrow                             what a grader answered, for whoever asks the same again
 ```
 Iterations and epochs have six digits, so that names sort like numbers. An attempt is named
 `[<shard>.]<epoch>-<random>`.
@@ -37,6 +38,7 @@ _ATTEMPT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*\.)?\d{6}-[0-9a-f]+")
 _FILE = re.compile(r"iterations/(\d{6})/([a-z]+)/((?:[A-Za-z0-9._-]+\.)?\d{6}-[0-9a-f]+)/.+")
 _EVALUATED = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _EVALUATION = re.compile(r".+-[0-9a-f]{16}")
+_ANSWERS = re.compile(r"([0-9a-f]{64})\.arrow")
 _SHORT = 16
 """Characters of a digest in the names of folders; what lies there holds the whole digest."""
 LONGEST_NAME = 100
@@ -132,6 +134,17 @@ def evaluation_result(folder: str) -> str:
 def evaluation_claims(folder: str) -> str:
     """The folder of the leases on an evaluation."""
     return f"{folder}/claims"
+
+
+def answers(grader: str) -> str:
+    """The folder of a grader's answers, by the digest of its name and version."""
+    return f"answers/{_short(grader)}"
+
+
+def parse_answers(name: str) -> str | None:
+    """The SHA-256 of the file of answers that an entry of such a folder is."""
+    match = _ANSWERS.fullmatch(name)
+    return match[1] if match else None
 
 
 def parse_evaluated(name: str) -> str | None:

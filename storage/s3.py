@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import s3fs
 from botocore.exceptions import BotoCoreError
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from cairn.storage.errors import StoreError, StoreRefused
 from cairn.storage.paths import check_path, is_path
@@ -68,6 +68,24 @@ def _send_a_creation_once(request: Any, **_: Any) -> None:
         raise _NotSentAgain("a creation is tried again by its creator alone")
 
 
+class _Retries:
+    """How many requests and operations were tried again. Apart from the store, for a client holds whom it tells, and
+    is closed only when nobody holds its store."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._adding = threading.Lock()
+
+    def add(self, count: int = 1) -> None:
+        with self._adding:
+            self.count += count
+
+    def add_requests(self, context: dict[str, Any], exception: Exception | None = None, **_: Any) -> None:
+        """What botocore sent more than once, as it tells when a call has ended."""
+        sent = context["retries"]["attempt"] - isinstance(exception, _NotSentAgain)
+        self.add(sent - 1)
+
+
 class S3Store:
     """See `cairn.storage.store.Store`."""
 
@@ -81,8 +99,8 @@ class S3Store:
         prefix = parts.path.strip("/")
         self._prefix = f"{check_path(prefix)}/" if prefix else ""
         self.url = f"s3://{self._bucket}/{prefix}".rstrip("/")
-        self.retries = 0
-        self._counting = threading.Lock()
+        self._retries = _Retries()
+        self._connecting = threading.Lock()
         self._connection: s3fs.S3FileSystem | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,6 +108,10 @@ class S3Store:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])  # type: ignore[misc]
+
+    @property
+    def retries(self) -> int:
+        return self._retries.count
 
     def check(self) -> None:
         try:
@@ -214,7 +236,7 @@ class S3Store:
 
     @property
     def _s3(self) -> s3fs.S3FileSystem:
-        with self._counting:
+        with self._connecting:
             if self._connection is None:
                 self._connection = self._connect()
             return self._connection
@@ -241,7 +263,7 @@ class S3Store:
         except ValueError:  # whose text quotes the URL, and that may hold keys
             raise StoreRefused(f"store {self.url} cannot be opened: AWS_ENDPOINT_URL is no valid URL") from None
         for event in ("after-call.s3", "after-call-error.s3"):
-            connection.s3.meta.events.register(event, self._count_request_retries)
+            connection.s3.meta.events.register(event, self._retries.add_requests)
         connection.s3.meta.events.register("before-send.s3.PutObject", _send_a_creation_once)
         return connection
 
@@ -288,7 +310,7 @@ class S3Store:
             retry=retry_if_exception(lambda e: isinstance(e, StoreError) and not isinstance(e, StoreRefused)),
             stop=stop_after_delay(PATIENCE),
             wait=wait_random_exponential(multiplier=0.1, max=10),
-            before_sleep=self._count_retry,
+            before_sleep=lambda _: self._retries.add(),
             reraise=True,
         )(operation)
 
@@ -297,12 +319,3 @@ class S3Store:
             return request(*args, **kwargs)
         except REQUEST_ERRORS as error:
             raise in_our_words(error, self.url, path) from None
-
-    def _count_retry(self, state: RetryCallState) -> None:
-        with self._counting:
-            self.retries += 1
-
-    def _count_request_retries(self, context: dict[str, Any], exception: Exception | None = None, **_: Any) -> None:
-        sent = context["retries"]["attempt"] - isinstance(exception, _NotSentAgain)
-        with self._counting:
-            self.retries += sent - 1

@@ -37,6 +37,9 @@ class Disposition(StrEnum):
     """Filtered out; `reason` says why."""
 
 
+DATA = "data"
+"""What `engine` says of a row whose response the run's data hold, in the place of a rollout engine's name."""
+
 MEASURED = frozenset({"engine", "seconds", "cached_tokens"})
 """Columns that say how a row came about: they differ between runs that make the same."""
 
@@ -77,7 +80,7 @@ ROLLOUT = _schema(
     ("status", pa.string()),  # Status
     ("error", pa.string()),
     ("seed", pa.uint64()),  # of the first call; those of others come from it
-    ("engine", pa.string()),  # name of the rollout engine that generated last
+    ("engine", pa.string()),  # name of the rollout engine that generated last, or DATA
     ("seconds", pa.float32()),  # from the sample's admission to its end
     ("cached_tokens", pa.int64()),  # of those that the engine was given, the ones in its prefix cache
     ("label", pa.string()),  # expected answer
@@ -130,6 +133,16 @@ FILTER = _schema(
     nullable=frozenset({"reason", "mean_reward", "std_reward", "age", "max_age"}),
 )
 """`filter`: one row a group."""
+
+PRIORITY = pa.field("priority", pa.float64(), nullable=True)
+"""A column of `filter` where the filter gave a group one: what the buffer policy may put it by."""
+
+BUFFER_KEY = pa.field("key", pa.string(), nullable=True)
+"""A column of `filter` where there is a `rollout.buffer_key`: what the group's metadata has under it, as JSON."""
+
+REMOVED = pa.field("removed", pa.list_(pa.int32()), nullable=True)
+"""A column of `filter` where there is a `rollout.rollout_sample_filter_path`: the samples of a trained group, by their
+places in it, whose tokens are not trained on, though their rewards count."""
 
 SCORE = _schema(
     ("group_id", pa.int64()),

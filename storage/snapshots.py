@@ -140,17 +140,18 @@ def read_table(store: Store, run: str, output: OutputFile, columns: Sequence[str
     """A committed table, or some of its columns. Raises Damaged, naming the file, if it is missing or not what was
     committed (the whole file is checked whatever columns are wanted), and Retired. Columns that the step's table has
     got since are null."""
-    table = read_recorded_table(store, run, output)
+    table = read_recorded_table(store, run, output, columns)
     place = layout.parse_file(run, layout.in_run(run, output.path))
     if place is not None and place[1] in SCHEMAS:
         table = complete(table, SCHEMAS[place[1]])
     return table if columns is None else table.select(list(columns))
 
 
-def read_recorded_table(store: Store, run: str, output: OutputFile) -> pa.Table:
-    """A committed table with the columns that it was written with. Raises as `read_table` does."""
+def read_recorded_table(store: Store, run: str, output: OutputFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """A committed table with the columns that it was written with, or those of them that are wanted. Raises as
+    `read_table` does."""
     data = read_bytes(store, run, output)
     try:
-        return tables.from_parquet(data)
+        return tables.from_parquet(data, columns)
     except ValueError as error:
         raise Damaged(f"{layout.in_run(run, output.path)} is not what Cairn writes: {error}") from error

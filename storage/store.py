@@ -55,8 +55,10 @@ class Store(Protocol):
 
     url: str
     """The root: an absolute folder, or `s3://bucket/prefix`."""
-    retries: int
-    """Requests and operations that this object had to try again so far."""
+
+    @property
+    def retries(self) -> int:
+        """Requests and operations that this object had to try again so far."""
 
     def check(self) -> None:
         """Ask the store to answer at all; writes nothing. Raises StoreRefused, soon, where credentials, bucket, folder

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -54,12 +54,14 @@ def content_digest(table: pa.Table) -> str | None:
     return hashlib.sha256(to_parquet(table.drop_columns(measured))).hexdigest() if measured else None
 
 
-def from_parquet(data: bytes) -> pa.Table:
-    """The table as it was written. Raises ValueError if the bytes are no table of plain columns."""
+def from_parquet(data: bytes, columns: Collection[str] | None = None) -> pa.Table:
+    """The table as it was written, or of these columns the ones that it has. Raises ValueError if the bytes are no
+    table of plain columns."""
     footer = data[max(0, len(data) - _PARQUET_END - int.from_bytes(data[-_PARQUET_END:-4], "little")) :]
     _require_plain(footer, _EXTENSION_IN_BASE64)  # opening the file would already read its types
     try:
-        return pq.read_table(pa.BufferReader(data))
+        file = pq.ParquetFile(pa.BufferReader(data))
+        return file.read(None if columns is None else [name for name in file.schema_arrow.names if name in columns])
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"it is not a Parquet file: {error!s:.200}") from None
 

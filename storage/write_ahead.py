@@ -19,19 +19,17 @@ Parts are never committed: the shard's commit names one compacted file, and then
 """
 
 import hashlib
-import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
 
 from cairn.storage import layout, tables
 from cairn.storage.commits import Step
-from cairn.storage.errors import Damaged, StoreError
+from cairn.storage.errors import Damaged
+from cairn.storage.paced import PacedWriter
 from cairn.storage.schemas import ROLLOUT, complete
 from cairn.storage.snapshots import PARTS, AttemptFolder
 from cairn.storage.store import Store
@@ -39,8 +37,6 @@ from cairn.storage.store import Store
 _INPUTS_KEY = b"inputs_digest"
 _READERS = 8
 """Parts read at a time: an object store answers one after tens of milliseconds."""
-PACE = 0.08
-"""Seconds between two parts, so that samples which finish one by one share them."""
 
 
 def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None], size: int) -> int:
@@ -99,16 +95,9 @@ def _read_part(store: Store, path: str) -> pa.Table | None:
         raise Damaged(f"{path} is not what Cairn writes: {error}") from error
 
 
-class WriteAhead:
-    """The write-ahead log of a rollout shard or an evaluation: samples are durable as soon as they finish.
-
-    Whatever was appended while the last part was written, and for `PACE` seconds after it, goes out as the next
-    part, so the log keeps up with any rate with one write at a time, and generation never waits for it. See the module
-    for what a part is.
-
-    `append` and `close` raise the error that stopped the background writer, if any. As a context manager it closes
-    itself.
-    """
+class WriteAhead(PacedWriter):
+    """The write-ahead log of a rollout shard or an evaluation: samples are durable as soon as they finish. See the
+    module for what a part is."""
 
     def __init__(
         self,
@@ -129,55 +118,13 @@ class WriteAhead:
         self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
         self._schema = schema
         self._encode = encode
-        self._deadline = deadline
-        self._changed = threading.Condition()
-        self._waiting: list[Any] = []
         self._written = [schema.empty_table()]
-        self._closed = False
-        self._error: Exception | None = None
-        # A daemon: a process that ends must not wait for a store that does not answer.
-        self._writer = threading.Thread(target=self._write_parts, name="write-ahead", daemon=True)
-        self._writer.start()
-
-    def __enter__(self) -> "WriteAhead":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except Exception as second:  # what broke the work off is what its caller must hear of
-            error.add_note(f"{type(second).__name__} meanwhile: {second}")
-
-    def append(self, *finished: Any) -> None:
-        """Hand over finished samples. Returns at once."""
-        with self._changed:
-            self._raise_error()
-            if self._closed:
-                raise ValueError("the write-ahead log is closed")
-            self._waiting += finished
-            self._changed.notify()
+        super().__init__(self._write_samples, f"finished samples to {attempt.folder}", deadline)
 
     def appended(self) -> pa.Table:
         """The rows of everything that was appended. Returns when they are durable; then the log is closed."""
         self.close()
         return pa.concat_tables(self._written)
-
-    def close(self) -> None:
-        """Return when everything appended is durable. Raises StoreError if that takes longer than the deadline."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._writer.join(self._deadline)
-        with self._changed:
-            self._raise_error()
-        if self._writer.is_alive():
-            folder, deadline = self._attempt.folder, self._deadline
-            raise StoreError(f"writing finished samples to {folder} did not end in {deadline:.0f} s")
 
     def recover(self) -> pa.Table:
         """The rows that earlier attempts at this shard finished from the same inputs; perhaps none."""
@@ -208,25 +155,10 @@ class WriteAhead:
         table = complete(table.replace_schema_metadata(None), self._schema)
         return table if metadata.get(_INPUTS_KEY) in self._accepted and table.schema.equals(self._schema) else None
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def _write_parts(self) -> None:
-        try:
-            for number in itertools.count():
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed, PACE if number else 0)
-                    self._changed.wait_for(lambda: self._waiting or self._closed)
-                    waiting, self._waiting = self._waiting, []
-                if not waiting:
-                    return
-                table = self._encode(waiting)
-                self._write_part(number, table)
-                self._written.append(table)
-        except Exception as error:
-            with self._changed:
-                self._error = error
+    def _write_samples(self, number: int, samples: list[Any]) -> None:
+        table = self._encode(samples)
+        self._write_part(number, table)
+        self._written.append(table)
 
     def _write_part(self, number: int, table: pa.Table) -> None:
         sink = pa.BufferOutputStream()

@@ -7,15 +7,19 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
+from cairn.engines.training.batching import split_steps
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import advantage_needs
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import ADVANTAGE
+from cairn.storage.schemas import ADVANTAGE, Status
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.advantages.distillation import distil, reverse_kl
+from cairn.tasks.advantages.dpo import preference_metrics
 from cairn.tasks.advantages.normalization import normalise
 from cairn.tasks.batch import arrays, rows_of_groups, trained_tokens
+from cairn.tasks.recorded_run import RecordedRun
+from cairn.tasks.sample_filters import NothingLeft
 from cairn.tasks.sample_metrics import sample_metrics
 from cairn.tasks.step import Outcome, StepCall, durable
 
@@ -27,8 +31,11 @@ from cairn.tasks.step import Outcome, StepCall, durable
         "algorithm.rewards_normalization",
         "algorithm.grpo_std_normalization",
         "algorithm.normalize_advantages",
+        "algorithm.dpo_beta",
+        "algorithm.dpo_label_smoothing",
         "algorithm.gamma",
         "algorithm.lambd",
+        "algorithm.bootstrap_truncated",
         "algorithm.kl_coef",
         "algorithm.kl_loss_type",
         "algorithm.use_opd",
@@ -40,34 +47,50 @@ from cairn.tasks.step import Outcome, StepCall, durable
 def advantage(
     step: StepCall, selection: Commit, rollouts: list[Commit], rewards: list[Commit], scores: Commit | None
 ) -> Outcome:
-    """Estimate advantages with `algorithm.advantage_estimator`, one row a sample in the order of the batch."""
-    run = step.run
-    graded = list(rows_of_groups(run, selection, rewards, ["reward"]))
+    """Estimate advantages with `algorithm.advantage_estimator`, one row a sample in the order of the batch. Raises
+    NothingLeft where an optimizer step would have no trained token."""
+    table, metrics = estimated(step.run, step.run.config.algorithm, selection, rollouts, rewards, scores)
+    return Outcome(tables={"advantages.parquet": table}, metrics=metrics)
+
+
+def estimated(
+    run: RecordedRun,
+    algorithm: AlgorithmConfig,
+    selection: Commit,
+    rollouts: list[Commit],
+    rewards: list[Commit],
+    scores: Commit | None,
+) -> tuple[pa.Table, dict[str, float]]:
+    """A table ADVANTAGE of the trained samples of an iteration, and its metrics, by any algorithm whose scores are
+    there. Raises NothingLeft."""
     columns = ["response_ids", "log_probs", "loss_mask", "weight_versions", "status"]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
-    algorithm = run.config.algorithm
-    rewards_per_group = [group.column("reward").to_numpy() for group in graded]
+    statuses = samples.column("status").to_pylist()
+    rewards_per_group = _rewards(run, selection, rollouts, rewards)
     rewards_flat = np.concatenate(rewards_per_group)
     masks, ages = trained_tokens(run, selection, samples)
+    _require_tokens(masks, run.config.training.num_steps_per_rollout, selection)
     fields = _scores(samples, None if scores is None else run.read(scores), algorithm)
-    metrics = {}
+    found: dict[str, float] = {}
     if algorithm.kl_coef > 0:
-        pairs = zip(fields["old_log_probs"], fields["ref_log_probs"], strict=True)
-        fields["kl"] = [
-            kl_divergence(torch.tensor(current).double(), torch.tensor(ref).double(), algorithm.kl_estimator).numpy()
-            for current, ref in pairs
-        ]
-        metrics["kl"] = _mean_of_trained(fields["kl"], masks)
+        fields["kl"] = _divergences(fields["old_log_probs"], fields["ref_log_probs"], algorithm.kl_estimator)
+        found["kl"] = _mean_of_trained(fields["kl"], masks)
+    truncated = np.array([status == Status.TRUNCATED for status in statuses])
     sizes = list(map(len, rewards_per_group))
-    batch = ScoredBatch(rewards_flat, sizes, masks, arrays(samples, "log_probs"), **fields)
+    batch = ScoredBatch(rewards_flat, sizes, masks, arrays(samples, "log_probs"), truncated=truncated, **fields)
     advantages, returns = estimate(batch, algorithm)
     if algorithm.use_opd:
         divergences = reverse_kl(fields["old_log_probs"], fields["teacher_log_probs"])
         advantages = distil(advantages, divergences, masks, algorithm.opd_kl_coef)
-        metrics["opd_reverse_kl"] = _mean_of_trained(divergences, masks)
+        found["opd_reverse_kl"] = _mean_of_trained(divergences, masks)
     if algorithm.normalize_advantages:
         advantages = normalise(advantages, masks)
+    if rewards:
+        log_probs = samples.column("log_probs").combine_chunks().flatten().to_numpy()
+        found["rollout_log_probs"] = float(log_probs.mean())
+    else:
+        found |= preference_metrics(batch, algorithm)
     table = pa.table(
         {
             "group_id": samples.column("group_id"),
@@ -79,18 +102,42 @@ def advantage(
         },
         ADVANTAGE,
     )
-    return Outcome(
-        tables={"advantages.parquet": table},
-        metrics={
-            **sample_metrics(rewards_flat, lengths, samples.column("status").to_pylist()),
-            "advantages": float(np.concatenate(advantages).mean()),
-            "returns": float(np.concatenate(returns).mean()),
-            "rollout_log_probs": float(samples.column("log_probs").combine_chunks().flatten().to_numpy().mean()),
-            **_age_metrics(masks, ages, arrays(samples, "loss_mask")),
-            **metrics,
-            **_constant_groups(rewards_per_group),
-        },
-    )
+    return table, {
+        **sample_metrics(rewards_flat if rewards else rewards_flat[:0], lengths, statuses),
+        "advantages": float(np.concatenate(advantages).mean()),
+        "returns": float(np.concatenate(returns).mean()),
+        **_age_metrics(masks, ages, arrays(samples, "loss_mask")),
+        **found,
+        **_constant_groups(rewards_per_group),
+    }
+
+
+def _require_tokens(masks: Sequence[np.ndarray], num_steps: int, selection: Commit) -> None:
+    for number, samples in enumerate(split_steps(range(len(masks)), num_steps), start=1):
+        if not any(masks[sample].any() for sample in samples):
+            raise NothingLeft(
+                f"optimizer step {number} of {num_steps} of iteration {selection.iteration} has no token to train on: "
+                "of its samples, which groups fill in their order, all are removed by "
+                "rollout.rollout_sample_filter_path, masked or empty; fork the run before this iteration with another "
+                "filter, or with fewer steps (training.num_steps_per_rollout)"
+            )
+
+
+def _rewards(run: RecordedRun, selection: Commit, rollouts: list[Commit], rewards: list[Commit]) -> list[np.ndarray]:
+    """Of the samples of each group; where nobody grades, the first of a pair is preferred: 1, and the other 0."""
+    if rewards:
+        graded = rows_of_groups(run, selection, rewards, ["reward"])
+        return [group.column("reward").to_numpy() for group in graded]
+    pairs = rows_of_groups(run, selection, rollouts, [])
+    return [(pair.column("sample_index").to_numpy() == 0).astype(np.float32) for pair in pairs]
+
+
+def _divergences(
+    log_probs: Sequence[np.ndarray], ref_log_probs: Sequence[np.ndarray], kind: KLType
+) -> list[np.ndarray]:
+    """[T_i] float64 of each sample: estimates of the divergence of the policy from the reference model."""
+    current, ref = (torch.tensor(np.concatenate(fields)).double() for fields in (log_probs, ref_log_probs))
+    return np.split(kl_divergence(current, ref, kind).numpy(), np.cumsum([len(field) for field in log_probs])[:-1])
 
 
 def _scores(samples: pa.Table, scored: pa.Table | None, algorithm: AlgorithmConfig) -> dict[str, list[np.ndarray]]:

@@ -6,29 +6,31 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pyarrow as pa
 
+from cairn.engines.training.needs import loss_needs
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import KEPT, TRAJECTORIES
-from cairn.tasks.context import RunContext
-from cairn.tasks.selection import max_ages, trained_groups
+from cairn.tasks.recorded_run import RecordedRun
+from cairn.tasks.selection import max_ages, removed_samples, trained_groups
 from cairn.tasks.sequences import several_trajectories, split_trajectories
 from cairn.tasks.versions import token_ages
 
 
-def trained_shards(run: RunContext, selection: Commit) -> tuple[list[Commit], list[Commit]]:
-    """The rollout and the reward commits that hold the groups to train on, in pairs, each once.
+def trained_shards(run: RecordedRun, selection: Commit) -> tuple[list[Commit], list[Commit]]:
+    """The rollout and the reward commits that hold the groups to train on, in pairs, each once; no reward commits where
+    nothing is graded.
 
     Groups from the buffer lie in an earlier iteration's shards.
     """
     places = dict.fromkeys((iteration, shard) for iteration, shard, _ in trained_groups(run, selection))
     return (
         [run.committed(iteration, Step.ROLLOUT, shard) for iteration, shard in places],
-        [run.committed(iteration, Step.REWARD, shard) for iteration, shard in places],
+        [run.committed(iteration, Step.REWARD, shard) for iteration, shard in places if run.config.samples_responses],
     )
 
 
 def rows_of_groups(
-    run: RunContext, selection: Commit, shards: Sequence[Commit], columns: Sequence[str]
+    run: RecordedRun, selection: Commit, shards: Sequence[Commit], columns: Sequence[str]
 ) -> Iterator[pa.Table]:
     """One table a trained group, in the order of the batch, its samples by index. A column that a shard may lack is
     null where it does."""
@@ -42,29 +44,30 @@ def rows_of_groups(
         yield tables[iteration, shard].slice(start, length)
 
 
-def trained_tokens(run: RunContext, selection: Commit, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Loss mask and age of every response token of the batch's samples, [T_i] uint8 and [T_i] int32 each.
 
-    Trained on is what the rollout left unmasked and is not older than the filter step allows for its group.
+    Trained on is what the rollout left unmasked and is not older than the filter step allows for its group, of samples
+    that it has not removed.
 
     Args:
-        samples: `group_id`, `loss_mask` and `weight_versions` of the samples in the order of the batch.
+        samples: `group_id`, `sample_index`, `loss_mask` and `weight_versions` of the samples in the order of the batch.
     """
     iteration, lists = selection.iteration, samples.column("weight_versions").combine_chunks()
     flat = token_ages(run.ledger, iteration, lists.values.to_numpy(zero_copy_only=False))
     ages = [flat[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
-    bounds = max_ages(run, selection)
+    bounds, removed = max_ages(run, selection), removed_samples(run, selection)
     masks = []
-    for group_id, mask, age in zip(
-        samples.column("group_id").to_pylist(), arrays(samples, "loss_mask"), ages, strict=True
-    ):
+    places = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
+    for (group_id, index), mask, age in zip(places, arrays(samples, "loss_mask"), ages, strict=True):
         bound = bounds[group_id]
-        masks.append(mask if bound is None else mask * (age <= bound).astype(np.uint8))
+        kept = mask if bound is None else mask * (age <= bound).astype(np.uint8)
+        masks.append(np.zeros_like(kept) if index in removed.get(group_id, ()) else kept)
     return masks, ages
 
 
 def train_batch(
-    run: RunContext,
+    run: RecordedRun,
     selection: Commit,
     rollouts: Sequence[Commit],
     advantages: Commit | None = None,
@@ -92,11 +95,13 @@ def train_batch(
         loss_mask=loss_mask,
         advantages=None if estimated is None else arrays(estimated, "advantages"),
         old_log_probs=old_log_probs,
-        rollout_log_probs=rollout_log_probs,
+        rollout_log_probs=rollout_log_probs if run.config.samples_responses else None,
         ref_log_probs=ref_log_probs,
         teacher_log_probs=teacher_log_probs,
         values=values,
-        returns=None if values is None or estimated is None else arrays(estimated, "returns"),
+        returns=None
+        if estimated is None or "returns" not in loss_needs(run.config.algorithm)
+        else arrays(estimated, "returns"),
         groups=samples.column("group_id").to_pylist(),
         kept=kept_tokens(samples, responses),
     )

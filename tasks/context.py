@@ -1,35 +1,41 @@
 """What every step of a live run shares: configuration, ledger, data, grader and fleet."""
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+from pydantic import JsonValue
 
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
-from cairn.storage.commits import Commit, Environment, OutputFile, Step
+from cairn.storage import canonical
+from cairn.storage.commits import Commit, Environment, Step
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
-from cairn.storage.snapshots import read_table
 from cairn.tasks.casualties import Casualties
-from cairn.tasks.data import Draw, PromptData, draw
+from cairn.tasks.data import (
+    Data,
+    DemonstrationData,
+    Draw,
+    PromptData,
+    PromptRow,
+    learns_from_results,
+    next_prompts,
+)
 from cairn.tasks.events import StepEvent
+from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.replays import ReplayTally
 from cairn.tasks.retries import RetryTally
-from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.rewards.grading import Grading
+from cairn.tasks.round_results import round_results
 from cairn.tasks.rules import untold
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
 
-TABLE_BYTES_KEPT = 2 << 30
-"""Of snapshots that stay in memory after they were written or read, since later steps of the iteration read them again;
-beyond it, the one that was asked for longest ago goes."""
 
-
-class RunContext:
+class RunContext(RecordedRun):
     """A live run in its driver's process. Thread-safe: shards of a step run at the same time.
 
     A plain class on purpose: Prefect looks into dataclasses and models that are passed to tasks.
@@ -42,17 +48,16 @@ class RunContext:
         *,
         fleet: "Callable[[], Fleet]",
         tokenizer: Any,
-        data: PromptData,
+        data: Data,
         max_prompt_len: int,
         benchmarks: dict[str, PromptData],
-        graders: dict[str | None, GraderPool],
+        graders: dict[str | None, Grading],
         environment: Environment,
         emit: Callable[[StepEvent], None],
     ) -> None:
         """`fleet` returns the engines once they are up. `max_prompt_len` is in tokens. `graders` maps the name of a
         benchmark to its grader, None to the training's."""
-        self.config = config
-        self.ledger = ledger
+        super().__init__(config, ledger)
         self.tokenizer = tokenizer
         self.data = data
         self.max_prompt_len = max_prompt_len
@@ -77,10 +82,8 @@ class RunContext:
         self._fleet = fleet
         self._benchmarks = benchmarks
         self._graders = graders
-        self._lock = threading.Lock()
-        self._commits: dict[tuple[int, Step, str | None], Commit] = {}
-        self._tables: OrderedDict[str, pa.Table] = OrderedDict()
-        self._draws: dict[tuple[int, int, tuple[int, ...]], Draw] = {}
+        self._drawing = threading.Lock()
+        self._draws: dict[str, Draw[PromptRow]] = {}
         self._noticed: set[str] = set()
 
     def seen_as(self, config: RunConfig) -> "RunContext":
@@ -100,7 +103,7 @@ class RunContext:
         return self._fleet()
 
     @property
-    def grader(self) -> GraderPool:
+    def grader(self) -> Grading:
         """The grader of the training samples."""
         return self._graders[None]
 
@@ -108,22 +111,27 @@ class RunContext:
         """Prompts of a benchmark."""
         return self._benchmarks[name]
 
-    def benchmark_grader(self, name: str) -> GraderPool:
+    def benchmark_grader(self, name: str) -> Grading:
         """Grader of a benchmark."""
         return self._graders[name]
 
-    def draw(self, cursor: int, count: int, without: Sequence[int] = ()) -> Draw:
-        """The `count` prompts after `cursor` that are none of `without`; the shards of a round share one draw."""
-        key = (cursor, count, tuple(without))
-        with self._lock:
+    def draw(
+        self, cursor: JsonValue, count: int, without: Sequence[int] = (), earlier: Sequence[Commit] = ()
+    ) -> Draw[PromptRow]:
+        """The `count` prompts after `cursor` that are none of `without`; the shards of a round share one draw.
+        `earlier`: the filter step that left the cursor, whose groups say where what comes next depends on them."""
+        assert not isinstance(self.data, DemonstrationData)
+        key = canonical.digest([cursor, count, list(without), [commit.digest for commit in earlier]])
+        with self._drawing:
             if key not in self._draws:
+                learns = earlier and learns_from_results(self.config)
                 self._draws = {
-                    key: draw(
+                    key: next_prompts(
+                        self.config,
                         self.data,
                         cursor,
                         count,
-                        seed=self.config.seed,
-                        shuffle=self.config.data.rollout_shuffle,
+                        round_results(self, earlier[-1]) if learns else (),
                         max_prompt_len=self.max_prompt_len,
                         without=frozenset(without),
                     )
@@ -136,24 +144,6 @@ class RunContext:
             new = what not in self._noticed
             self._noticed.add(what)
         return new
-
-    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
-        """The step's commit if there is one. Commits never change, so one that was seen is not read again."""
-        key = (iteration, step, shard)
-        if key not in self._commits:
-            commit = self.ledger.find(iteration, step, shard)
-            if commit is None:
-                return None
-            self._commits[key] = commit
-        return self._commits[key]
-
-    def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
-        """The step's commit. Raises Damaged where it must be and is not."""
-        commit = self.find(iteration, step, shard)
-        if commit is None:
-            name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
-            raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
-        return commit
 
     def input_commit(self, commit: Commit, name: str) -> Commit:
         """The commit that `commit` names as an input. Raises Damaged if it is not the one that was read then."""
@@ -176,26 +166,6 @@ class RunContext:
         commit = self.ledger.commit(**fields)
         self._commits[commit.iteration, commit.step, commit.shard] = commit
         return commit
-
-    def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
-        """The Parquet snapshot of a commit that has exactly one, checked against its digest."""
-        (output,) = commit.outputs
-        with self._lock:
-            table = self._tables.get(output.sha256)
-            if table is not None:
-                self._tables.move_to_end(output.sha256)
-        if table is None:
-            table = read_table(self.ledger.store, commit.run, output)
-            self.remember(output, table)
-        return table if columns is None else table.select(list(columns))
-
-    def remember(self, output: OutputFile, table: pa.Table) -> None:
-        """Keep a snapshot that was just written: the next steps read it."""
-        with self._lock:
-            self._tables[output.sha256] = table
-            self._tables.move_to_end(output.sha256)
-            while sum(kept.nbytes for kept in self._tables.values()) > TABLE_BYTES_KEPT:
-                self._tables.popitem(last=False)
 
 
 class _Seen(RunContext):

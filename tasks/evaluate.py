@@ -24,8 +24,8 @@ from cairn.tasks.evaluation_sharing import engines_environment, sharing
 from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import finished_samples, segments_value, status_of, trajectories_column, without_unused
 from cairn.tasks.questions import Questions, own_questions
-from cairn.tasks.reward import given_samples, grade_generated, graded_again
-from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.reward import given_samples, grade_generated, graded_again, messages_of
+from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
 from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
@@ -55,14 +55,12 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
     reads=(
         "seed",
         "eval.benchmarks",
-        "reward.rm_type",
-        "reward.custom_rm_path",
-        "reward.rm_timeout",
-        "reward.rm_memory",
+        *GRADER_OPTIONS,
         "rollout.rollout_stop_token_ids",
+        "rollout.rollout_stop",
         "rollout.custom_generate_function_path",
     ),
-    externals=("model", "eval"),
+    externals=("model", "eval", "reward_model"),
     engines=("rollout",),
 )
 def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
@@ -77,7 +75,8 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         benchmark,
         run.benchmark_data(name),
         seed=run.config.seed,
-        stop=run.config.rollout.rollout_stop_token_ids,
+        stop_token_ids=run.config.rollout.rollout_stop_token_ids,
+        stop=run.config.rollout.rollout_stop,
         graded_by=f"{grader.name} {grader.version}",
     )
     with sharing(step, weights, questions) as (shared, found):
@@ -160,7 +159,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     )
 
 
-def _answers(step: StepCall, weights: Commit | None, questions: Questions, grader: GraderPool) -> Answers:
+def _answers(step: StepCall, weights: Commit | None, questions: Questions, grader: Grading) -> Answers:
     run = step.run
     samples = _generate(step, weights, questions.requests(), questions.sampling).to_pylist()
     texts = run.tokenizer.batch_decode([_graded_ids(sample) for sample in samples], skip_special_tokens=True)
@@ -171,6 +170,7 @@ def _answers(step: StepCall, weights: Commit | None, questions: Questions, grade
         "metadata": [row.metadata or {} for row in asked],
         "response_ids": [sample["response_ids"] for sample in samples],
         "prompt_text": [row.prompt_text for row in asked],
+        "messages": [messages_of(row) for row in asked],
         "prompt_ids": [row.prompt_ids for row in asked],
         "finish_reason": [sample["finish_reason"] for sample in samples],
         "status": [status_of(sample["finish_reason"]) for sample in samples],
@@ -178,7 +178,8 @@ def _answers(step: StepCall, weights: Commit | None, questions: Questions, grade
         TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
     }
     given = given_samples(grader, run.tokenizer, columns)
-    return Answers(samples, texts, grade_generated(grader, given, [sample["error"] for sample in samples]))
+    errors, groups = ([sample[name] for sample in samples] for name in ("error", "group_id"))
+    return Answers(samples, texts, grade_generated(grader, given, errors, groups))
 
 
 def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:

@@ -56,8 +56,8 @@ def evaluated_rows(
             ],
             "label": [row.label for row in asked],
             "metadata": [json.dumps(row.metadata, sort_keys=True) if row.metadata else None for row in asked],
-            "grader": [grader] * n,
-            "grader_version": [version] * n,
+            "grader": [one.grader or grader for one in graded],
+            "grader_version": [one.version or version for one in graded],
             "finish_reason": [sample["finish_reason"] for sample in samples],
             "status": [
                 str(Status.FAILED if one.reward is None else status_of(sample["finish_reason"]))

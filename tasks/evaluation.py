@@ -6,7 +6,7 @@ questions → samples, durable as they finish → grades → metrics → the res
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -27,8 +27,9 @@ from cairn.tasks.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluat
 from cairn.tasks.generation import Engine
 from cairn.tasks.groups import finished_samples, status_of
 from cairn.tasks.questions import Questions
-from cairn.tasks.reward import given_samples, grade_generated
-from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.reward import given_samples, grade_generated, messages_of
+from cairn.tasks.rewards.grading import Grading
+from cairn.tasks.rewards.opening import open_grader
 
 ORDER = [("group_id", "ascending"), ("sample_index", "ascending")]
 SINGLE_TURN = GenerateFunction("single_turn")
@@ -82,7 +83,7 @@ def compute(
             samples, environment = sampled.samples, sampled.environment
         generated = time.perf_counter()
         assert questions.grader is not None
-        with GraderPool(questions.grader) as grader:
+        with closing(open_grader(questions.grader, store=attempt.store)) as grader:
             rows = _graded(grader, questions, requests, tokenizer, samples)
         graded = time.perf_counter()
         metrics = dict(questions.measure(evaluated_samples(rows)))
@@ -175,7 +176,7 @@ def _table(samples: Sequence[GeneratedSample]) -> pa.Table:
 
 
 def _graded(
-    grader: GraderPool,
+    grader: Grading,
     questions: Questions,
     requests: Sequence[SampleRequest],
     tokenizer: Any,
@@ -192,11 +193,13 @@ def _graded(
         "metadata": [row.metadata or {} for row in asked],
         "response_ids": ids,
         "prompt_text": [row.prompt_text for row in asked],
+        "messages": [messages_of(row) for row in asked],
         "prompt_ids": [row.prompt_ids for row in asked],
         "finish_reason": [sample["finish_reason"] for sample in samples],
         "status": [status_of(sample["finish_reason"]) for sample in samples],
         "segments": [None] * len(samples),
         "trajectories": [None] * len(samples),
     }
-    graded = grade_generated(grader, given_samples(grader, tokenizer, columns), [one["error"] for one in samples])
+    given, errors = given_samples(grader, tokenizer, columns), [sample["error"] for sample in samples]
+    graded = grade_generated(grader, given, errors, [request.group_id for request in requests])
     return evaluated_rows(questions, requests, Answers(samples, texts, graded), grader.name, grader.version)

@@ -34,7 +34,7 @@ from cairn.tasks.environment import changes
 from cairn.tasks.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluated_samples, found_answers
 from cairn.tasks.events import Message
 from cairn.tasks.questions import Questions
-from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.rewards.grading import Grading
 from cairn.tasks.step import StepCall
 from cairn.tasks.versions import version_of
 
@@ -72,7 +72,7 @@ class Shared:
         run.emit(Message(f"{self._questions.name}: found in {self.folder}, evaluated for {whose}; nothing is sampled"))
         return found_answers(rows)
 
-    def leave(self, answers: Answers, grader: GraderPool) -> None:
+    def leave(self, answers: Answers, grader: Grading) -> None:
         """Put the step's answers there, for everybody."""
         if any(one.reward is None for one in answers.graded):
             return
@@ -84,7 +84,7 @@ class Shared:
             return
         self._commit(self.claim, answers, grader)
 
-    def _commit(self, claim: Claim, answers: Answers, grader: GraderPool) -> None:
+    def _commit(self, claim: Claim, answers: Answers, grader: Grading) -> None:
         run, questions = self._step.run, self._questions
         rows = evaluated_rows(questions, questions.requests(), answers, grader.name, grader.version)
         attempt = claim.attempt()

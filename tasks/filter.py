@@ -17,19 +17,23 @@ So nothing that waits is too old to be used, and a round may count on it. The bo
 the batch masks older tokens of a group that was continued; what was committed without one is taken as it was left.
 """
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import FILTER, Disposition, Status
+from cairn.storage.schemas import BUFFER_KEY, FILTER, PRIORITY, REMOVED, Disposition, Status
 from cairn.tasks.buffers import BufferPolicy, JudgedGroup, get_policy
 from cairn.tasks.context import RunContext
-from cairn.tasks.filters import FilterDecision, get_filter
+from cairn.tasks.filters import FilterDecision, get_filter, takes_samples
+from cairn.tasks.filters.sample import REWARD_COLUMNS, ROLLOUT_COLUMNS, GradedSample, graded_samples
+from cairn.tasks.sample_filters import removed_by
 from cairn.tasks.sample_metrics import generated_metrics
 from cairn.tasks.selection import number
 from cairn.tasks.step import Outcome, StepCall, durable
@@ -43,6 +47,10 @@ class BatchNotFilled(Exception):
     """Every allowed round is done and the filter has kept too few groups; more of the same will not help."""
 
 
+class NoSuchMetadata(Exception):
+    """A data row lacks what groups are to be ordered by."""
+
+
 @durable(
     Step.FILTER,
     reads=(
@@ -50,6 +58,8 @@ class BatchNotFilled(Exception):
         "rollout.max_refill_rounds",
         "rollout.dynamic_sampling_filter",
         "rollout.buffer_filter_path",
+        "rollout.buffer_key",
+        "rollout.rollout_sample_filter_path",
         "rollout.max_age",
         "rollout.pipeline",
         "rollout.lag",
@@ -68,7 +78,7 @@ def filter_groups(
     newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
     for generated, graded in zip(rollouts, rewards, strict=True):
         assert generated.shard is not None
-        for group in _judged_groups(step.run, step.iteration, generated.shard, graded):
+        for group in _judged_groups(step.run, step.iteration, generated, graded):
             newest.pop(group.group_id, None)  # one that was continued comes where it was finished
             newest[group.group_id] = _aged(step.run, step.iteration, group)
     last_round = round + 1 >= config.max_refill_rounds
@@ -88,8 +98,10 @@ def filter_groups(
             f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); raise rollout.max_refill_rounds, use "
             "check_reward_nonzero_std_with_fallback, or choose prompts of another difficulty"
         )
+    if not missing:
+        groups = _without_removed(step.run, groups)
     return Outcome(
-        tables={"groups.parquet": _table(groups)},
+        tables={"groups.parquet": _table(step.run, groups)},
         values={
             "full": missing == 0,
             "missing": missing,
@@ -105,6 +117,7 @@ def filter_groups(
             "buffered": dispositions[Disposition.BUFFER],
             "unfinished": dispositions[Disposition.CONTINUE],
             **(generated_metrics(step.run, rollouts, rewards) if missing == 0 else {}),
+            **_removed_metrics(step.run, groups),
             "age/dropped_groups": sum(reasons[reason] for reason in AGES),
             **{f"dynamic_filter/drop_{why}": count for why, count in sorted(reasons.items()) if why not in AGES},
         },
@@ -163,6 +176,8 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
                 None,
                 kept=row["disposition"] == Disposition.BUFFER,
                 unfinished=row["disposition"] == Disposition.CONTINUE,
+                priority=row.get(PRIORITY.name),
+                key=_decoded(row.get(BUFFER_KEY.name)),
             ),
             has_bound=has_bound,
         )
@@ -178,8 +193,12 @@ def _aged(run: RunContext, iteration: int, group: JudgedGroup, *, has_bound: boo
     return replace(group, age=age, max_age=max_age if has_bound else None)
 
 
-def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) -> list[JudgedGroup]:
-    decide = get_filter(run.config.rollout.dynamic_sampling_filter)
+def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: Commit) -> list[JudgedGroup]:
+    config, shard = run.config.rollout, generated.shard
+    assert shard is not None
+    decide, whole = get_filter(config.dynamic_sampling_filter), takes_samples(config.dynamic_sampling_filter)
+    samples = _samples(run, generated, graded) if whole else {}
+    keys = _keys(run, generated)
     rewards: dict[int, list[float | None]] = {}
     unfinished = set()
     for row in run.read(graded, ["group_id", "reward", "status"]).to_pylist():
@@ -188,27 +207,75 @@ def _judged_groups(run: RunContext, iteration: int, shard: str, graded: Commit) 
             unfinished.add(row["group_id"])
     groups = []
     for group_id, values in rewards.items():
+        group = JudgedGroup(group_id, iteration, shard, None, None, None, kept=False, key=keys.get(group_id))
         if group_id in unfinished:
-            groups.append(JudgedGroup(group_id, iteration, shard, None, None, None, kept=False, unfinished=True))
+            groups.append(replace(group, unfinished=True))
             continue
         if any(value is None for value in values):
-            groups.append(JudgedGroup(group_id, iteration, shard, None, None, "failed_sample", kept=False))
+            groups.append(replace(group, reason="failed_sample"))
             continue
         group_rewards = np.asarray(values, np.float64)
-        decision: FilterDecision = decide(group_rewards)
+        decision: FilterDecision = decide(samples[group_id] if whole else group_rewards)
         groups.append(
-            JudgedGroup(
-                group_id,
-                iteration,
-                shard,
-                float(group_rewards.mean()),
-                float(group_rewards.std()),
-                None if decision.keep else decision.reason,
+            replace(
+                group,
+                mean_reward=float(group_rewards.mean()),
+                std_reward=float(group_rewards.std()),
+                reason=None if decision.keep else decision.reason,
                 kept=decision.keep,
                 spare=not decision.keep and decision.keep_when_insufficient,
+                priority=None if decision.priority is None else float(decision.priority),
             )
         )
     return groups
+
+
+def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:
+    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded, list(REWARD_COLUMNS)))
+
+
+def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
+    """What the metadata of every group has under `rollout.buffer_key`; empty without that option. Raises
+    NoSuchMetadata."""
+    name = run.config.rollout.buffer_key
+    if name is None:
+        return {}
+    found = {}
+    for row in run.read(generated, ["group_id", "prompt_index", "metadata"]).to_pylist():
+        metadata = json.loads(row["metadata"]) if row["metadata"] else {}
+        if name not in metadata:
+            raise NoSuchMetadata(
+                f"rollout.buffer_key is {name}, and the metadata of data row {row['prompt_index']} has "
+                f"{', '.join(sorted(metadata)) or 'nothing'}: name a key that all rows have, or add it to them"
+            )
+        found[row["group_id"]] = metadata[name]
+    return found
+
+
+def _without_removed(run: RunContext, groups: Sequence[JudgedGroup]) -> list[JudgedGroup]:
+    """The groups of a full batch, those that are trained on with the samples that the sample filter removes."""
+    name = run.config.rollout.rollout_sample_filter_path
+    if name is None:
+        return list(groups)
+    trained = [group for group in groups if group.disposition == Disposition.TRAIN]
+    shards = {
+        place: _samples(
+            run, run.committed(place[0], Step.ROLLOUT, place[1]), run.committed(place[0], Step.REWARD, place[1])
+        )
+        for place in dict.fromkeys((group.iteration, group.shard) for group in trained)
+    }
+    removed = removed_by(name, [shards[group.iteration, group.shard][group.group_id] for group in trained])
+    return [replace(group, removed=tuple(removed.get(group.group_id, ()))) for group in groups]
+
+
+def _removed_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, float]:
+    if run.config.rollout.rollout_sample_filter_path is None:
+        return {}
+    return {"sample_filter/removed": sum(len(group.removed) for group in groups)}
+
+
+def _decoded(key: str | None) -> Any:
+    return None if key is None else json.loads(key)
 
 
 def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:
@@ -218,8 +285,8 @@ def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:
     return last.values["cursor"]
 
 
-def _table(groups: Sequence[JudgedGroup]) -> pa.Table:
-    return pa.table(
+def _table(run: RunContext, groups: Sequence[JudgedGroup]) -> pa.Table:
+    table = pa.table(
         {
             "group_id": [g.group_id for g in groups],
             "iteration": [g.iteration for g in groups],
@@ -234,3 +301,15 @@ def _table(groups: Sequence[JudgedGroup]) -> pa.Table:
         },
         FILTER,
     )
+    further: list[tuple[pa.Field, list[Any]]] = []
+    if any(group.priority is not None for group in groups):
+        further.append((PRIORITY, [group.priority for group in groups]))
+    if run.config.rollout.buffer_key is not None:
+        further.append((BUFFER_KEY, [json.dumps(group.key) for group in groups]))
+    if run.config.rollout.rollout_sample_filter_path is not None:
+        trained = [group.disposition == Disposition.TRAIN for group in groups]
+        removed = [list(group.removed) if chosen else None for group, chosen in zip(groups, trained, strict=True)]
+        further.append((REMOVED, removed))
+    for field, values in further:
+        table = table.append_column(field, pa.array(values, field.type))
+    return table

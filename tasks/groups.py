@@ -27,7 +27,7 @@ from cairn.tasks.sequences import last_trajectory, several_trajectories
 class Group:
     """A prompt and its samples, by index."""
 
-    drawn: DrawnRow
+    drawn: DrawnRow[PromptRow]
     seeds: tuple[int, ...]
     parts: Mapping[int, GeneratedSample] = field(default_factory=dict)
     """Where it is continued: each sample as far as it came."""
@@ -67,7 +67,7 @@ class Group:
         )
 
 
-def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow) -> Group:
+def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow[PromptRow]) -> Group:
     """Of a prompt that was drawn for an iteration."""
     samples = range(run.config.rollout.n_samples_per_prompt)
     return Group(drawn, tuple(sample_seed(run.config.seed, iteration, drawn.group_id, index) for index in samples))

@@ -20,13 +20,13 @@ from cairn.tasks.versions import version_of
 
 def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = None) -> list[Step]:
     """The steps of an iteration's half `learn`, in their order. `scored`: whether there is a score step, from one who
-    does not want the algorithm asked, which may be user code."""
+    does not want the algorithm asked, which may be user code. Weights that nobody samples from are not published."""
     due = {
         Step.SCORE: needs_scores(config) if scored is None else scored,
-        Step.ADVANTAGE: True,
+        Step.ADVANTAGE: config.algorithm.learns_from != "demonstrations",
         Step.TRAIN: True,
         Step.CHECKPOINT: checkpoint_due(config, iteration),
-        Step.SYNC: True,
+        Step.SYNC: config.samples_responses or eval_due(config, iteration),
     }
     return [step for step, is_due in due.items() if is_due]
 

@@ -12,6 +12,9 @@ An iteration of which something was generated already is finished as it began. G
 in the buffer or unfinished, are trained on. A fork goes on with what its parent passed over where it parted.
 """
 
+from collections.abc import Sized
+from math import inf
+
 from cairn.storage import layout
 from cairn.storage.commits import Step
 from cairn.storage.decision_kinds import InForce, Quarantine
@@ -51,10 +54,9 @@ def put_in_force(run: RunContext, iteration: int) -> None:
     assert isinstance(decision.what, InForce)
     prompts = ", ".join(map(str, decision.what.prompts)) or "none"
     run.emit(Message(f"From iteration {iteration} on these prompts are passed over: {prompts}"))
-    if absent := [prompt for prompt in decision.what.prompts if prompt >= len(run.data)]:
-        run.emit(
-            Message(f"{run.data.path} has no prompt {absent[0]}: its rows are 0 to {len(run.data) - 1}", "warning")
-        )
+    count = len(run.data) if isinstance(run.data, Sized) else inf
+    if absent := [prompt for prompt in decision.what.prompts if prompt >= count]:
+        run.emit(Message(f"{run.data.path} has no prompt {absent[0]}: its rows are 0 to {count - 1}", "warning"))
 
 
 def _in_force(ledger: Ledger, decisions: tuple[Decision, ...], iteration: int) -> tuple[int, ...]:

@@ -84,12 +84,13 @@ def own_questions(
     prompts: PromptData,
     *,
     seed: int,
-    stop: tuple[int, ...],
+    stop_token_ids: tuple[int, ...],
+    stop: tuple[str, ...],
     graded_by: str,
     grader: RewardConfig | None = None,
 ) -> Questions:
-    """Those of a run's own benchmark. `seed`: the run's. `stop`: its stop tokens. `graded_by`: name and version of the
-    grader. Raises BadPrompt."""
+    """Those of a run's own benchmark. `seed`: the run's. `stop_token_ids`, `stop`: its tokens and strings that end a
+    response. `graded_by`: name and version of the grader. Raises BadPrompt."""
     asked = benchmark.model_dump(mode="json", exclude={"name", "path", "rm_type"})
 
     def measured(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
@@ -106,7 +107,8 @@ def own_questions(
             temperature=benchmark.temperature,
             top_p=benchmark.top_p,
             top_k=benchmark.top_k,
-            stop_token_ids=stop,
+            stop_token_ids=stop_token_ids,
+            stop=stop,
         ),
         seed=seed,
         grader=grader,
@@ -117,7 +119,8 @@ def own_questions(
             "grader": graded_by,
             "source": canonical.digest([prompts.fingerprint, len(prompts), benchmark.path.partition("@[")[2]]),
             "metric": source_digest(benchmark.metric) if "." in benchmark.metric else benchmark.metric,
-            "stop": list(stop),
+            "stop": list(stop_token_ids),
+            **({"stop_strings": list(stop)} if stop else {}),
         },
         described={"benchmark": benchmark.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
     )

@@ -108,6 +108,7 @@ def replay(run: RunContext, committed: Commit) -> None:
         expected_version=committed.weight_version_in,
         input_digest=input_digest(committed.inputs, committed.config_digest),
         train_actor=run.config.algorithm.trains_actor(committed.iteration),
+        update_reference=run.config.algorithm.updates_reference(committed.iteration),
     )
     _require_state(committed, result.state_digest, committed.state_digest)
     run.replays.add(time.perf_counter() - began)
@@ -129,7 +130,7 @@ def committed_batch(run: RunContext, committed: Commit) -> TrainBatch:
     inputs = [run.input_commit(committed, name) for name in committed.inputs if "/" in name]
     by_step = {commit.step: commit for commit in inputs if commit.iteration == committed.iteration}
     rollouts = [commit for commit in inputs if commit.step == Step.ROLLOUT]
-    return train_batch(run, by_step[Step.FILTER], rollouts, by_step[Step.ADVANTAGE], by_step.get(Step.SCORE))
+    return train_batch(run, by_step[Step.FILTER], rollouts, by_step.get(Step.ADVANTAGE), by_step.get(Step.SCORE))
 
 
 def _require_state(commit: Commit, found: str, expected: str | None) -> None:

@@ -2,17 +2,21 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import REWARD, TRAJECTORIES, Status
-from cairn.tasks.batch import with_optional
-from cairn.tasks.rewards.pool import Graded, GraderPool
+from cairn.tasks.batch import arrays, with_optional
+from cairn.tasks.data import BadData, Data, MixedData, PromptData, PromptRow
+from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
+from cairn.tasks.rewards.overlong import Overlong, sampled_tokens
+from cairn.tasks.rewards.pool import Graded
 from cairn.tasks.rewards.sample import ResponseSegment, Sample
 from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
@@ -20,13 +24,22 @@ from cairn.tasks.step import Outcome, StepCall, durable
 
 @durable(
     Step.REWARD,
-    reads=("reward.rm_type", "reward.custom_rm_path", "reward.rm_timeout", "reward.rm_memory"),
+    reads=(
+        *GRADER_OPTIONS,
+        "reward.overlong_buffer_len",
+        "reward.overlong_penalty_factor",
+        "rollout.rollout_max_response_len",
+        "reward.reward_model",
+    ),
+    externals=("reward_model",),
 )
 def reward(step: StepCall, rollout: Commit) -> Outcome:
     """Grade every sample of the shard. A grader that fails, or takes too long, over a sample marks it failed, never
     zero; what failed while it was generated is not graded, and stays failed. A group that is not finished is graded
     when it is."""
-    shard = graded_shard(step.run.grader, step.run.tokenizer, step.run.read(rollout))
+    overlong = Overlong.of(step.run.config)
+    row = prompt_rows(step.run.data) if step.run.grader.sees_messages else None
+    shard = graded_shard(step.run.grader, step.run.tokenizer, step.run.read(rollout), overlong, row)
     graded = [one for one in shard.results if one is not None]
     return Outcome(
         tables={"rewards.parquet": shard.table},
@@ -50,14 +63,41 @@ class GradedShard:
         return sum(one is not None and one.reward is None for one in self.results)
 
 
-def graded_shard(grader: GraderPool, tokenizer: Any, rollout: pa.Table) -> GradedShard:
-    """Grade the rows of a rollout table as the step does. The tokenizer is asked only where the grader sees whole
-    samples. Raises as `GraderPool.grade`."""
+def graded_columns(grader: Grading, overlong: Overlong | None = None, tokens: bool = True) -> list[str]:
+    """Those of a rollout table that `graded_shard` reads, with a tokenizer (`tokens`) or without; `with_optional` gives
+    them."""
     columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
     if grader.sees_whole_samples:
-        columns += ["response_ids", "prompt_text", "prompt_ids", "finish_reason", "segments"]
-        columns.append(TRAJECTORIES.name)
-    samples = with_optional(rollout, columns).to_pydict()
+        columns += ["prompt_text", "finish_reason"]
+        columns += ["prompt_ids", TRAJECTORIES.name] if tokens else []
+    if overlong is not None or (grader.sees_whole_samples and tokens):
+        columns += ["response_ids", "segments"]
+    if grader.sees_messages:
+        columns.append("prompt_index")
+    return columns
+
+
+def graded_shard(
+    grader: Grading,
+    tokenizer: Any,
+    rollout: pa.Table,
+    overlong: Overlong | None = None,
+    row: Callable[[int], PromptRow] | None = None,
+) -> GradedShard:
+    """Grade the rows of a rollout table as the step does. The tokenizer is asked only where the grader sees whole
+    samples, `row` of the data only where it sees messages. `overlong` is added to what the grader says. Raises as
+    `Grading.grade`, and BadData where a row is not the one that was answered.
+
+    Args:
+        tokenizer: None where the grader sees no whole samples, or no tokens and the special ones make no tags of
+            thoughts: it then gets whole samples without tokens.
+    """
+    columns = graded_columns(grader, overlong, tokens=tokenizer is not None)
+    table = with_optional(rollout, columns)
+    tokens = [name for name in columns if name in ("response_ids", "prompt_ids")]
+    samples: dict[str, Any] = table.drop_columns(tokens).to_pydict() | {name: arrays(table, name) for name in tokens}
+    if grader.sees_messages and row is not None:
+        samples["messages"] = _messages(row, samples["prompt_index"], samples["prompt_text"])
     pairs = list(zip(samples["group_id"], samples["status"], strict=True))
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
@@ -68,20 +108,24 @@ def graded_shard(grader: GraderPool, tokenizer: Any, rollout: pa.Table) -> Grade
             grader,
             [sample for sample, later in zip(given, waits, strict=True) if not later],
             [error for error, later in zip(samples["error"], waits, strict=True) if not later],
+            [group_id for group_id, later in zip(samples["group_id"], waits, strict=True) if not later],
         )
     )
     results = tuple(None if later else next(ready) for later in waits)
+    if overlong is not None:
+        lengths = map(sampled_tokens, samples["response_ids"], samples["segments"])
+        pairs_of = zip(results, lengths, strict=True)
+        results = tuple(one and overlong.shaped(one, length) for one, length in pairs_of)
     graded = [one or Graded(None) for one in results]
     failed = [one is not None and one.reward is None for one in results]
-    n = len(graded)
     table = pa.table(
         {
             "group_id": samples["group_id"],
             "sample_index": samples["sample_index"],
             "reward": [g.reward for g in graded],
             "components": [None if g.components is None else json.dumps(g.components) for g in graded],
-            "grader": [grader.name] * n,
-            "grader_version": [grader.version] * n,
+            "grader": [g.grader or grader.name for g in graded],
+            "grader_version": [g.version or grader.version for g in graded],
             "status": [
                 str(Status.FAILED) if bad else status for bad, status in zip(failed, samples["status"], strict=True)
             ],
@@ -92,15 +136,26 @@ def graded_shard(grader: GraderPool, tokenizer: Any, rollout: pa.Table) -> Grade
     return GradedShard(table, results)
 
 
-def given_samples(grader: GraderPool, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
+def given_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
     """What the grader gets of samples: `response_text`, `label` and `metadata`, and if it sees whole samples
-    `response_ids`, `prompt_text`, `prompt_ids`, `finish_reason`, `status`, `segments` and `trajectories` too. Of
-    several trajectories the last one is the response."""
+    `prompt_text`, `finish_reason` and `status`, with a tokenizer `response_ids`, `prompt_ids`, `segments` and
+    `trajectories` too, and `messages` if it sees those. Of several trajectories the last one is the response."""
     simple = zip(columns["response_text"], columns["label"], columns["metadata"], strict=True)
     if not grader.sees_whole_samples:
         return [Sample(text, label, metadata) for text, label, metadata in simple]
+    if tokenizer is None:
+        return [
+            Sample(text, label, metadata, prompt=prompt, finish_reason=reason, status=status)
+            for (text, label, metadata), prompt, reason, status in zip(
+                simple, columns["prompt_text"], columns["finish_reason"], columns["status"], strict=True
+            )
+        ]
+    sees_messages = grader.sees_messages and "messages" in columns
     lengths = columns[TRAJECTORIES.name]
-    responses = [list(last_trajectory(*one)) for one in zip(columns["response_ids"], lengths, strict=True)]
+    responses = [
+        np.asarray(last_trajectory(*one), np.int32) for one in zip(columns["response_ids"], lengths, strict=True)
+    ]
+    # Of a list the tokenizer looks at every number before it decodes any.
     texts = tokenizer.batch_decode(responses, skip_special_tokens=False)
     return [
         Sample(
@@ -108,15 +163,45 @@ def given_samples(grader: GraderPool, tokenizer: Any, columns: Mapping[str, Sequ
             label,
             metadata,
             response_with_special_tokens=texts[i],
-            response_ids=tuple(map(int, responses[i])),
+            response_ids=tuple(responses[i].tolist()),
             prompt=columns["prompt_text"][i],
-            prompt_ids=tuple(map(int, columns["prompt_ids"][i])),
+            prompt_ids=tuple(np.asarray(columns["prompt_ids"][i], np.int32).tolist()),
             finish_reason=str(columns["finish_reason"][i]),
             status=str(columns["status"][i]),
             segments=_segments(tokenizer, columns["response_ids"][i], columns["segments"][i], lengths[i]),
+            messages=columns["messages"][i] if sees_messages else (),
         )
         for i, (text, label, metadata) in enumerate(simple)
     ]
+
+
+def prompt_rows(data: Data) -> Callable[[int], PromptRow]:
+    """The rows of data that can be asked for again by their index. Raises BadData for other data."""
+    if isinstance(data, PromptData | MixedData):
+        return data.row
+    raise BadData("the grader needs the rows of the data again, and a function of get_samples_path gives them once")
+
+
+def messages_of(row: PromptRow) -> tuple[dict[str, Any], ...]:
+    """The prompt as the row has it; a plain text is a message of a user."""
+    return ({"role": "user", "content": row.prompt},) if isinstance(row.prompt, str) else tuple(row.prompt)
+
+
+def _messages(
+    row: Callable[[int], PromptRow], indices: Sequence[int], texts: Sequence[str]
+) -> list[tuple[dict[str, Any], ...]]:
+    """Of every sample, by the row of its prompt."""
+    found: dict[int, tuple[dict[str, Any], ...]] = {}
+    for index, text in zip(indices, texts, strict=True):
+        if index not in found:
+            asked = row(index)
+            if asked.prompt_text != text:
+                raise BadData(
+                    f"row {index + 1} of the data is not the prompt that was answered, so that the grader cannot be "
+                    "given its messages: put the data back that the run was made with"
+                )
+            found[index] = messages_of(asked)
+    return [found[index] for index in indices]
 
 
 def _segments(
@@ -140,7 +225,18 @@ def graded_again(graded: Sequence[Graded]) -> int:
     return sum(g.tries > 1 for g in graded)
 
 
-def grade_generated(grader: GraderPool, samples: Sequence[Sample], errors: Sequence[str | None]) -> list[Graded]:
-    """Grade the samples whose generation did not fail; the others keep their error. In the order of the samples."""
-    graded = iter(grader.grade([sample for sample, error in zip(samples, errors, strict=True) if error is None]))
+def grade_generated(
+    grader: Grading, samples: Sequence[Sample], errors: Sequence[str | None], groups: Sequence[int]
+) -> list[Graded]:
+    """Grade the samples whose generation did not fail; the others keep their error. In the order of the samples. A
+    grader of groups grades none of which a sample failed: such a group is dropped whole."""
+    errors = list(errors)
+    if grader.by_group:
+        lost = {group: error for group, error in zip(groups, errors, strict=True) if error is not None}
+        errors = [
+            error or (f"a sample of its group failed: {lost[group]}" if group in lost else None)
+            for group, error in zip(groups, errors, strict=True)
+        ]
+    left = [i for i, error in enumerate(errors) if error is None]
+    graded = iter(grader.grade([samples[i] for i in left], [groups[i] for i in left]))
     return [next(graded) if error is None else Graded(None, error=error) for error in errors]

@@ -12,6 +12,7 @@ from itertools import accumulate, chain
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import JsonValue
 
 from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import FinishReason, SamplingParams
@@ -20,7 +21,7 @@ from cairn.storage.schemas import TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
 from cairn.tasks.context import RunContext
-from cairn.tasks.data import Draw, DrawnRow
+from cairn.tasks.data import Draw, DrawnRow, PromptRow
 from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import (
     Group,
@@ -51,6 +52,7 @@ from cairn.tasks.versions import version_of
         "rollout.rollout_top_p",
         "rollout.rollout_top_k",
         "rollout.rollout_stop_token_ids",
+        "rollout.rollout_stop",
         "rollout.custom_generate_function_path",
     ),
     externals=("data", "model"),
@@ -62,7 +64,7 @@ def rollout(
     earlier: Sequence[Commit],
     continued: Sequence[Commit],
     *,
-    cursor: int,
+    cursor: JsonValue,
     count: int,
     resumed: int,
     needed: int | None,
@@ -80,7 +82,7 @@ def rollout(
     """
     run = step.run
     version = version_of(weights)
-    draw = run.draw(cursor, count, without or ())
+    draw = run.draw(cursor, count, without or (), earlier)
     places = resumed_groups(run, earlier, resumed=resumed, part=part, parts=parts)
     groups = _continued(run, places, continued)
     groups += [fresh_group(run, step.iteration, row) for row in shard_rows(draw, part, parts, resumed=resumed)]
@@ -196,7 +198,7 @@ def token_count(samples: pa.Table, column: str) -> int:
     return sum(len(chunk.flatten()) for chunk in samples.column(column).chunks)
 
 
-def shard_rows(draw: Draw, part: int, parts: int, *, resumed: int = 0) -> Sequence[DrawnRow]:
+def shard_rows(draw: Draw[PromptRow], part: int, parts: int, *, resumed: int = 0) -> Sequence[DrawnRow[PromptRow]]:
     """The rows of a draw that go to part `part` of `parts`, neighbours: as many that, with the `resumed` groups dealt
     out, the parts' sizes differ by at most one."""
     sizes = [_size(resumed + len(draw.rows), p, parts) - _size(resumed, p, parts) for p in range(parts)]
@@ -225,5 +227,6 @@ def _sampling_params(run: RunContext) -> SamplingParams:
         top_p=config.rollout_top_p,
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
+        stop=config.rollout_stop,
         return_kept=run.records_kept,
     )

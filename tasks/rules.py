@@ -131,13 +131,13 @@ _FORMAT_2: dict[Step, Rules] = {
 }
 
 
-def untold(rollout: RolloutConfig, began: int) -> str | None:
+def untold(rollout: RolloutConfig, began: int | None) -> str | None:
     """Why the engine does not say what top-p and top-k left to draw tokens from, in a run that goes on without; None
     in any other.
 
-    Runs of format 2 (`began`: that of the manifest) did not ask for it, and scored over the whole vocabulary. They do
-    now, with an engine that says; with another one they go on as they began. A run that begins today is refused there
-    (`cairn.flows.driver.validation`), a fork of such a run too.
+    Runs of format 2 (`began`: that of the manifest, None: there is none yet) did not ask for it, and scored over the
+    whole vocabulary. They do now, with an engine that says; with another one they go on as they began. A run that
+    begins today is refused there (`cairn.flows.driver.validation`), a fork of such a run too.
     """
     return next(iter(kind_of(rollout.engine).kept_problems(rollout)), None) if began == 2 else None
 

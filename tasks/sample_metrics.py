@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from cairn.storage.commits import Commit
 from cairn.storage.schemas import Status
 from cairn.tasks.context import RunContext
+from cairn.tasks.data import MixedData
 
 
 def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[str]) -> dict[str, float]:
@@ -47,19 +48,33 @@ def generated_metrics(run: RunContext, rollouts: Sequence[Commit], rewards: Sequ
         return {}
     samples = pa.concat_tables(found)
     generated = samples.filter(pc.not_equal(samples.column("status"), str(Status.FAILED)))
-    return sample_metrics(
+    metrics = sample_metrics(
         samples.column("reward").drop_null().to_numpy().astype(np.float64),
         generated.column("length").to_numpy(),
         generated.column("status").to_pylist(),
     )
+    return metrics | _by_source(run.data, samples) if isinstance(run.data, MixedData) else metrics
+
+
+def _by_source(data: MixedData, samples: pa.Table) -> dict[str, float]:
+    """Mean reward of the samples of each source of a mixture, and how many were generated."""
+    sources = np.array([data.source_of(index) for index in samples.column("prompt_index").to_pylist()])
+    rewards = samples.column("reward").to_numpy(zero_copy_only=False).astype(np.float64)
+    found: dict[str, float] = {}
+    for name in sorted(set(sources.tolist())):
+        graded = rewards[(sources == name) & ~np.isnan(rewards)]
+        found |= {f"source/{name}/samples": float((sources == name).sum())}
+        found |= {f"source/{name}/raw_reward": float(graded.mean())} if len(graded) else {}
+    return found
 
 
 def _finished(run: RunContext, generated: Commit, graded: Commit) -> pa.Table:
     """`reward`, and `status` and `length` of the response, of the samples of a shard whose groups are finished."""
-    samples = run.read(generated, ["group_id", "status", "response_ids"])
+    samples = run.read(generated, ["group_id", "prompt_index", "status", "response_ids"])
     table = pa.table(
         {
             "group_id": samples.column("group_id"),
+            "prompt_index": samples.column("prompt_index"),
             "status": samples.column("status"),
             "length": pc.list_value_length(samples.column("response_ids")),
             "reward": run.read(graded, ["reward"]).column("reward"),

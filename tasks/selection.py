@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import Disposition
-from cairn.tasks.context import RunContext
+from cairn.storage.schemas import REMOVED, Disposition
+from cairn.tasks.recorded_run import RecordedRun
 
 FoundCommit = TypeVar("FoundCommit", Commit, Commit | None)
 
@@ -14,12 +14,12 @@ GroupPlace = tuple[int, str, int]
 """(iteration, shard, group_id): where the samples of a group lie."""
 
 
-def last_selection(run: RunContext, index: int) -> Commit:
+def last_selection(run: RecordedRun, index: int) -> Commit:
     """The filter step that filled the batch of iteration `index`. Raises Damaged where there must be one and is not."""
     return _filling(run.committed, index)
 
 
-def is_collected(run: RunContext, index: int) -> bool:
+def is_collected(run: RecordedRun, index: int) -> bool:
     """Whether the batch of iteration `index` is full."""
     return _filling(run.find, index) is not None
 
@@ -40,23 +40,33 @@ def number(selection: Commit, name: str) -> int:
     return value
 
 
-def trained_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
+def trained_groups(run: RecordedRun, selection: Commit) -> list[GroupPlace]:
     """The groups to train on, in the order of the batch."""
     return _places(run, selection, Disposition.TRAIN)
 
 
-def max_ages(run: RunContext, selection: Commit) -> dict[int, int | None]:
+def max_ages(run: RecordedRun, selection: Commit) -> dict[int, int | None]:
     """The oldest tokens of each group that may be trained on, by its id; None where the filter step set no bound."""
     table = run.read(selection)
     bounds = table.column("max_age").to_pylist() if "max_age" in table.column_names else [None] * table.num_rows
     return dict(zip(table.column("group_id").to_pylist(), bounds, strict=True))
 
 
-def unfinished_groups(run: RunContext, selection: Commit) -> list[GroupPlace]:
+def removed_samples(run: RecordedRun, selection: Commit) -> dict[int, frozenset[int]]:
+    """The samples of trained groups, by their places in them, that the sample filter took out of the loss; empty where
+    there is none."""
+    table = run.read(selection)
+    if REMOVED.name not in table.column_names:
+        return {}
+    rows = zip(table.column("group_id").to_pylist(), table.column(REMOVED.name).to_pylist(), strict=True)
+    return {group_id: frozenset(removed) for group_id, removed in rows if removed}
+
+
+def unfinished_groups(run: RecordedRun, selection: Commit) -> list[GroupPlace]:
     """The groups that wait to be continued, in the order in which they are."""
     return _places(run, selection, Disposition.CONTINUE) if number(selection, "unfinished") else []
 
 
-def _places(run: RunContext, selection: Commit, disposition: Disposition) -> list[GroupPlace]:
+def _places(run: RecordedRun, selection: Commit, disposition: Disposition) -> list[GroupPlace]:
     rows = run.read(selection).to_pylist()
     return [(row["iteration"], row["shard"], row["group_id"]) for row in rows if row["disposition"] == disposition]

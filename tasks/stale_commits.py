@@ -14,7 +14,7 @@ from cairn.storage.commits import causal_order
 from cairn.storage.ledger import Ledger
 from cairn.storage.terms import differences
 from cairn.tasks.step import DurableStep
-from cairn.tasks.steps import STEPS
+from cairn.tasks.steps import steps_of
 
 StaleStep = tuple[int, str, str | None, str]
 """(iteration, step, shard, why) of a commit."""
@@ -27,7 +27,7 @@ def stale_steps(ledger: Ledger, config: RunConfig, inputs: Mapping[str, str]) ->
     terms = ledger.terms
     given = {name: inputs.get(name, digest) for name, digest in terms.inputs.items()}
     recorded = from_manifest(terms.config)
-    reasons = {name: _changed(step, recorded, config, terms.inputs, given) for name, step in STEPS.items()}
+    reasons = {name: _changed(step, recorded, config, terms.inputs, given) for name, step in steps_of(recorded).items()}
     if not any(reasons.values()):
         return []
     found: dict[str, StaleStep] = {}

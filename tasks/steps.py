@@ -9,6 +9,7 @@ from cairn.tasks.advantage import advantage
 from cairn.tasks.checkpoint import checkpoint
 from cairn.tasks.evaluate import evaluate
 from cairn.tasks.filter import filter_groups
+from cairn.tasks.given import read_demonstrations, take_all
 from cairn.tasks.reward import reward
 from cairn.tasks.rollout import rollout
 from cairn.tasks.score import score
@@ -19,8 +20,15 @@ from cairn.tasks.train import train
 STEPS: dict[Step, DurableStep[Any]] = {
     step.name: step for step in (rollout, reward, filter_groups, score, advantage, train, checkpoint, sync, evaluate)
 }
+GIVEN: dict[Step, DurableStep[Any]] = {step.name: step for step in (read_demonstrations, take_all)}
+"""Those in their places where the data hold what is trained on."""
+
+
+def steps_of(config: RunConfig) -> dict[Step, DurableStep[Any]]:
+    """The steps of a run."""
+    return STEPS if config.samples_responses else STEPS | GIVEN
 
 
 def rules(config: RunConfig) -> dict[str, Rules]:
     """What each reads under a configuration."""
-    return {str(name): step.rules(config) for name, step in STEPS.items()}
+    return {str(name): step.rules(config) for name, step in steps_of(config).items()}

@@ -26,10 +26,11 @@ def train(
     weights: Commit | None,
     selection: Commit,
     rollouts: list[Commit],
-    advantages: Commit,
+    advantages: Commit | None,
     scores: Commit | None,
 ) -> Outcome:
-    """Update the weights that `weights` left, the actor's and the critic's, on the selected samples."""
+    """Update the weights that `weights` left, the actor's and the critic's, on the selected samples. `advantages` is
+    None for a loss that follows none."""
     run, num_steps, version = step.run, step.run.config.training.num_steps_per_rollout, version_of(weights)
     batch = train_batch(run, selection, rollouts, advantages, scores)
     with run.weights_lock:
@@ -42,6 +43,7 @@ def train(
                 expected_version=version,
                 input_digest=step.input_digest,
                 train_actor=run.config.algorithm.trains_actor(step.iteration),
+                update_reference=run.config.algorithm.updates_reference(step.iteration),
             )
     flops = model_size(run.config.model.path).training_flops([len(ids) for ids in batch.input_ids])
     return Outcome(

@@ -1,10 +1,14 @@
+import gc
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from cairn.flows.driver.signals import NOTICES
 from cairn.storage.leases import Lease
 
 # Ray's workers give way to every other process by default: a test beside them would starve them.
@@ -23,6 +27,27 @@ pytest_plugins = [
     "tests.prefect_server",
     "tests.browser",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_given_back() -> Iterator[None]:
+    """What engines in the test's own process leave: TorchScript never forgets a recording by itself, several megabytes
+    each, and hundreds of tests make one."""
+    yield
+    gc.collect()
+    if torch := sys.modules.get("torch"):
+        torch._C._jit_clear_class_registry()
+        torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_handled_as_before() -> Iterator[None]:
+    """A command that is called in the test's own process has them end that process."""
+    before = {signum: signal.getsignal(signum) for signum in (*NOTICES, signal.SIGINT)}
+    yield
+    for signum, handler in before.items():
+        if handler is not None and signal.getsignal(signum) is not handler:
+            signal.signal(signum, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.rollout.user_code import GenerateFunction
+from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, GenerateRequest, Publication, RequestId, SamplingParams
@@ -185,8 +186,13 @@ class LocalFleet:
     """`cairn.engines.fleet.fleet.Fleet` without actors: its processes cannot die, so nothing here restarts them."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.rollout = [LocalRollout(config, index) for index in range(config.rollout.num_engines)]
+        self.rollout = [
+            LocalRollout(config, index)
+            for index in range(config.rollout.num_engines if config.needs_rollout_engines else 0)
+        ]
         self.training = LocalTraining(config)
+        model = config.reward.reward_model
+        self.scorer = None if model is None else RewardModel(model)
         self._published: dict[int, list[dict[str, Any]]] = {}
         self._dtype = config.rollout.dtype
         self.turns = Turns([], self.training, config.fleet)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.fleet.reaper import end_processes_with_files_in
+from cairn.engines.fleet.reaper import end_processes_writing_in
 from tests.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def ray_head(*options: str, num_cpus: int = 8) -> Iterator[str]:
                 wait_for(lambda: current.exists() and current.read_text())
                 yield current.read_text().strip()
         finally:
-            end_processes_with_files_in(folder)
+            end_processes_writing_in(folder)
 
 
 @contextmanager

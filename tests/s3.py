@@ -71,6 +71,7 @@ class S3Server:
 
 def use_server(monkeypatch: pytest.MonkeyPatch, server: S3Server) -> None:
     """Point the environment of this process and its children at the server."""
+    s3fs.S3FileSystem.clear_instance_cache()  # others may have been made under another environment
     monkeypatch.delenv("AWS_PROFILE", raising=False)
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)

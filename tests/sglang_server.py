@@ -43,6 +43,16 @@ def engine(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     engine.close()
 
 
+@pytest.fixture(scope="session")
+def engine_with_tokenizer(sglang_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """Whose server finds stop strings, and has OpenAI's interface."""
+    log, config = tmp_path_factory.mktemp("logs") / "server.log", sglang_config()
+    config = config.model_copy(update={"rollout_stop": ("END",)})
+    engine = SGLangEngine(str(sglang_model), config, "cpu", log, START_TIMEOUT)
+    yield engine
+    engine.close()
+
+
 def running(health: dict[str, Any]) -> int:
     """Requests that a server runs or queues, by what its engine says of itself."""
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in health["loads"]["loads"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -13,16 +14,18 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.sources import environment, input_digests, open_graders
 from cairn.flows.driver.validation import load_tokenizer
-from cairn.storage.commits import Commit
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Commit, Step
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.tasks.context import RunContext
-from cairn.tasks.data import PromptData
+from cairn.tasks.data import PromptData, open_data
 from cairn.tasks.events import Message, StepCommitted, StepStarted
 from cairn.tasks.step import DurableStep
 from cairn.tasks.steps import rules
 from examples.quickstart.model import build_model, build_tokenizer
+from tests.forks import FORKS
 from tests.local_fleet import LocalFleet
 
 PROMPTS = [f"Sort the digits {a} {b} {(a * b) % 10} in increasing order." for a in range(6) for b in range(4)]
@@ -114,7 +117,7 @@ def tiny_context(
 ) -> Iterator[tuple[RunContext, Events]]:
     """A live run with the engines in this process."""
     tokenizer = load_tokenizer(config.model.path)
-    data = PromptData.open(config.data, config.data.path, tokenizer)
+    data = open_data(config, tokenizer)
     benchmarks = {b.name: PromptData.open(b, b.path, tokenizer) for b in config.eval.benchmarks}
     digests = input_digests(config, data, benchmarks)
     ledger = Ledger.create(open_store(store_url), name, config, inputs=digests, rules=rules(config))
@@ -132,7 +135,7 @@ def tiny_context(
                 data=data,
                 max_prompt_len=200,
                 benchmarks=benchmarks,
-                graders=open_graders(config, stack),
+                graders=open_graders(config, stack, ledger.store, lambda: engines.scorer),
                 environment=environment(),
                 emit=events.append,
             ),
@@ -140,8 +143,28 @@ def tiny_context(
         )
 
 
+def killed_driver(store_url: str, config: RunConfig, step: Step) -> None:
+    """Have a driver, in a process of its own, end by SIGKILL in iteration 1: right before `step` commits its work."""
+    driver = FORKS.Process(target=_be_killed, args=(store_url, config, step))
+    driver.start()
+    driver.join(300)
+    assert driver.exitcode == -signal.SIGKILL
+
+
+def _be_killed(store_url: str, config: RunConfig, step: Step) -> None:
+    with tiny_context(store_url, config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        commit = run.commit
+
+        def dying(**fields: Any) -> Any:
+            if fields["step"] is step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return commit(**fields)
+
+        run.commit = dying  # type: ignore[method-assign]
+        iteration(run, DirectSteps(run), 1)
+
+
 def train_digests(run: RunContext, iterations: Sequence[int]) -> list[str | None]:
     """State digests of the train steps."""
-    from cairn.storage.commits import Step
-
     return [run.committed(index, Step.TRAIN).state_digest for index in iterations]

@@ -1,30 +1,44 @@
 """From rewards to a loss."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from cairn.configs.kinds import ESTIMATOR, LOSS, readers
+from cairn.configs.kinds import ESTIMATOR, declared
 from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.unread import unread
+
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose baseline or scale is that of the whole batch: `normalize_advantages` is a part of them."""
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
+RatioLevel = Literal["token", "sequence", "geometric"]
+RatioMode = Literal["truncate", "clip", "mask"]
+
+LearnsFrom = Literal["responses", "demonstrations", "preferences"]
+"""What a run trains on: responses that its policy samples, or those that the rows of its data hold."""
 
 
 class AlgorithmConfig(Section):
     """Advantages and the policy loss."""
 
     loss_type: str = "policy_loss"
-    """`policy_loss` is the clipped surrogate of PPO and GRPO, `sft_loss` the likelihood of demonstrations; or a
-    function of your own, `package.module.function` or `file.py:function`. slime: `--loss-type`."""
+    """`policy_loss` is the clipped surrogate of PPO and GRPO, `gspo` the same with the ratio of a whole response,
+    `cispo` the policy gradient with clipped weights, `sft_loss` the likelihood of demonstrations, which the rows of
+    `data.path` then hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`.
+    slime: `--loss-type`."""
 
     advantage_estimator: str = "grpo"
-    """`grpo` compares a sample with its group; `ppo` trains a critic beside the actor and estimates advantages from its
-    values; or a function of your own, `package.module.function` or `file.py:function`. slime:
-    `--advantage-estimator`."""
+    """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
+    `loss_type` is left out; `rloo` compares it with the others of its group; `ppo` trains a critic beside the actor and
+    estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole batch,
+    `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of which
+    one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
+    `package.module.function` or `file.py:function`. slime: `--advantage-estimator`."""
 
     rewards_normalization: bool = True
-    """`grpo`: subtract the group's mean reward. slime: on unless `--disable-rewards-normalization`."""
+    """`grpo`, `gspo`, `cispo`, `reinforce_plus_plus_baseline`: subtract the group's mean reward. slime: on unless
+    `--disable-rewards-normalization`."""
 
     grpo_std_normalization: bool = True
     """`grpo`: divide by the group's standard deviation. Off takes away the bias towards questions that nearly all
@@ -32,19 +46,23 @@ class AlgorithmConfig(Section):
     `loss_scale_factor` it is Dr. GRPO. slime: on unless `--disable-grpo-std-normalization`."""
 
     normalize_advantages: bool = False
-    """Shift and scale the advantages of all trained tokens of an iteration to mean 0 and variance 1. slime:
-    `--normalize-advantages`."""
+    """Shift and scale the advantages of all trained tokens of an iteration to mean 0 and variance 1;
+    `reinforce_plus_plus` and `reinforce_plus_plus_baseline` want it. slime: `--normalize-advantages`."""
 
     gamma: float = Field(1.0, gt=0, le=1)
-    """`ppo`: discount of a token's reward for each token before it. slime: `--gamma`."""
+    """`ppo`, `reinforce_plus_plus`: discount of a token's reward for each trained token before it. slime: `--gamma`."""
 
     lambd: float = Field(1.0, ge=0, le=1)
     """`ppo`: λ of generalised advantage estimation; 1 trusts rewards alone, 0 the critic's next value alone. slime:
     `--lambd`."""
 
     kl_coef: float = Field(0.0, ge=0)
-    """`ppo`: weight of the KL divergence from the reference model, by `kl_loss_type`, that every token's reward is
-    lowered by. slime: `--kl-coef`."""
+    """Weight of the KL divergence from the reference model, by `kl_loss_type`, that rewards are lowered by; `grpo`,
+    `gspo` and `cispo` have no such term. slime: `--kl-coef`."""
+
+    bootstrap_truncated: bool = False
+    """`ppo`: a response that was cut at the longest length allowed has not ended: what would have come is what the
+    critic expects at its last token, in the place of its reward."""
 
     value_clip: float = Field(0.2, ge=0)
     """`ppo`: how far a value may move from the one before the update until moving it further pays nothing. slime:
@@ -54,14 +72,29 @@ class AlgorithmConfig(Section):
     """`ppo`: iterations, from the run's first, in which the critic alone is trained. slime:
     `--num-critic-only-steps`."""
 
+    dpo_beta: float = Field(0.1, gt=0)
+    """`dpo`: β, how strongly the policy is held to the reference model; the smaller, the further it goes. TRL:
+    `beta`."""
+
+    dpo_label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """`dpo`: the share of pairs of which the other response is taken to be the better one. TRL: `label_smoothing`."""
+
     eps_clip: float = Field(0.2, ge=0)
-    """Lower clip range of the probability ratio. slime: `--eps-clip`."""
+    """Lower clip range of the probability ratio. The ratios of `gspo` stay near 1: its paper has 3e-4 and 4e-4. slime:
+    `--eps-clip`."""
 
     eps_clip_high: float | None = Field(None, ge=0)
     """Upper clip range; `eps_clip` by default. slime: `--eps-clip-high`."""
 
     eps_clip_c: float | None = Field(None, gt=1)
     """Dual-clip bound on the loss where the advantage is negative. slime: `--eps-clip-c`."""
+
+    use_opsm: bool = False
+    """Off-policy sequence masking: responses with a negative advantage do not count once they have become less probable
+    than under the old policy by more than `opsm_delta` (DeepSeek-V3.2). slime: `--use-opsm`."""
+
+    opsm_delta: float = Field(1e-4, ge=0)
+    """How much less probable, in nats a token. slime: `--opsm-delta`."""
 
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus. slime: `--entropy-coef`."""
@@ -80,6 +113,16 @@ class AlgorithmConfig(Section):
     KL(reference ‖ policy). In the rewards it is the value that counts: `k1` and `k3` are unbiased. slime:
     `--kl-loss-type`."""
 
+    use_unbiased_kl: bool = False
+    """Multiply the KL loss of a token by its ratio of the current over the old policy, and differentiate through it:
+    value and gradient are then those of the divergence, for `k3`, the default with it, and `k1`, also where the policy
+    has moved since it sampled (DeepSeek-V3.2). slime: `--use-unbiased-kl`."""
+
+    ref_update_interval: int | None = Field(None, ge=1)
+    """Iterations after which the reference becomes the policy as it is then: iteration i is held against the weights
+    that were there before iteration ⌊i / interval⌋ × interval. Null keeps the reference that the run began with. slime:
+    `--ref-update-interval`."""
+
     use_opd: bool = False
     """On-policy distillation: lower every token's advantage by how much more probable it is to the policy than to the
     teacher, `model.teacher_path`. slime: `--use-opd`."""
@@ -96,14 +139,54 @@ class AlgorithmConfig(Section):
     `custom_tis_function_path`. slime: `--use-tis`."""
 
     custom_tis_function_path: str = "tis"
-    """How: `tis` is truncated importance sampling; or a function of your own, `package.module.function` or
-    `file.py:function`, see docs/plugins.md. slime: `--custom-tis-function-path`."""
+    """How: `tis` is truncated importance sampling; `icepop` leaves out tokens whose ratio is outside the bounds; `mis`
+    does either, for tokens or responses, and rejects besides, by the options below; or a function of your own,
+    `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--custom-tis-function-path`."""
 
     tis_clip: float = Field(2.0, gt=0)
     """Upper bound of the importance weight. slime: `--tis-clip`."""
 
     tis_clip_low: float = Field(0.0, ge=0)
     """Lower bound of the importance weight. slime: `--tis-clip-low`."""
+
+    tis_level: RatioLevel = "token"
+    """`mis`: the ratio that makes the weight. `token`: of each token; `sequence`: the product over a response;
+    `geometric`: its geometric mean, whose bounds are near 1, such as 0.9999 and 1.0001. slime: `tis_level` of its mis
+    example; verl: `rollout_is`."""
+
+    tis_mode: RatioMode = "truncate"
+    """`mis`: `truncate` holds the ratio below `tis_clip`, `clip` between `tis_clip_low` and `tis_clip`, and `mask`
+    leaves out what is outside of the two. slime: `tis_mode` of its mis example."""
+
+    use_rs: bool = False
+    """`mis`: leave out tokens or responses whose ratio is outside of `rs_lower_bound` and `rs_upper_bound`. slime:
+    `use_rs` of its mis example; verl: `rollout_rs`."""
+
+    rs_level: RatioLevel = "token"
+    """`mis`: the ratio that is held against these bounds, as in `tis_level`. slime: `rs_level` of its mis example."""
+
+    rs_lower_bound: float | None = Field(None, ge=0)
+    """`mis`: `tis_clip_low` by default. slime: `rs_lower_bound` of its mis example."""
+
+    rs_upper_bound: float | None = Field(None, gt=0)
+    """`mis`: `tis_clip` by default. slime: `rs_upper_bound` of its mis example."""
+
+    rs_veto_threshold: float | None = Field(None, gt=0, lt=1)
+    """`mis`: leave out responses with a token whose ratio is below this, such as 1e-4. slime: `rs_veto_threshold` of
+    its mis example."""
+
+    tis_batch_normalize: bool = False
+    """Divide the weights by their mean over the optimizer step: over its tokens, or where `tis_level` is another one
+    over its responses; those that are left out do not count. The old policy's log-probs are then scored also for a
+    single optimizer step, since the mean is to be known before the first micro-batch. slime: `tis_batch_normalize` of
+    its mis example; verl: `rollout_is_batch_normalize`."""
+
+    get_mismatch_metrics: bool = False
+    """Record how far trainer and rollout engine are apart, whether that is corrected for or not: perplexities,
+    divergences, and the share of tokens whose ratio is outside of `tis_clip_low` and `tis_clip`. With
+    `use_rollout_logprobs` the trainer's log-probs are those of the update itself, so nothing more is computed, and in
+    the second and later optimizer steps of an iteration how far the policy has moved is part of it. slime:
+    `--get-mismatch-metrics`."""
 
     custom_pg_loss_reducer_function_path: str = "mean"
     """How the losses of tokens become that of the batch: `mean`, as the two options below say; or a function of your
@@ -120,6 +203,13 @@ class AlgorithmConfig(Section):
     `actor.loss_scale_factor` of `seq-mean-token-sum-norm`; slime: a reducer of one's own."""
 
     @property
+    def learns_from(self) -> LearnsFrom:
+        """Where the responses come from that are trained on."""
+        if self.advantage_estimator == "dpo":
+            return "preferences"
+        return "demonstrations" if self.loss_type == "sft_loss" else "responses"
+
+    @property
     def reads_kl(self) -> bool:
         """Whether the KL divergence from the reference model is computed, in the loss or in the rewards."""
         return self.use_kl_loss or self.kl_coef > 0
@@ -127,7 +217,17 @@ class AlgorithmConfig(Section):
     @property
     def names_a_loss(self) -> bool:
         """Whether the loss is another one than by default. What one of ours declares takes long to import."""
-        return self.loss_type != type(self).model_fields["loss_type"].default
+        return self.loss_type != AlgorithmConfig.model_fields["loss_type"].default
+
+    @property
+    def loss(self) -> str:
+        """The loss that is trained with: `loss_type`, or where it is left at its default the one that goes with the
+        estimator. Raises BadPlugin where an estimator of the user's cannot be had."""
+        name = self.advantage_estimator
+        if self.names_a_loss:
+            return self.loss_type
+        said = declared(ESTIMATOR.load(name)) if "." in name else ESTIMATOR.declaration_of_ours(name)
+        return (said and said.loss) or self.loss_type
 
     @property
     def names_user_code(self) -> bool:
@@ -137,11 +237,23 @@ class AlgorithmConfig(Section):
     @property
     def kl_estimator(self) -> KLType:
         """The estimator that `kl_loss_type` names, or its default."""
-        return self.kl_loss_type or ("k1" if self.kl_coef > 0 else "k2")
+        if self.kl_loss_type is not None or self.kl_coef > 0:
+            return self.kl_loss_type or "k1"
+        return "k3" if self.use_unbiased_kl else "k2"
+
+    @property
+    def rs_bounds(self) -> tuple[float, float]:
+        """Between which a ratio is not rejected."""
+        low = self.tis_clip_low if self.rs_lower_bound is None else self.rs_lower_bound
+        return low, self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
 
     def trains_actor(self, iteration: int) -> bool:
         """Whether an iteration trains the actor, or the critic alone."""
         return iteration >= self.num_critic_only_steps
+
+    def updates_reference(self, iteration: int) -> bool:
+        """Whether the policy that an iteration leaves is the reference of the next one."""
+        return self.ref_update_interval is not None and (iteration + 1) % self.ref_update_interval == 0
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "AlgorithmConfig":
@@ -162,58 +274,46 @@ class AlgorithmConfig(Section):
             )
         if self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")
+        low, high = self.rs_bounds
+        if self.use_rs and low > high:
+            raise ValueError(
+                f"rs_lower_bound ({low}) is above rs_upper_bound ({high}), so that every token would be rejected; by "
+                "default they are tis_clip_low and tis_clip"
+            )
+        if self.use_unbiased_kl and self.kl_loss_type == "k2":
+            raise ValueError(
+                "kl_loss_type (k2) is no unbiased estimate, with use_unbiased_kl (true) or without; set "
+                "kl_loss_type=k3, or leave one of them out"
+            )
+        estimator = ESTIMATOR.declaration_of_ours(self.advantage_estimator)
+        if self.names_a_loss and estimator is not None and estimator.loss not in (None, self.loss_type):
+            raise ValueError(
+                f"loss_type ({self.loss_type}) contradicts advantage_estimator ({self.advantage_estimator}), which is "
+                f"trained with the loss {estimator.loss}; leave one of them out"
+            )
         if is_recorded(info):
             return self
+        if self.loss_type == "dpo" and estimator is not None and self.advantage_estimator != "dpo":
+            raise ValueError(
+                "loss_type (dpo) follows the advantages of pairs, and advantage_estimator is "
+                f"{self.advantage_estimator}; set advantage_estimator=dpo, which names its loss, and leave loss_type "
+                "out"
+            )
         changed = {name: value for name, value in self if value != type(self).model_fields[name].default}
-        for name, why, way_out in self._without_effect() if changed and not self.names_user_code else ():
+        for name, why, way_out in unread(self, changed.keys()) if changed and not self.names_user_code else ():
             if name in changed:
                 value = changed[name]
                 shown = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(f"{name} ({shown}) has no effect while {why}; {way_out}, or leave it out")
-        if self.kl_loss_coef > 0 and self.kl_loss_type == "k1":
+        if self.advantage_estimator in WHITENED and not self.normalize_advantages:
+            raise ValueError(
+                f"advantage_estimator ({self.advantage_estimator}) compares a token with all others of the batch, and "
+                "normalize_advantages is false; set normalize_advantages=true"
+            )
+        if self.kl_loss_coef > 0 and self.kl_loss_type == "k1" and not self.use_unbiased_kl:
             raise ValueError(
                 f"kl_loss_type (k1) has a gradient of 0 on average as a loss, so kl_loss_coef ({self.kl_loss_coef}) "
                 "would add noise alone; set kl_loss_type=k2, whose gradient is that of the divergence, or hold the "
-                "policy to the reference model in the rewards of advantage_estimator=ppo, by kl_coef"
+                "policy to the reference model in the rewards, by kl_coef"
             )
         return self
-
-    def _without_effect(self) -> Iterator[tuple[str, str, str]]:
-        """Options that nothing of ours reads in this combination, why, and what would have them read."""
-        yield from self._unread_by_the_loss()
-        yield from self._unread_by_the_estimator()
-        if not self.rewards_normalization:
-            yield "grpo_std_normalization", "rewards_normalization is false", "set rewards_normalization=true"
-        if not self.use_kl_loss:
-            yield "kl_loss_coef", "use_kl_loss is false", "set use_kl_loss=true"
-        # Manifests name k1 whether anything reads it or not, and a fork begins with what its parent's says.
-        if not self.reads_kl and self.kl_loss_type != "k1":
-            yield "kl_loss_type", "use_kl_loss is false and kl_coef is 0", "set use_kl_loss=true"
-        if not self.use_opd:
-            yield "opd_kl_coef", "use_opd is false", "set use_opd=true"
-        if not self.use_tis:
-            for name in ("tis_clip", "tis_clip_low", "custom_tis_function_path"):
-                yield name, "use_tis is false", "set use_tis=true"
-
-    def _unread_by_the_loss(self) -> Iterator[tuple[str, str, str]]:
-        if not self.names_a_loss:  # the default reads all
-            return
-        ours = LOSS.declaration_of_ours(self.loss_type)
-        if ours is None:
-            return
-        why = f"loss_type is {self.loss_type}"
-        if "advantages" not in ours.needs:
-            aggregated = {"custom_pg_loss_reducer_function_path", "calculate_per_token_loss"}
-            for name in type(self).model_fields.keys() - {"loss_type", *aggregated}:
-                yield name, why, "choose a loss that follows advantages"
-        for name, losses in readers(LOSS).items():
-            if self.loss_type not in losses:
-                yield name, why, f"set loss_type={' or '.join(losses)}"
-
-    def _unread_by_the_estimator(self) -> Iterator[tuple[str, str, str]]:
-        if ESTIMATOR.declaration_of_ours(self.advantage_estimator) is None:
-            return
-        for name, estimators in readers(ESTIMATOR).items():
-            if self.advantage_estimator not in estimators:
-                why = f"advantage_estimator is {self.advantage_estimator}"
-                yield name, why, f"set advantage_estimator={' or '.join(estimators)}"

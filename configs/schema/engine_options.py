@@ -44,8 +44,8 @@ class EngineOptions(Section):
         """What a result's key has of it: what decides which bits come out, wherever they are computed."""
         return {"engine": self.engine, "dtype": self.dtype, **({"sglang": self.sglang} if self.sglang else {})}
 
-    def rollout(self) -> RolloutConfig:
-        """As an engine is made from it."""
+    def rollout(self, stop: tuple[str, ...] = ()) -> RolloutConfig:
+        """As an engine is made from it. `stop`: strings that end responses."""
         return RolloutConfig(
             num_rollout=1,
             rollout_batch_size=1,
@@ -55,5 +55,6 @@ class EngineOptions(Section):
             sglang=self.sglang,
             num_gpus_per_engine=self.num_gpus,
             num_threads=self.num_threads,
+            rollout_stop=stop,
             timeout=7 * 24 * 3600,  # of all that a benchmark asks at once
         )

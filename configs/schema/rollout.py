@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from cairn.configs.schema.base import Section, is_recorded
 from cairn.configs.schema.servers import ServerGroup
@@ -57,8 +57,12 @@ class RolloutConfig(Section):
     max_running_requests: int = Field(256, ge=4)
     """Samples that an engine decodes at a time. SGLang: `--max-running-requests`."""
 
-    num_rollout: int = Field(ge=1)
-    """Iterations of the run. slime: `--num-rollout`."""
+    num_rollout: int = Field(0, ge=1, validate_default=False)
+    """Iterations of the run; left out, or null, those of `num_epoch`. slime: `--num-rollout`."""
+
+    num_epoch: int | None = Field(None, ge=1)
+    """Epochs of the run, in place of `num_rollout`: rows of the data // `rollout_batch_size` × this many iterations.
+    The configuration that the run records has both. slime: `--num-epoch`."""
 
     rollout_batch_size: int = Field(ge=1)
     """Prompts trained on per iteration. slime: `--rollout-batch-size`."""
@@ -99,8 +103,13 @@ class RolloutConfig(Section):
 
     buffer_filter_path: str = "youngest_first"
     """Which groups are used first where there are more than a batch has room for, and which of those that wait
-    unfinished go on first: `youngest_first`, or a function of your own, `package.module.function` or
-    `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
+    unfinished go on first: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
+    `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
+
+    buffer_key: str | None = None
+    """A key of the data rows' metadata: `priority` takes groups by the number under it, the highest first, in place of
+    what the filter says or else the standard deviation of the rewards; `stratified` deals them out by turns to the
+    values under it."""
 
     custom_generate_function_path: str = "single_turn"
     """What a sample goes through: `single_turn` is one response to the prompt; a coroutine function of your own, by
@@ -112,6 +121,11 @@ class RolloutConfig(Section):
     import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed
     sample. slime: `--dynamic-sampling-filter-path`."""
 
+    rollout_sample_filter_path: str | None = None
+    """Which samples of the batch are not trained on, though their rewards count in the baselines of their groups:
+    `truncated`, or a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
+    `--rollout-sample-filter-path`."""
+
     max_refill_rounds: int = Field(16, ge=1)
     """Rounds of rollout that an iteration may take to fill its batch before it fails with the reasons of the filter."""
 
@@ -122,8 +136,8 @@ class RolloutConfig(Section):
     """Longer prompts, in tokens, are passed over; by default what the context leaves after the response. slime:
     `--rollout-max-prompt-len`."""
 
-    rollout_max_response_len: int = Field(ge=1)
-    """Longest response in tokens. slime: `--rollout-max-response-len`."""
+    rollout_max_response_len: int = Field(0, ge=0)
+    """Longest response in tokens; to be set wherever responses are sampled. slime: `--rollout-max-response-len`."""
 
     rollout_temperature: float = Field(1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same. slime: `--rollout-temperature`."""
@@ -137,6 +151,10 @@ class RolloutConfig(Section):
 
     rollout_stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response besides the model's own end tokens. slime: `--rollout-stop-token-ids`."""
+
+    rollout_stop: tuple[str, ...] = ()
+    """Strings that end a response as soon as its text holds one, special tokens kept: the token that completes it is
+    the last. Those of a run end the responses of its own benchmarks too. slime: `--rollout-stop`."""
 
     sglang_server_concurrency: int = Field(512, ge=1)
     """Samples that are asked of an SGLang engine at a time; the others wait with the client. slime:
@@ -162,6 +180,17 @@ class RolloutConfig(Section):
     """Seconds after an SGLang server is up in which no silence counts: one that compiles kernels for its first batches,
     as DeepGEMM's do, answers nothing meanwhile. slime: `--rollout-health-check-first-wait`."""
 
+    @field_validator("num_rollout", mode="wrap")
+    @classmethod
+    def _null_leaves_the_length_to_the_epochs(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        return 0 if value is None else validate(value)
+
+    @model_validator(mode="after")
+    def _has_a_length(self) -> "RolloutConfig":
+        if self.num_rollout == 0 and self.num_epoch is None:
+            raise ValueError("num_rollout is required and missing: Iterations of the run; or give num_epoch")
+        return self
+
     @model_validator(mode="after")
     def _iterations_can_be_numbered(self, info: ValidationInfo) -> "RolloutConfig":
         if self.num_rollout > MOST_ITERATIONS and not is_recorded(info):
@@ -182,6 +211,12 @@ class RolloutConfig(Section):
                 "rollout_top_k is 1, which leaves one token to draw: nothing can be learned from a choice without an "
                 "alternative; set it to 2 or more, or to -1 to keep all tokens"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _responses_may_begin(self) -> "RolloutConfig":
+        if not all(self.rollout_stop):
+            raise ValueError("rollout_stop has an empty string, which every text holds: leave it out")
         return self
 
     @model_validator(mode="after")
@@ -213,6 +248,30 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"mask_offpolicy_in_partial_rollout has no effect while max_age is {lag}, its default, which masks all "
                 "older tokens; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_buffer_has_a_choice(self, info: ValidationInfo) -> "RolloutConfig":
+        if is_recorded(info):
+            return self
+        policy, key = self.buffer_filter_path, self.buffer_key
+        chosen = policy != type(self).model_fields["buffer_filter_path"].default
+        if chosen and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
+            raise ValueError(
+                f"buffer_filter_path ({policy}) has no effect while over_sampling_batch_size "
+                f"({self.over_sampling_batch_size}) is not above rollout_batch_size ({self.rollout_batch_size}): there "
+                "are never more groups than a batch has room for; raise it, or leave buffer_filter_path out"
+            )
+        if policy == "stratified" and key is None:
+            raise ValueError(
+                "buffer_filter_path is stratified, which needs buffer_key: the key of the metadata whose values take "
+                "turns"
+            )
+        if key is not None and policy in ("youngest_first", "oldest_first"):
+            raise ValueError(
+                f"buffer_key ({key}) has no effect while buffer_filter_path is {policy}; set it to priority or "
+                "stratified, or leave it out"
             )
         return self
 

@@ -1,12 +1,15 @@
 """The whole configuration of a run, and the rules between its sections."""
 
+from typing import Literal
+
 from pydantic import Field, ValidationInfo, model_validator
 
-from cairn.configs.kinds import ESTIMATOR, LOSS
+from cairn.configs.kinds import ESTIMATOR
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.base import Section, is_recorded
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import EvalConfig
+from cairn.configs.schema.given import require_read
 from cairn.configs.schema.operations import (
     ApprovalConfig,
     CheckpointConfig,
@@ -17,6 +20,7 @@ from cairn.configs.schema.operations import (
 )
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.rollout import RolloutConfig
+from cairn.configs.schema.schedule import warmup_steps
 from cairn.configs.schema.tracking import TrackingConfig
 from cairn.configs.schema.training import TrainingConfig
 
@@ -33,9 +37,27 @@ class ModelConfig(Section):
     teacher_path: str | None = None
     """Folder of the teacher of on-policy distillation, of the same tokenizer. slime: `--opd-teacher-load`."""
 
+    teacher_url: str | None = None
+    """Address of a server that holds the teacher, `http://host:30000`, in the place of `teacher_path`: it is asked for
+    the log-probs of every token once, and they are kept with the scores. A key that it wants is read from the
+    environment of the driver, `CAIRN_TEACHER_API_KEY`. slime: `--opd-type`."""
+
+    teacher_name: str | None = None
+    """Under which name that server has it, as its `/v1/models` says; the run records it as the teacher's identity."""
+
+    teacher_api: Literal["sglang", "openai"] = "sglang"
+    """What the server speaks: `sglang` is SGLang's `/generate`, `openai` the `/v1/completions` of vLLM and others, with
+    `echo` and `logprobs`."""
+
+    teacher_timeout: float = Field(600, gt=0)
+    """Seconds that the server may take over one sequence; then it is asked again."""
+
+    teacher_concurrency: int = Field(32, ge=1)
+    """Sequences that the server is asked for at a time."""
+
     critic_path: str | None = None
     """Folder that the critic starts from, a causal LM or a token classifier with one label, whose head is then the
-    value head; `path` by default. slime: `--critic-load`."""
+    value head; `path` by default."""
 
     @property
     def folders(self) -> dict[str, str]:
@@ -47,6 +69,35 @@ class ModelConfig(Section):
             "critic_model": self.critic_path,
         }
         return {name: path for name, path in found.items() if path is not None}
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether there is a teacher, in the trainer or behind a server."""
+        return self.teacher_path is not None or self.teacher_url is not None
+
+    @model_validator(mode="after")
+    def _one_teacher(self) -> "ModelConfig":
+        if self.teacher_url is None:
+            for name in ("teacher_name", "teacher_api", "teacher_timeout", "teacher_concurrency"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} ({getattr(self, name)}) has no effect while teacher_url is null; set teacher_url, or "
+                        "leave it out"
+                    )
+            return self
+        if self.teacher_path is not None:
+            raise ValueError(
+                f"teacher_path ({self.teacher_path}) and "
+                f"teacher_url ({self.teacher_url}) are two teachers: leave one out"
+            )
+        if not self.teacher_url.startswith(("http://", "https://")):
+            raise ValueError(f"teacher_url ({self.teacher_url}) is no address such as http://host:30000")
+        if not self.teacher_name:
+            raise ValueError(
+                f"teacher_url ({self.teacher_url}) needs teacher_name, the name of the model there, as "
+                "/v1/models of the server says it"
+            )
+        return self
 
 
 class RunConfig(Section):
@@ -77,9 +128,25 @@ class RunConfig(Section):
         return self.training.num_gpus_per_rank > 0 if wanted is None else wanted
 
     @property
+    def samples_responses(self) -> bool:
+        """Whether the policy samples what it is trained on."""
+        return self.algorithm.learns_from == "responses"
+
+    @property
+    def needs_rollout_engines(self) -> bool:
+        """Whether anything is sampled at all: for training, or to evaluate."""
+        return self.samples_responses or self.eval.eval_interval is not None
+
+    @property
+    def group_size(self) -> int:
+        """Samples of a row that are trained on together."""
+        sizes = {"responses": self.rollout.n_samples_per_prompt, "demonstrations": 1, "preferences": 2}
+        return sizes[self.algorithm.learns_from]
+
+    @property
     def samples_per_rollout(self) -> int:
         """Samples trained on per iteration."""
-        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        return self.rollout.rollout_batch_size * self.group_size
 
     @property
     def global_batch_size(self) -> int:
@@ -89,10 +156,14 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _batches_add_up(self) -> "RunConfig":
         rollout, training = self.rollout, self.training
-        made = (
-            f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = "
-            f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} = {self.samples_per_rollout}"
-        )
+        made = f"rollout.rollout_batch_size = {rollout.rollout_batch_size}"
+        if self.algorithm.learns_from == "preferences":
+            made = f"rollout.rollout_batch_size × 2 = {rollout.rollout_batch_size} × 2 = {self.samples_per_rollout}"
+        if self.samples_responses:
+            made = (
+                f"rollout.rollout_batch_size × rollout.n_samples_per_prompt = "
+                f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt} = {self.samples_per_rollout}"
+            )
         steps = training.num_steps_per_rollout
         if training.global_batch_size is None:
             if self.samples_per_rollout % steps:
@@ -121,6 +192,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _responses_are_longer_than_what_shortens_them(self) -> "RunConfig":
+        buffer, longest = self.reward.overlong_buffer_len, self.rollout.rollout_max_response_len
+        if self.samples_responses and buffer is not None and buffer > longest:
+            raise ValueError(
+                f"reward.overlong_buffer_len ({buffer}) is above rollout.rollout_max_response_len ({longest}), so that "
+                "an empty response would lose something; it must be at most that"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _older_tokens_are_corrected_for(self) -> "RunConfig":
         corrects = self.algorithm.use_tis or self.algorithm.use_rollout_logprobs
         rollout = self.rollout
@@ -136,7 +217,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _what_is_asked_about_happens(self) -> "RunConfig":
         approval, total = self.approval, self.rollout.num_rollout
-        if approval.before and max(approval.before) >= total:
+        if total and approval.before and max(approval.before) >= total:
             raise ValueError(
                 f"approval.before names iteration {max(approval.before)}, but rollout.num_rollout is {total}: the last "
                 f"iteration is {total - 1}"
@@ -178,6 +259,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _groups_can_be_normalised(self) -> "RunConfig":
         algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
+        if not self.samples_responses:
+            return self
+        if n == 1 and algorithm.advantage_estimator == "rloo":
+            raise ValueError(
+                "algorithm.advantage_estimator is rloo but rollout.n_samples_per_prompt is 1: a sample is compared "
+                "with the others of its group, and there is none; raise n_samples_per_prompt"
+            )
         if n > 1 or not algorithm.rewards_normalization:
             return self
         ours = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator)
@@ -193,7 +281,7 @@ class RunConfig(Section):
         algorithm, training = self.algorithm, self.training
         if is_recorded(info) or algorithm.use_rollout_logprobs or training.num_steps_per_rollout > 1:
             return self
-        for name in ("eps_clip", "eps_clip_high", "eps_clip_c"):
+        for name in ("eps_clip", "eps_clip_high", "eps_clip_c", "use_opsm"):
             value = getattr(algorithm, name)
             if value != type(algorithm).model_fields[name].default:
                 raise ValueError(
@@ -204,19 +292,59 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _samples_are_trained_on(self) -> "RunConfig":
-        loss = LOSS.declaration_of_ours(self.algorithm.loss_type) if self.algorithm.names_a_loss else None
-        if loss is not None and "advantages" not in loss.needs:
+    def _values_can_be_clipped(self, info: ValidationInfo) -> "RunConfig":
+        value, steps = self.algorithm.value_clip, self.training.num_steps_per_rollout
+        usual = type(self.algorithm).model_fields["value_clip"].default
+        if value != usual and steps == 1 and not self.algorithm.names_user_code and not is_recorded(info):
             raise ValueError(
-                f"algorithm.loss_type is {self.algorithm.loss_type}, which learns from demonstrations, and a run has "
-                "none: leave it out, or train with the engine itself as examples/quickstart/warm_start.py does"
+                f"algorithm.value_clip ({value}) has no effect while training.num_steps_per_rollout is 1: the critic "
+                "that is trained is the one that the values are of; raise num_steps_per_rollout, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_learning_rate_falls_within_the_run(self, info: ValidationInfo) -> "RunConfig":
+        training, fall = self.training, self.training.lr_wsd_decay_iters
+        total = self.rollout.num_rollout * training.num_steps_per_rollout
+        if is_recorded(info) or fall is None or training.lr_decay_iters is not None or total == 0:
+            return self
+        if fall > total - warmup_steps(training, total):
+            raise ValueError(
+                f"training.lr_wsd_decay_iters ({fall}) leaves of the run's {total} optimizer steps less than the "
+                "warm-up takes: lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_given_is_not_sampled(self, info: ValidationInfo) -> "RunConfig":
+        if is_recorded(info):
+            return self
+        if self.samples_responses and self.rollout.rollout_max_response_len < 1:
+            raise ValueError("rollout.rollout_max_response_len is missing: set it to the longest response in tokens")
+        steps = self.training.num_steps_per_rollout
+        if self.algorithm.learns_from == "preferences" and steps > 1:
+            raise ValueError(
+                f"training.num_steps_per_rollout is {steps}, but the weights of pairs are those of the policy that dpo "
+                "updates, so that an iteration is one optimizer step: set it to 1, and rollout.rollout_batch_size to "
+                "the pairs of a step"
+            )
+        require_read(self)
+        return self
+
+    @model_validator(mode="after")
+    def _reference_can_be_updated(self) -> "RunConfig":
+        if self.algorithm.ref_update_interval is not None and self.training.lora.r:
+            raise ValueError(
+                f"algorithm.ref_update_interval is {self.algorithm.ref_update_interval}, but with training.lora.r the "
+                "reference is the model without adapters: train all weights, or leave the interval out"
             )
         return self
 
     @model_validator(mode="after")
     def _reference_is_used(self) -> "RunConfig":
         algorithm = self.algorithm
-        if self.model.ref_path is not None and not algorithm.reads_kl and not algorithm.names_user_code:
+        reads = algorithm.reads_kl or algorithm.learns_from == "preferences"
+        if self.model.ref_path is not None and not reads and not algorithm.names_user_code:
             raise ValueError(
                 f"model.ref_path ({self.model.ref_path}) is set but algorithm.use_kl_loss is false and "
                 "algorithm.kl_coef is 0; nothing would read it"
@@ -225,12 +353,21 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _teacher_is_there_and_used(self) -> "RunConfig":
-        if self.algorithm.use_opd and self.model.teacher_path is None:
-            raise ValueError("algorithm.use_opd needs a teacher: set model.teacher_path to its folder")
-        if self.model.teacher_path is not None and not self.algorithm.use_opd and not self.algorithm.names_user_code:
+        model, rollout = self.model, self.rollout
+        if self.algorithm.use_opd and not model.has_teacher:
             raise ValueError(
-                f"model.teacher_path ({self.model.teacher_path}) is set but algorithm.use_opd is false; nothing would "
-                "read it"
+                "algorithm.use_opd needs a teacher: set model.teacher_path to its folder, or model.teacher_url"
+            )
+        if model.has_teacher and not self.algorithm.use_opd and not self.algorithm.names_user_code:
+            name = "teacher_url" if model.teacher_path is None else "teacher_path"
+            raise ValueError(
+                f"model.{name} ({getattr(model, name)}) is set but algorithm.use_opd is false; nothing would read it"
+            )
+        if model.teacher_url is not None and (rollout.rollout_temperature != 1 or rollout.cuts_vocabulary):
+            raise ValueError(
+                f"model.teacher_url ({model.teacher_url}) gives log-probs at temperature 1 over the whole vocabulary, "
+                "and the policy samples otherwise: leave out rollout.rollout_temperature, rollout_top_p and "
+                "rollout_top_k, or take model.teacher_path"
             )
         return self
 
@@ -241,6 +378,7 @@ class RunConfig(Section):
             "model.critic_path": self.model.critic_path,
             "training.critic_lr": training.critic_lr,
             "training.critic_lr_warmup_iters": training.critic_lr_warmup_iters,
+            **{f"training.critic.{name}": str(value) for name, value in training.critic.own.items()},
         }
         estimator = ESTIMATOR.declaration_of_ours(algorithm.advantage_estimator) if any(critics.values()) else None
         for name, value in critics.items():
@@ -249,7 +387,7 @@ class RunConfig(Section):
                     f"{name} ({value}) is set but algorithm.advantage_estimator is {algorithm.advantage_estimator}, "
                     "which has no critic; nothing would read it"
                 )
-        if algorithm.num_critic_only_steps >= self.rollout.num_rollout:
+        if 0 < self.rollout.num_rollout <= algorithm.num_critic_only_steps:
             raise ValueError(
                 f"algorithm.num_critic_only_steps ({algorithm.num_critic_only_steps}) must be below "
                 f"rollout.num_rollout ({self.rollout.num_rollout}): the actor would never be trained"

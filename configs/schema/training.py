@@ -1,11 +1,14 @@
 """The training engine, its optimizer and its batches."""
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.critic import CriticConfig
 from cairn.configs.schema.lora import LoraConfig
+from cairn.configs.schema.schedule import DecayStyle, IncreaseStyle, WSDStyle, schedule_problem
 
 
 class TrainingConfig(Section):
@@ -50,6 +53,10 @@ class TrainingConfig(Section):
     """Most tokens, padding included, of a micro-batch; a longer sample is one by itself. Null means one micro-batch.
     slime: `--max-tokens-per-gpu`."""
 
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Most samples of a micro-batch, whatever their length; or give `max_tokens_per_gpu`, whose micro-batches are
+    equally full. Megatron: `--micro-batch-size`."""
+
     optimizer: Literal["adam"] = "adam"
     """AdamW. Megatron: `--optimizer`."""
 
@@ -59,23 +66,53 @@ class TrainingConfig(Section):
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the end of the decay. Megatron: `--min-lr`."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Megatron: `--lr-decay-style`."""
+    lr_decay_style: DecayStyle = "constant"
+    """How the learning rate falls after the warm-up; `WSD` (warm-up, stable, decay) falls at the end alone. Megatron:
+    `--lr-decay-style`."""
 
     lr_warmup_iters: int = Field(0, ge=0)
-    """Optimizer steps of linear warm-up from zero. Megatron: `--lr-warmup-iters`."""
+    """Optimizer steps of linear warm-up from `lr_warmup_init`. Megatron: `--lr-warmup-iters`."""
+
+    lr_warmup_fraction: float | None = Field(None, ge=0, lt=1)
+    """The same as a part of the steps of the decay. Megatron: `--lr-warmup-fraction`."""
+
+    lr_warmup_init: float = Field(0.0, ge=0)
+    """Learning rate that the warm-up rises from. Megatron: `--lr-warmup-init`."""
 
     lr_decay_iters: int | None = Field(None, ge=1)
     """Optimizer steps, warm-up included, until `min_lr`; by default the whole run. Megatron: `--lr-decay-iters`."""
 
+    lr_wsd_decay_style: WSDStyle | None = None
+    """How `WSD` falls at the end; `exponential` by default. Megatron: `--lr-wsd-decay-style`."""
+
+    lr_wsd_decay_iters: int | None = Field(None, ge=1)
+    """`WSD`: optimizer steps of the fall, the last ones of the decay. Megatron: `--lr-wsd-decay-iters`."""
+
     critic_lr: float | None = Field(None, gt=0)
-    """Learning rate of the critic; `lr` by default. slime: `--critic-lr`."""
+    """Learning rate of the critic; `lr` by default."""
 
     critic_lr_warmup_iters: int = Field(0, ge=0)
-    """Optimizer steps of the critic's linear warm-up. slime: `--critic-lr-warmup-iters`."""
+    """Optimizer steps of the critic's linear warm-up."""
+
+    critic: CriticConfig = CriticConfig()
 
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices. Megatron: `--weight-decay`."""
+
+    weight_decay_incr_style: IncreaseStyle = "constant"
+    """How weight decay goes over the run from `start_weight_decay` to `end_weight_decay`; `constant` stays at
+    `weight_decay`. Megatron: `--weight-decay-incr-style`."""
+
+    start_weight_decay: float | None = Field(None, ge=0)
+    """Megatron: `--start-weight-decay`."""
+
+    end_weight_decay: float | None = Field(None, ge=0)
+    """Megatron: `--end-weight-decay`."""
+
+    reset_optimizer_states: bool = False
+    """Begin the updates of every iteration with moments of zero and their bias corrected as in a first step; schedules
+    go on. With one step an iteration that step is the sign of the gradient, as slime's `--use-stateless-adam` takes
+    it. slime: `--reset-optimizer-states`."""
 
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Megatron: `--adam-beta1`."""
@@ -92,13 +129,45 @@ class TrainingConfig(Section):
     timeout: float = Field(3600, gt=0)
     """Seconds that one training step, score or save may take before it counts as hung."""
 
+    only_train_params_name_list: tuple[str, ...] = ()
+    """Train these parameters of the actor and freeze all others: regular expressions, each of which is somewhere in a
+    parameter's Hugging Face name. What is frozen stays bitwise as it is, without gradient or optimizer state.
+    slime: `--only-train-params-name-list`."""
+
+    freeze_params_name_list: tuple[str, ...] = ()
+    """Freeze these parameters of the actor, given in the same way, and train all others. A critic is trained whole.
+    slime: `--freeze-params-name-list`."""
+
     lora: LoraConfig = LoraConfig()
+
+    @field_validator("only_train_params_name_list", "freeze_params_name_list")
+    @classmethod
+    def _patterns(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"has {pattern!r}, which is no regular expression: {error}") from error
+            if not pattern:
+                raise ValueError("has an empty text, which is in every name: leave it out")
+        return patterns
 
     @property
     def of_critic(self) -> "TrainingConfig":
-        """The same for the critic, which has a learning rate and a warm-up of its own."""
-        rates = {"lr": self.critic_lr or self.lr, "lr_warmup_iters": self.critic_lr_warmup_iters}
-        return self.model_copy(update=rates)
+        """The same for the critic, which has a learning rate and a warm-up of its own, and what `critic` says."""
+        rates = {
+            "lr": self.critic_lr or self.lr,
+            "lr_warmup_iters": self.critic_lr_warmup_iters,
+            "lr_warmup_fraction": None,
+            "lr_warmup_init": 0.0,
+        }
+        own = self.critic.own
+        unread: dict[str, object] = {"only_train_params_name_list": (), "freeze_params_name_list": ()}
+        if own.get("lr_decay_style", "WSD") != "WSD":
+            unread |= {"lr_wsd_decay_style": None, "lr_wsd_decay_iters": None}
+        if own.get("weight_decay_incr_style") == "constant":
+            unread |= {"start_weight_decay": None, "end_weight_decay": None}
+        return self.model_copy(update={**rates, **unread, **own})
 
     @property
     def tensor_model_parallel_size(self) -> int:
@@ -180,9 +249,34 @@ class TrainingConfig(Section):
     def _consistent(self) -> "TrainingConfig":
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr})")
-        if self.critic_lr is not None and self.min_lr > self.critic_lr:
-            raise ValueError(f"min_lr ({self.min_lr}) is above critic_lr ({self.critic_lr})")
-        for name in ("lr_warmup_iters", "critic_lr_warmup_iters"):
-            if self.lr_decay_iters is not None and getattr(self, name) >= self.lr_decay_iters:
-                raise ValueError(f"{name} ({getattr(self, name)}) must be below lr_decay_iters ({self.lr_decay_iters})")
+        critic = self.of_critic
+        if critic.min_lr > critic.lr:
+            least = "min_lr" if self.critic.min_lr is None else "critic.min_lr"
+            most = "lr" if self.critic_lr is None else "critic_lr"
+            raise ValueError(f"{least} ({critic.min_lr}) is above {most} ({critic.lr})")
+        ends = "lr_decay_iters" if self.critic.lr_decay_iters is None else "critic.lr_decay_iters"
+        for name, last, of in (("lr_warmup_iters", "lr_decay_iters", self), ("critic_lr_warmup_iters", ends, critic)):
+            if of.lr_decay_iters is not None and of.lr_warmup_iters >= of.lr_decay_iters:
+                raise ValueError(f"{name} ({of.lr_warmup_iters}) must be below {last} ({of.lr_decay_iters})")
+        if problem := schedule_problem(self):
+            raise ValueError(problem)
+        if self.critic.own and (problem := schedule_problem(self.of_critic)):
+            problem = problem.replace("set lr_warmup_iters", "set critic_lr_warmup_iters")
+            raise ValueError(f"of the critic, with what training.critic says: {problem}")
+        if self.only_train_params_name_list and self.freeze_params_name_list:
+            raise ValueError(
+                "only_train_params_name_list and freeze_params_name_list exclude each other: each says of all "
+                "parameters which are trained; leave one of them out"
+            )
+        for name in ("only_train_params_name_list", "freeze_params_name_list"):
+            if self.lora.r and getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect with lora.r = {self.lora.r}, which trains adapters alone: leave it out; "
+                    "lora.target_modules says which layers get one"
+                )
+        if self.micro_batch_size is not None and self.max_tokens_per_gpu is not None:
+            raise ValueError(
+                f"micro_batch_size ({self.micro_batch_size}) and max_tokens_per_gpu ({self.max_tokens_per_gpu}) "
+                "exclude each other: both say where a step's samples are cut; leave one of them out"
+            )
         return self

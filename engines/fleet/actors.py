@@ -70,7 +70,7 @@ class EngineActor(FencedActor):
 
     def model_digests(self, folders: Mapping[str, str]) -> dict[str, str]:
         """Digests of model folders as this machine has them, by the names given to them."""
-        from cairn.engines.models import folder_digest
+        from cairn.engines.model_files import folder_digest
 
         return {name: folder_digest(Path(folder)) for name, folder in folders.items()}
 
@@ -107,6 +107,10 @@ class RolloutActor(EngineActor):
 
 class RouterActor(EngineActor):
     """Of a router before rollout engines: a name of its own, which lists of processes show."""
+
+
+class RewardModelActor(EngineActor):
+    """Of the reward model, likewise."""
 
 
 class TrainingActor(EngineActor):

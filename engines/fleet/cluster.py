@@ -131,7 +131,7 @@ class Cluster:
         name = first_to_die(head_processes(), HEAD, self._closing)
         if name is not None:
             self.lost = f"the Ray cluster of this driver is gone: its {name} died, and all engines with it"
-            reaper.end_processes_with_files_in(str(self.folder))
+            reaper.end_processes_writing_in(str(self.folder))
 
     def watch_raylet(self, address: str, raylet: psutil.Process) -> None:
         """Give up a joined cluster whose process on this machine has died, at once for the same reason."""

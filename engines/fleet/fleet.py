@@ -3,6 +3,7 @@
     cairn:<name>:rollout:0, 1, …      rollout engines, an actor on each machine of one
     cairn:<name>:router:0             the router before their servers, where there is one
     cairn:<name>:training:0, 1, …     ranks of the training engine
+    cairn:<name>:reward_model:0       the reward model, where there is one
 
 Each role has a placement group. On a cluster that was joined, actors and groups outlive a driver that is killed; the
 next driver of the same name takes over those that were made from the same configuration, and replaces the others. From
@@ -23,7 +24,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, Superseded
 from cairn.engines.fingerprint import combined
 from cairn.engines.fleet import warm
-from cairn.engines.fleet.actors import RolloutActor, RouterActor, TrainingActor
+from cairn.engines.fleet.actors import RewardModelActor, RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.address import ray_address
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster
@@ -32,6 +33,7 @@ from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import EngineHandle
 from cairn.engines.fleet.machines import ranks_together
 from cairn.engines.fleet.placement import Placement
+from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.router import RouterHandle
@@ -62,6 +64,7 @@ class Fleet:
         router: RouterHandle | None,
         rollout: list[RolloutHandle],
         training: TrainingHandle,
+        reward_model: RewardModelHandle | None,
         turns: Turns,
         publications: Publications,
         cluster: Cluster,
@@ -74,6 +77,8 @@ class Fleet:
         """The rollout engines."""
         self.training = training
         """The training engine."""
+        self.reward_model = reward_model
+        """The reward model, None without one."""
         self.turns = turns
         """Who has the memory of GPUs that training and rollout share."""
         self._publications = publications
@@ -93,7 +98,8 @@ class Fleet:
         tenure: Tenure | None = None,
         tell: Callable[[str], None] = lambda sentence: None,
     ) -> "Fleet":
-        """Start or join the cluster, make all engines at the same time, and wait for them.
+        """Start or join the cluster, make all engines at the same time, and wait for them. A run that samples nothing
+        has no rollout engine.
 
         Args:
             name: of no other fleet on the cluster. An earlier fleet of this name is taken over.
@@ -111,8 +117,11 @@ class Fleet:
         """
         config = _with_absolute_paths(config)
         config = _on_the_cluster_of_this_machine(config)
-        plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
-        roles = rollout_role, training_role, *routers = roles_of(config, plan, total_steps)
+        plan = LaunchPlan(())
+        if config.needs_rollout_engines:
+            plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
+        roles = rollout_role, training_role, *others = roles_of(config, plan, total_steps)
+        single = {role.name: role for role in others}
         deadline = Deadline(config.fleet.start_timeout)
         with ExitStack() as stack:
             cluster = Cluster.open(
@@ -124,13 +133,13 @@ class Fleet:
             )
             stack.callback(cluster.close)
             cluster.start_workers_with(warm.threads_of(config))
-            placement = Placement(name, roles, cluster, deadline, tenure)
+            placement = Placement(name, [role for role in roles if role.bundles], cluster, deadline, tenure)
             started: list[EngineHandle] = []
             stack.callback(_give_back, started, placement, config.fleet.call_timeout)
             router = None
             if plan.router is not None:
                 router = RouterHandle(
-                    "router", placement.actors(*routers)[0], plan.router, config.rollout, config.fleet
+                    "router", placement.actors(single["router"])[0], plan.router, config.rollout, config.fleet
                 )
             actors = iter(placement.actors(rollout_role))
             rollout = [
@@ -150,7 +159,12 @@ class Fleet:
                 for guest, ranks in zip(rollout, rollout_role.hosts, strict=False):  # no hosts where they are apart
                     guest.ranks = ranks
             training = TrainingHandle("training", placement.actors(training_role), config, total_steps, model_digests)
-            engines = [*([router] if router else []), *rollout, training]
+            reward_model = None
+            if "reward_model" in single:
+                (actor,) = placement.actors(single["reward_model"])
+                reward_model = RewardModelHandle("reward_model", actor, config, model_digests or {})
+            scorers = [reward_model] if reward_model else []
+            engines = [*([router] if router else []), *rollout, training, *scorers]
             started += engines
             for made in engines:
                 made.tell = tell
@@ -170,7 +184,10 @@ class Fleet:
             )
             publications = Publications(training, transport, config.rollout.dtype)
             stack.callback(publications.close)
-            return cls(config, router, rollout, training, turns, publications, cluster, placement, stack.pop_all())
+            closing = stack.pop_all()
+            return cls(
+                config, router, rollout, training, reward_model, turns, publications, cluster, placement, closing
+            )
 
     def close(self) -> None:
         """Kill all engines, give their resources back, and leave the cluster; one that was started ends. On a joined
@@ -186,7 +203,14 @@ class Fleet:
     @property
     def engines(self) -> Sequence[EngineHandle]:
         """All of them."""
-        return [*([self.router] if self.router else []), *self.rollout, self.training]
+        single = [engine for engine in (self.router, self.reward_model) if engine is not None]
+        return [*single, *self.rollout, self.training]
+
+    @property
+    def scorer(self) -> RewardModelHandle:
+        """The reward model of a run that has one."""
+        assert self.reward_model is not None
+        return self.reward_model
 
     def health(self) -> dict[str, dict[str, Any] | EngineError]:
         """What every engine says of itself, or why it does not, by name; within `fleet.call_timeout` seconds."""
@@ -254,11 +278,12 @@ def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: f
 
 
 def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[ActorRole]:
-    """What the rollout engines, the training ranks and, where there is one, the router need."""
+    """What the rollout engines, the training ranks and, where there are any, the router and the reward model need."""
     rollout, training = _rollout_role(config, plan), _training_role(config, total_steps)
     if config.fleet.colocate:
         training, rollout = share_bundles(training, rollout, config)
-    return [rollout, training, *([_router_role(config)] if plan.router is not None else [])]
+    routers = [_router_role(config)] if plan.router is not None else []
+    return [rollout, training, *routers, *_reward_model_roles(config)]
 
 
 def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
@@ -277,6 +302,22 @@ def _router_role(config: RunConfig) -> ActorRole:
     checks = [f"rollout.rollout_health_check_{name}" for name in ("interval", "timeout")]
     made_from = digest(config, ["rollout.router", "rollout.server_groups", *checks])[:16]
     return ActorRole("router", RouterActor, (Bundle(0),), 1, made_from, "rollout.router")
+
+
+def _reward_model_roles(config: RunConfig) -> list[ActorRole]:
+    options = config.reward.reward_model
+    if options is None:
+        return []
+    return [
+        ActorRole(
+            "reward_model",
+            RewardModelActor,
+            (Bundle(0, options.num_gpus),),
+            options.num_threads,
+            digest(config, ["reward.reward_model"])[:16],
+            "reward.reward_model.num_gpus",
+        )
+    ]
 
 
 def _training_role(config: RunConfig, total_steps: int) -> ActorRole:
@@ -314,5 +355,10 @@ def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """Actors have a working folder of their own."""
     model = config.model
-    paths = {name: str(Path(path).absolute()) for name, path in model if path is not None}
-    return config.model_copy(update={"model": model.model_copy(update=paths)})
+    options = ("path", "ref_path", "teacher_path", "critic_path")
+    paths = {name: str(Path(path).absolute()) for name in options if (path := getattr(model, name)) is not None}
+    reward = config.reward
+    if reward.reward_model is not None:
+        there = {"path": str(Path(reward.reward_model.path).absolute())}
+        reward = reward.model_copy(update={"reward_model": reward.reward_model.model_copy(update=there)})
+    return config.model_copy(update={"model": model.model_copy(update=paths), "reward": reward})

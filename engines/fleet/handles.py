@@ -244,8 +244,8 @@ class ModelHandle(EngineHandle):
         """
         Args:
             folders: of its models, by their names.
-            digests: what `cairn.engines.models.folder_digest` must give of them on every machine of the engine; one
-                that is not named is not looked at.
+            digests: what `cairn.engines.model_files.folder_digest` must give of them on every machine of the engine;
+                one that is not named is not looked at.
         """
         super().__init__(name, actors, fleet)
         self._folders = {name: folder for name, folder in folders.items() if name in digests}

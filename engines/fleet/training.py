@@ -57,9 +57,10 @@ class TrainingHandle(ModelHandle):
         expected_version: int,
         input_digest: str,
         train_actor: bool = True,
+        update_reference: bool = False,
     ) -> TrainResult:
         """Take `num_steps` optimizer steps. Raises WrongVersion, and what else the engine raises."""
-        args = (put(batch), num_steps, expected_version, input_digest, train_actor)
+        args = (put(batch), num_steps, expected_version, input_digest, train_actor, update_reference)
         return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
 
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:

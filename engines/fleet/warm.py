@@ -98,8 +98,10 @@ def take(config: "RunConfig") -> WarmProcess | None:
 def threads_of(config: "RunConfig") -> int | None:
     """Threads of each engine; None where engines differ in it, or cannot be forks."""
     rollout, training = config.rollout, config.training
-    on_gpus = rollout.num_gpus_per_engine or training.num_gpus_per_rank
-    return None if on_gpus or rollout.num_threads != training.num_threads else training.num_threads
+    models = [] if config.reward.reward_model is None else [config.reward.reward_model]
+    on_gpus = rollout.num_gpus_per_engine or training.num_gpus_per_rank or any(model.num_gpus for model in models)
+    numbers = {rollout.num_threads, training.num_threads, *(model.num_threads for model in models)}
+    return None if on_gpus or len(numbers) > 1 else training.num_threads
 
 
 def _made_for(config: "RunConfig") -> WarmProcess | None:

@@ -61,4 +61,6 @@ def _params_problem(params: SamplingParams) -> str | None:
         return f"temperature is {params.temperature}; it must be 0 (greedy) or more"
     if not 0 < params.top_p <= 1:
         return f"top_p is {params.top_p}; it must be above 0 and at most 1"
+    if not all(params.stop):
+        return "one of its stop strings is empty; every text holds that one"
     return None

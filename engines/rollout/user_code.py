@@ -73,6 +73,7 @@ class UserCode:
         self._function = function
         self._process, self._connection = self._launch()
         self._idle = True
+        self._killed = False
         self._sending = threading.Lock()
 
     def can_generate(self, function: GenerateFunction) -> bool:
@@ -116,8 +117,10 @@ class UserCode:
 
     def kill(self) -> None:
         """End the process, whatever it is at."""
-        # Until it is waited for, the process keeps its number. ProcessLookupError: it has no group of its own yet.
-        with suppress(PermissionError, ProcessLookupError):
+        if self._killed:  # since then its number may have become another's
+            return
+        self._killed = True
+        with suppress(PermissionError, ProcessLookupError):  # macOS, where all have ended; no group of its own yet
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()

@@ -39,9 +39,11 @@ class TrainingEngine(Protocol):
         expected_version: int,
         input_digest: str,
         train_actor: bool = True,
+        update_reference: bool = False,
     ) -> TrainResult:
         """Cut the batch into `num_steps` equal contiguous parts, in order, and take one optimizer step on each, with
-        the actor and with the critic where there is one. `train_actor=False` leaves the actor as it is.
+        the actor and with the critic where there is one. `train_actor=False` leaves the actor as it is;
+        `update_reference=True` makes the reference the actor as it is then.
 
         Without `old_log_probs` the current policy stands in for the old one, which one step alone allows. Afterwards
         `position()` carries `input_digest` and the result.

@@ -17,7 +17,9 @@ class MicroBatch:
     """False for a repetition that only keeps a rank company: its results are dropped."""
 
 
-def plan_micro_batches(lengths: dict[int, int], max_tokens: int | None, world_size: int = 1) -> list[list[MicroBatch]]:
+def plan_micro_batches(
+    lengths: dict[int, int], max_tokens: int | None, world_size: int = 1, *, most_samples: int | None = None
+) -> list[list[MicroBatch]]:
     """The micro-batches of every rank, whose samples are padded to the longest of them: equally many for each rank,
     every sample in exactly one that counts.
 
@@ -27,11 +29,15 @@ def plan_micro_batches(lengths: dict[int, int], max_tokens: int | None, world_si
     Args:
         lengths: tokens of every sample, by its index in the batch; not empty.
         max_tokens: most tokens of a micro-batch, padding included; a longer sample is one by itself. None makes one
-            micro-batch a rank.
+            micro-batch a rank, unless `most_samples` is given.
         world_size: ranks.
+        most_samples: of a micro-batch.
     """
     order = sorted(lengths, key=lambda sample: (-lengths[sample], sample))
-    if max_tokens is None:
+    if most_samples is not None:
+        groups = [order[start : start + most_samples] for start in range(0, len(order), most_samples)]
+        _split_to_multiple(groups, lengths, world_size)
+    elif max_tokens is None:
         groups = [order[rank::world_size] for rank in range(min(world_size, len(order)))]
     else:
         groups = _fill(order, lengths, max_tokens)
@@ -43,7 +49,7 @@ def plan_micro_batches(lengths: dict[int, int], max_tokens: int | None, world_si
 
 
 def pack_micro_batches(
-    lengths: dict[int, int], max_tokens: int | None, ranks: int, multiple: int = 1
+    lengths: dict[int, int], max_tokens: int | None, ranks: int, multiple: int = 1, *, most_samples: int | None = None
 ) -> list[list[MicroBatch]]:
     """The micro-batches of every rank, whose samples are packed one behind the other: equally many for each rank, every
     sample in exactly one that counts.
@@ -58,13 +64,16 @@ def pack_micro_batches(
         max_tokens: most tokens of a micro-batch; a longer sample is one by itself. None makes as few as there can be.
         ranks: with samples of their own.
         multiple: each rank's micro-batches are a multiple of it.
+        most_samples: of a micro-batch.
     """
     order = sorted(lengths, key=lambda sample: (-lengths[sample], sample))
     limit = max_tokens or sum(lengths.values())
     least = sum(min(length, limit) for length in lengths.values())
     step = ranks * multiple
     count = -(-least // (limit * step)) * step
-    while (groups := _spread(order, lengths, limit, count)) is None:
+    if most_samples is not None:
+        count = max(count, -(-len(order) // (most_samples * step)) * step)
+    while (groups := _spread(order, lengths, limit, count, most_samples)) is None:
         count += step
 
     def work(group: list[int]) -> int:
@@ -81,8 +90,11 @@ def pack_micro_batches(
     return plan
 
 
-def _spread(order: list[int], lengths: dict[int, int], limit: int, count: int) -> list[list[int]] | None:
-    """Samples in `count` groups, each into the one that is least full; None where one has no room."""
+def _spread(
+    order: list[int], lengths: dict[int, int], limit: int, count: int, most_samples: int | None
+) -> list[list[int]] | None:
+    """Samples in `count` groups, each into the one that is least full of those that may have another; None where one
+    has no room."""
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [(0, index) for index in range(count)]
     for sample in order:
@@ -91,7 +103,10 @@ def _spread(order: list[int], lengths: dict[int, int], limit: int, count: int) -
         if tokens > limit:
             return None
         groups[index].append(sample)
-        heapq.heapreplace(filled, (tokens, index))
+        if len(groups[index]) == most_samples:
+            heapq.heappop(filled)
+        else:
+            heapq.heapreplace(filled, (tokens, index))
     return groups
 
 

@@ -1,13 +1,14 @@
 """A training state in a store: parameters and moments as safetensors, whole tensors whatever the layout of ranks.
 
-<folder>/<kind>-00000.safetensors …   of each kind (parameters, exp_avg, exp_avg_sq): whole tensors by their
-                                      Hugging Face names, in files of at most 256 MiB (a larger tensor has its own)
+<folder>/<kind>-00000.safetensors …   of each kind (parameters, exp_avg, exp_avg_sq; reference, where the reference
+                                      changes): whole tensors by their Hugging Face names, in files of at most 256 MiB
+                                      (a larger tensor has its own)
 <folder>/training_state.json          format, weight version, state digest, and of every file its size, SHA-256 and
                                       tensors; carries its own digest; written last
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from cairn.engines.errors import EngineError
 from cairn.engines.training.sharding import copy_part, whole
 from cairn.storage.canonical import seal, unseal
 from cairn.storage.errors import Damaged
@@ -24,6 +26,8 @@ from cairn.storage.store import Store, StoredFile
 FORMAT = 1
 STATE = "training_state.json"
 FILE_BYTES = 256 << 20
+REFERENCE = "reference"
+"""The kind of the reference's parameters, where the reference becomes the policy at an interval."""
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -52,6 +56,9 @@ class TrainingState(Described):
 
     files: list[CheckpointFile]
 
+
+_TRAINED = ("parameters", "exp_avg", "exp_avg_sq")
+"""What there is of every parameter, and what of those alone that are trained."""
 
 Description = TypeVar("Description", bound=Described)
 
@@ -145,6 +152,31 @@ def read_sealed(store: Store, folder: str, name: str, kind: type[Description], f
         raise Damaged(f"checkpoint {folder} is incomplete, or of another training engine: {name} is missing") from error
     except (ValueError, ValidationError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {error}") from error
+
+
+def check_reference(folder: str, holds: bool, wants: bool) -> None:
+    """Raise EngineError where only one of a checkpoint and an engine has a reference that changes."""
+    if holds != wants:
+        said = ("a reference that changes", "none") if holds else ("no reference that changes", "one")
+        raise EngineError(
+            f"checkpoint {folder} holds {said[0]}, and algorithm.ref_update_interval asks for {said[1]}: a fork keeps "
+            "the interval, or the lack of one, of the run that wrote it"
+        )
+
+
+def frozen_in(state: TrainingState) -> set[str]:
+    """The parameters of a checkpoint that have no moments at all."""
+    names = {kind: {name for file in state.files if file.kind == kind for name in file.tensors} for kind in _TRAINED}
+    return names["parameters"] - names["exp_avg"] - names["exp_avg_sq"]
+
+
+def check_trained(folder: str, differing: Set[str]) -> None:
+    """Raise EngineError if there are parameters that only one of a checkpoint and an engine has frozen."""
+    if differing:
+        raise EngineError(
+            f"checkpoint {folder} differs in whether {min(differing)} is trained: a fork keeps "
+            "training.only_train_params_name_list and freeze_params_name_list of the run that wrote it"
+        )
 
 
 def actors_parameters(kind: str, name: str) -> bool:

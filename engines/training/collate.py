@@ -42,13 +42,15 @@ class Tokens:
     returns: torch.Tensor | None = None
     kept: Kept | None = None
     """What the tokens were drawn from; None where that is the whole vocabulary."""
+    mean_correction: float | None = None
+    """By which the weights that correct for off-policy tokens are divided, if by anything."""
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Adds up a tensor over the ranks that hold parts of the same samples, differentiably; None where this one holds
     all of them."""
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """[N] of tokens → [B]: their sums over each sample, its tokens on other ranks included."""
-        own = torch.zeros_like(self.counts).index_add(0, self.samples, values.float())
+        own = torch.zeros_like(self.counts).index_add(0, self.samples, values.to(self.counts.dtype))
         return own if self.over_ranks is None else self.over_ranks(own)
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
@@ -102,6 +104,7 @@ def collate_trained(
         values=pick(batch.values),
         returns=pick(batch.returns),
         kept=_kept(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
+        mean_correction=batch.mean_correction,
     )
 
 

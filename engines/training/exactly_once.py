@@ -4,6 +4,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,10 +17,11 @@ from cairn.engines.errors import EngineError, WrongVersion
 from cairn.engines.fingerprint import TORCH, engine_environment
 from cairn.engines.training.aggregations import Weight, sequence_weights
 from cairn.engines.training.batching import MicroBatch, split_steps
+from cairn.engines.training.corrections.normalization import mean_weight
 from cairn.engines.training.errors import NotFinite
 from cairn.engines.training.losses.metrics import over_steps
 from cairn.engines.training.needs import has_critic, scores_needed
-from cairn.engines.training.optimizer import learning_rate
+from cairn.engines.training.optimizer import learning_rate, weight_decay
 from cairn.engines.training.validate import check_batch, check_trainable
 from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.storage.commits import Environment
@@ -40,7 +42,7 @@ _FINITE = ("loss", "value_loss", "grad_norm", "critic_grad_norm")
 
 
 def untrained_models(model: ModelConfig, algorithm: AlgorithmConfig) -> dict[ModelRole, str]:
-    """The folders of the models that an algorithm scores samples with and that never change."""
+    """The folders of the models that an algorithm scores samples with and that no optimizer changes."""
     folders: dict[ModelRole, str | None] = {"ref": model.ref_path or model.path, "teacher": model.teacher_path}
     roles = scores_needed(algorithm).values()
     return {role: folder for role, folder in folders.items() if role in roles and folder is not None}
@@ -62,8 +64,11 @@ class Learner(Protocol):
     def grad_norm(self) -> float:
         """Norm of all gradients, over all ranks, before they are clipped; infinite where they overflowed."""
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, weight_decay: float) -> None:
         """Clip the gradients by the norm that `grad_norm` found, and change the weights."""
+
+    def forget_moments(self) -> None:
+        """Make the optimizer's moments zero."""
 
     def set_steps(self, steps: int) -> None:
         """Tell the optimizer how many steps it has taken, from which it corrects the bias of its moments."""
@@ -119,6 +124,11 @@ class ExactlyOnceEngine(ABC):
     def _compute_digest(self) -> str:
         """Digest of parameters and optimizer state of all learners and `_version`; all ranks take part."""
 
+    @abstractmethod
+    def _update_reference(self) -> None:
+        """Make the reference the actor as it is, which then is part of the state. Only asked for with
+        `ref_update_interval`."""
+
     def position(self) -> Position:
         self._require_intact()
         input_digest, result = self._last or (None, None)
@@ -132,6 +142,7 @@ class ExactlyOnceEngine(ABC):
         expected_version: int,
         input_digest: str,
         train_actor: bool = True,
+        update_reference: bool = False,
     ) -> TrainResult:
         started = time.perf_counter()
         self._require_ready()
@@ -143,6 +154,7 @@ class ExactlyOnceEngine(ABC):
         check_batch(batch)
         steps = split_steps(batch.sample_of, num_steps)
         check_trainable(batch, steps, self._algorithm)
+        self._began_at = self._version
         roles = [role for role in self._learners if train_actor or role != "actor"]
         if not roles:
             raise ValueError(HOW_TO_HAVE["critic"] + ", or train the actor")
@@ -154,6 +166,10 @@ class ExactlyOnceEngine(ABC):
             if self._version == expected_version:  # raised by all ranks, before the first change
                 self._interrupted = None
             raise
+        if update_reference:
+            self._interrupted = "train"
+            self._update_reference()
+            self._digest = None
         self._interrupted = None
         result = TrainResult(
             weight_version=self._version,
@@ -201,6 +217,8 @@ class ExactlyOnceEngine(ABC):
         own = batch.sample_of[samples.start : samples.stop]
         weights = dict(zip(samples, sequence_weights(mask_sums, own, self._algorithm), strict=True))
         lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, mask_sums, strict=True) if count}
+        if self._algorithm.tis_batch_normalize:
+            batch = replace(batch, mean_correction=mean_weight(batch, [*lengths], self._algorithm))
         micro_batches = self._plan(lengths)
         metrics: dict[str, float] = {}
         for role in roles:
@@ -209,9 +227,11 @@ class ExactlyOnceEngine(ABC):
         self._require_finite(metrics)
         self._interrupted = "train"
         for role in roles:
-            lr = self._learning_rate(role)
-            self._learners[role].set_steps(self._steps_taken(role))
-            self._learners[role].step(lr)
+            lr, decay = self._rates(role)
+            if self._training.reset_optimizer_states and self._version == self._began_at:
+                self._learners[role].forget_moments()
+            self._learners[role].set_steps(self._moments_seen(role))
+            self._learners[role].step(lr, decay)
             metrics[_of(role, "lr")] = lr
         self._move_to(self._version + 1)
         return metrics
@@ -225,9 +245,15 @@ class ExactlyOnceEngine(ABC):
         """Optimizer steps of a role until now: a function of the weight version, as everything else of the state is."""
         return max(0, self._version - self._untrained(role))
 
-    def _learning_rate(self, role: str) -> float:
+    def _moments_seen(self, role: str) -> int:
+        """Optimizer steps of a role that its moments are made of."""
+        return self._version - self._began_at if self._training.reset_optimizer_states else self._steps_taken(role)
+
+    def _rates(self, role: str) -> tuple[float, float]:
+        """Learning rate and weight decay of a role's next step."""
         training = self._training.of_critic if role == "critic" else self._training
-        return learning_rate(training, self._steps_taken(role), self._total_steps - self._untrained(role))
+        steps, total = self._steps_taken(role), self._total_steps - self._untrained(role)
+        return learning_rate(training, steps, total), weight_decay(training, steps, total)
 
     def _end_load(self, folder: str, *, weight_version: int, state_digest: str) -> None:
         """Stand at what was loaded from a folder, once all of its tensors are in place.

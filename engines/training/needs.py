@@ -34,7 +34,7 @@ def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
 
 def loss_needs(algorithm: AlgorithmConfig) -> Needs:
     """What the losses of the actor and, where there is one, the critic read of a batch."""
-    name = algorithm.loss_type
+    name = algorithm.loss
     needs: Needs = dict.fromkeys(declared(LOSS.load(name)).needs, f"loss_type={name}")
     if has_critic(algorithm):
         reason = needs.get("values", f"advantage_estimator={algorithm.advantage_estimator}")
@@ -43,21 +43,32 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
         return needs
     if algorithm.use_kl_loss:
         needs["ref_log_probs"] = "use_kl_loss"
+    if algorithm.get_mismatch_metrics:
+        needs["rollout_log_probs"] = "get_mismatch_metrics"
     if algorithm.use_tis:
         needs["rollout_log_probs"] = "use_tis"
-    if algorithm.use_rollout_logprobs:
-        needs["old_log_probs"] = "use_rollout_logprobs"
+    for name in ("use_tis", "use_opsm", "use_unbiased_kl", "get_mismatch_metrics", "use_rollout_logprobs"):
+        if getattr(algorithm, name):
+            needs["old_log_probs"] = name
+    if algorithm.tis_batch_normalize:
+        needs["old_log_probs"] = "tis_batch_normalize"
     return needs
+
+
+def stands_in(algorithm: AlgorithmConfig, num_steps: int) -> bool:
+    """Whether the policy that is trained stands in for the old one in the loss: in the only optimizer step of a batch
+    they are the same. A mean over the step is to be known before, so that it asks for scores."""
+    return num_steps == 1 and not algorithm.use_rollout_logprobs and not algorithm.tis_batch_normalize
 
 
 def is_policy_gradient(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss follows advantages: then entropies, divergences and corrections have a meaning."""
-    return "advantages" in declared(LOSS.load(algorithm.loss_type)).needs
+    return "advantages" in declared(LOSS.load(algorithm.loss)).needs
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
     """Whether a critic is trained beside the actor: whether the advantages, or the loss, are made from its values."""
-    functions = (ESTIMATOR.load(algorithm.advantage_estimator), LOSS.load(algorithm.loss_type))
+    functions = (ESTIMATOR.load(algorithm.advantage_estimator), LOSS.load(algorithm.loss))
     return any("values" in declared(function).needs for function in functions)
 
 
@@ -68,9 +79,7 @@ def scores_needed(algorithm: AlgorithmConfig, num_steps: int = 1) -> dict[str, M
         num_steps: optimizer steps of a batch. With one, the old policy is the one that is trained, which the loss
             knows; advantages do not.
     """
-    of_loss = declared(LOSS.load(algorithm.loss_type)).needs | ({"ref_log_probs"} if algorithm.use_kl_loss else set())
-    if num_steps == 1:
-        of_loss -= {"old_log_probs"}
+    of_loss = loss_needs(algorithm).keys() - ({"old_log_probs"} if stands_in(algorithm, num_steps) else set())
     needs = advantage_needs(algorithm).keys() | of_loss
     if algorithm.use_rollout_logprobs:
         needs -= {"old_log_probs"}  # those of the rollout engine

@@ -73,7 +73,13 @@ class TrainingRank(WeightSource):
         )
 
     def train(
-        self, batch: TrainBatch, num_steps: int, expected_version: int, input_digest: str, train_actor: bool
+        self,
+        batch: TrainBatch,
+        num_steps: int,
+        expected_version: int,
+        input_digest: str,
+        train_actor: bool,
+        update_reference: bool,
     ) -> TrainResult:
         return self._started.train(
             batch,
@@ -81,6 +87,7 @@ class TrainingRank(WeightSource):
             expected_version=expected_version,
             input_digest=input_digest,
             train_actor=train_actor,
+            update_reference=update_reference,
         )
 
     def score(self, batch: TrainBatch, role: ModelRole) -> "list[np.ndarray] | None":

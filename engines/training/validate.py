@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.engines.training.needs import loss_needs
+from cairn.engines.training.needs import loss_needs, stands_in
 from cairn.engines.types import TrainBatch
 
 PER_TOKEN = (
@@ -74,7 +74,7 @@ def check_trainable(batch: TrainBatch, steps: Sequence[range], algorithm: Algori
             )
     needs = loss_needs(algorithm)
     for name, why in needs.items():
-        if getattr(batch, name) is None and (name != "old_log_probs" or algorithm.use_rollout_logprobs):
+        if getattr(batch, name) is None and (name != "old_log_probs" or not stands_in(algorithm, num_steps=1)):
             raise ValueError(f"the batch has no {name}, which algorithm.{why} needs")
     if "old_log_probs" in needs and batch.old_log_probs is None and len(steps) > 1:
         raise ValueError(

@@ -4,10 +4,14 @@
         train.jsonl            prompts and labels to learn from
         heldout.jsonl          others, to measure by: no prompt stands in both
         demonstrations.jsonl   prompts and responses of the warm start, most of them a little wrong
+        preferences.jsonl      prompts to learn from, with a right response and one with a wrong swap
+        untrained/             the model before its warm start, and its tokenizer
+        runs/warm-start/       the ledger of the warm start: `cairn status warm-start --store build/quickstart`
         model/                 the warm-started model and its tokenizer, in Hugging Face format
         built.json             what it was built from
 
-The folder appears at once and whole. It is built again when this package or a library that matters has changed.
+The data and the untrained model appear at once and whole, and so does what the warm start leaves; one that was
+interrupted goes on. All is built again when this package or a library that matters has changed.
 """
 
 import argparse
@@ -18,12 +22,9 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import Progress
 
 from examples.quickstart.task import demonstration, label, problems
 
@@ -37,6 +38,11 @@ STEPS = 300
 """Optimizer steps of the warm start."""
 
 STAMP = "built.json"
+RECIPE = Path(__file__).resolve().parents[2] / "configs" / "recipes" / "quickstart-warm-start.yaml"
+"""Of the warm start."""
+
+Train = Callable[[Path, int], None]
+"""Trains the model of a folder for so many steps."""
 
 
 def main() -> None:
@@ -49,32 +55,39 @@ def main() -> None:
     print(f"{arguments.folder} {'is built' if built else 'is up to date'}")
 
 
-def build(folder: Path, seed: int = 0, steps: int = STEPS) -> bool:
+def build(folder: Path, seed: int = 0, steps: int = STEPS, train: Train | None = None) -> bool:
     """Bring the folder up to date. Returns whether there was anything to do.
 
-    `steps`, of the warm start, is a multiple of ten.
+    `steps`, of the warm start, is a multiple of ten. `train`: does it, see `warm_start`.
     """
     stamp = _stamp(seed, steps)
-    if _read_stamp(folder) == stamp:
+    is_begun = _read_stamp(folder) == stamp
+    if is_begun and (folder / "model").is_dir():
         return False
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
-        fresh = Path(work) / "fresh"
-        fresh.mkdir()
-        _build(fresh, Path(work) / "untrained", seed, steps)
-        (fresh / STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
-        if folder.exists():
-            shutil.move(folder, Path(work) / "old")
-        fresh.rename(folder)
+    # Imported here because it takes seconds, and a build that is up to date needs none of it.
+    from examples.quickstart.warm_start import warm_start, write_model
+
+    if not is_begun:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+            fresh = Path(work) / "fresh"
+            fresh.mkdir()
+            _begin(fresh, seed, steps)
+            (fresh / STAMP).write_text(json.dumps(stamp, indent=2) + "\n")
+            if folder.exists():
+                shutil.move(folder, Path(work) / "old")
+            fresh.rename(folder)
+    (train or warm_start)(folder, steps)
+    write_model(folder)
     return True
 
 
-def _build(folder: Path, untrained: Path, seed: int, steps: int) -> None:
-    # Imported here because they take seconds, and a build that is up to date needs none of them.
+def _begin(folder: Path, seed: int, steps: int) -> None:
+    """Write the data and the untrained model."""
     from transformers.utils import logging
 
     from examples.quickstart.model import build_model, build_tokenizer
-    from examples.quickstart.warm_start import BATCH, warm_start
+    from examples.quickstart.warm_start import BATCH
 
     logging.disable_progress_bar()
     train = problems(seed, held_out=False)
@@ -85,32 +98,12 @@ def _build(folder: Path, untrained: Path, seed: int, steps: int) -> None:
     ]
     _write(folder / "demonstrations.jsonl", demonstrations)
     _write(folder / "train.jsonl", _unlike(train, TRAIN_ROWS))
+    _write(folder / "preferences.jsonl", _pairs(folder / "train.jsonl", random.Random(f"preferences/{seed}")))
     _write(folder / "heldout.jsonl", _unlike(problems(seed, held_out=True), HELD_OUT_ROWS))
 
     tokenizer = build_tokenizer(text for row in demonstrations for text in ("user\nassistant\n", *row.values()))
-    build_model(tokenizer, seed).save_pretrained(untrained)
-    examples = [
-        (
-            tokenizer.encode(_chat_prompt(tokenizer, row["prompt"]), add_special_tokens=False),
-            [*tokenizer.encode(row["response"], add_special_tokens=False), tokenizer.eos_token_id],
-        )
-        for row in demonstrations
-    ]
-    with Progress(*Progress.get_default_columns(), "{task.fields[loss]}", console=Console(stderr=True)) as progress:
-        task = progress.add_task("Warm start of the tiny model", total=steps, loss="")
-        warm_start(
-            untrained,
-            folder / "model",
-            examples,
-            lambda step, loss: progress.update(task, completed=step, loss=f"loss {loss:.3f}"),
-        )
-    tokenizer.save_pretrained(folder / "model")
-
-
-def _chat_prompt(tokenizer: Any, prompt: str) -> str:
-    messages = [{"role": "user", "content": prompt}]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text
+    build_model(tokenizer, seed).save_pretrained(folder / "untrained")
+    tokenizer.save_pretrained(folder / "untrained")
 
 
 def _unlike(source: Iterable[tuple[str, list[int]]], count: int) -> list[dict[str, str]]:
@@ -123,15 +116,22 @@ def _unlike(source: Iterable[tuple[str, list[int]]], count: int) -> list[dict[st
     return [{"prompt": prompt, "label": answer} for prompt, answer in labels.items()]
 
 
+def _pairs(train: Path, rng: random.Random) -> Iterator[dict[str, str]]:
+    """Of every prompt whose digits differ, the right response and a wrong one."""
+    for row in map(json.loads, train.read_text().splitlines()):
+        digits = [int(digit) for digit in row["label"].split()]
+        right, wrong = (demonstration(digits, rng, share) for share in (0.0, 1.0))
+        if right != wrong:
+            yield {"prompt": row["prompt"], "chosen": right, "rejected": wrong}
+
+
 def _write(path: Path, rows: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _stamp(seed: int, steps: int) -> dict[str, Any]:
-    sources = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in (Path(__file__).with_name(name) for name in ("build.py", "model.py", "task.py", "warm_start.py"))
-    }
+    own = [Path(__file__).with_name(name) for name in ("build.py", "model.py", "task.py", "warm_start.py")]
+    sources = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [*own, RECIPE]}
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")}
     return {"seed": seed, "steps": steps, "sources": sources, "versions": versions}
 

@@ -1,55 +1,55 @@
-"""Supervised training of the tiny model on the demonstrations, through the engine that later trains it with rewards."""
+"""The warm start of the tiny model: a run that learns from demonstrations, in a ledger of its own.
 
-from collections.abc import Callable, Sequence
+It is started as anybody would, by `cairn train`; a build that was interrupted goes on where it was.
+"""
+
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
-import numpy as np
+from cairn.configs.loader import load
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.export.model import CARD, export
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
+from examples.quickstart.build import RECIPE
 
-from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.run import ModelConfig
-from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import TrainBatch
-
-Example = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt and of the response to it."""
-
+RUN = "warm-start"
 BATCH = 64
-STEPS_PER_CALL = 10
-
-TRAINING = TrainingConfig(
-    lr=5e-3,
-    lr_decay_style="cosine",
-    lr_warmup_iters=10,
-    adam_beta2=0.95,
-    clip_grad=1.0,
-    weight_decay=0.0,
-    num_threads=1,
-)
-ALGORITHM = AlgorithmConfig(loss_type="sft_loss", calculate_per_token_loss=True)
+"""Demonstrations of an optimizer step."""
+STEPS_PER_ITERATION = 10
 
 
-def warm_start(
-    untrained: Path, trained: Path, examples: Sequence[Example], progress: Callable[[int, float], None]
-) -> None:
-    """Train the model in folder `untrained` on the examples, in order and each once, and write folder `trained`.
-
-    Their number is a multiple of `BATCH` × `STEPS_PER_CALL`. `progress` is told the number of steps done and the loss.
-    """
-    steps = len(examples) // BATCH
-    engine = TorchEngine(ModelConfig(path=str(untrained)), TRAINING, ALGORITHM, temperature=1.0, total_steps=steps)
-    for step in range(0, steps, STEPS_PER_CALL):
-        batch = _batch(examples[step * BATCH : (step + STEPS_PER_CALL) * BATCH])
-        result = engine.train(
-            batch, num_steps=STEPS_PER_CALL, expected_version=step, input_digest=f"demonstrations of step {step}"
-        )
-        progress(result.weight_version, result.metrics["loss"])
-    engine.export_hf(trained)
+def overrides(folder: Path, steps: int) -> list[str]:
+    """What differs from the recipe for a build of `steps` optimizer steps in `folder`."""
+    return [
+        f"model.path={folder / 'untrained'}",
+        f"data.path={folder / 'demonstrations.jsonl'}",
+        f"rollout.num_rollout={steps // STEPS_PER_ITERATION}",
+    ]
 
 
-def _batch(examples: Sequence[Example]) -> TrainBatch:
-    return TrainBatch(
-        input_ids=[np.array([*prompt, *response], np.int32) for prompt, response in examples],
-        response_lengths=[len(response) for _, response in examples],
-        loss_mask=[np.ones(len(response), np.uint8) for _, response in examples],
-    )
+def config(folder: Path, steps: int) -> RunConfig:
+    """Of the run."""
+    return load(RECIPE, overrides(folder, steps))
+
+
+def warm_start(folder: Path, steps: int) -> None:
+    """Train the model in `folder/untrained` on the demonstrations of the folder, in order and each once, in the store
+    `folder`; go on with the run if it is there. `steps` is a multiple of `STEPS_PER_ITERATION`. Raises
+    subprocess.CalledProcessError."""
+    command = ["train", str(RECIPE), "--run", RUN, "--store", str(folder)]
+    for override in overrides(folder, steps):
+        command += ["--set", override]
+    subprocess.run([Path(sys.executable).with_name("cairn"), *command], check=True)
+
+
+def write_model(folder: Path) -> None:
+    """The weights that the run left, as `folder/model`, which appears at once and whole. Without the card, which tells
+    times: every build gives the same folder, and runs that began with it go on with any."""
+    with tempfile.TemporaryDirectory(prefix=".model-", dir=folder) as work:
+        exported = Path(work) / "model"
+        export(Ledger.open(open_store(str(folder)), RUN), exported)
+        (exported / CARD).unlink()
+        exported.rename(folder / "model")

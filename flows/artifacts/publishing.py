@@ -105,8 +105,8 @@ class Pages:
         self._done = first
         for index in range(0, first, -(-first // POINTS) or 1):
             trained = ledger.find(index, Step.ADVANTAGE)
-            if trained is not None:
-                self._rewards[index] = generated_reward(ledger, trained)
+            if trained is not None and (reward := generated_reward(ledger, trained)) is not None:
+                self._rewards[index] = reward
         self._scores = benchmark_scores(ledger, self._run.config)
         self._newest = ledger.find(first - 1, Step.TRAIN) if first else None
         own = range(max(ledger.first_iteration, first - CATCH_UP), first)

@@ -17,10 +17,11 @@ from cairn.flows.cli.reading import runs, show, status, verify
 from cairn.flows.cli.report import report
 from cairn.flows.cli.rescore import rescore
 from cairn.flows.cli.training import resume, train, validate
+from cairn.flows.cli.whatif import whatif
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, rescore, diff, benchmarks)
+LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, rescore, whatif, diff, benchmarks)
 WORKING = (train, resume, validate, fork, convert, export, probe, up)
 DECIDING = (approve, reject, pin, unpin, quarantine, keygen)
 REMOVING = (gc, delete)

@@ -76,7 +76,7 @@ def exit_code(error: Exception) -> int | None:
     """The exit code of an error that a command may meet; None for a bug, which keeps its trace."""
     from cairn.configs.errors import ConfigError
     from cairn.configs.plugins import BadPlugin
-    from cairn.engines.errors import BadModel, EngineError, Superseded
+    from cairn.engines.errors import BadModel, EngineError, Superseded, TeacherUnusable
     from cairn.engines.training.errors import NotFinite
     from cairn.storage.errors import (
         BeingDeleted,
@@ -93,13 +93,15 @@ def exit_code(error: Exception) -> int | None:
     )
     from cairn.storage.space import lacks_space
     from cairn.tasks.data import BadData
-    from cairn.tasks.filter import BatchNotFilled
+    from cairn.tasks.filter import BatchNotFilled, NoSuchMetadata
     from cairn.tasks.recovery import ReplayDiverged
     from cairn.tasks.rewards.pool import GraderFailed
+    from cairn.tasks.sample_filters import NothingLeft
 
     refused = (StoreRefused, RunDiffers, LeaseHeld, BeingDeleted, SharedWithForks)
     bad_input = (BadInput, ConfigError, BadModel, BadData, BadPlugin, *refused)
-    run_failure = (NotFinite, BatchNotFilled, ReplayDiverged, GraderFailed)
+    of_batch = (BatchNotFilled, NoSuchMetadata, NothingLeft)
+    run_failure = (TeacherUnusable, NotFinite, *of_batch, ReplayDiverged, GraderFailed)
     failure = (StoreError, Damaged, Retired, StaleCommits, LeaseLost, Superseded, EngineError, *run_failure)
     if isinstance(error, NoSpace) or (isinstance(error, OSError) and lacks_space(error)):
         return FAILED

@@ -100,7 +100,10 @@ def print_costs(found: "Costs") -> None:
         rate = found.price_per_device_hour
         _row(table, has_price, name, None, None, spent, None, None if rate is None else spent / 3600 * rate)
     shown.print(table)
-    say(f"{found.accepted_samples:,} samples accepted of {found.generated_samples:,} generated" + _each(found, unit))
+    said = f"{found.accepted_samples:,} samples accepted of {found.generated_samples:,} generated"
+    if found.learns_from != "responses":
+        said = f"{found.accepted_samples:,} samples of {found.learns_from} trained on"
+    say(said + _each(found, unit))
     if found.evaluations:
         table = _table(("evaluation", "samples", "seconds", unit, "tokens"), has_price)
         for one in found.evaluations:

@@ -80,9 +80,13 @@ def _facts(found: "Lineage") -> Iterator[tuple[str, str]]:
     yield "", _line(prompt.text)
     yield "label", _line(prompt.label if prompt.label is not None else "–")
     yield "response", f"{_line(sampled.response)}"
-    yield "", f"{sampled.tokens} tokens, log-prob {sampled.log_prob:.4g}, {sampled.finish_reason}, {sampled.status}"
+    log_prob = "" if sampled.log_prob is None else f" log-prob {sampled.log_prob:.4g},"
+    yield "", f"{sampled.tokens} tokens,{log_prob} {sampled.finish_reason}, {sampled.status}"
     where = f"{sampled.engine} on {sampled.environment.host or sampled.environment.device}, seed {sampled.seed}"
-    yield "sampled by", f"{where}; {_made(sampled.made_by)}"
+    if sampled.weights:
+        yield "sampled by", f"{where}; {_made(sampled.made_by)}"
+    else:
+        yield "read by", _made(sampled.made_by)
     for weights in sampled.weights:
         if weights.made_by is None:
             yield "weights", f"version {weights.version}, the initial ones ({_short(sampled.model_digest)})"
@@ -110,7 +114,8 @@ def _use(found: "Lineage", update: "Update | None") -> Iterator[tuple[str, str]]
     if update is None:
         yield "trained on", "not by any update"
         return
-    yield "advantage", f"{_number(update.advantage)}, age {_count(update.age)}; {_made(update.estimated_by)}"
+    if update.estimated_by is not None:
+        yield "advantage", f"{_number(update.advantage)}, age {_count(update.age)}; {_made(update.estimated_by)}"
     versions = f"version {update.weight_version_in} → {update.weight_version_out}"
     yield (
         "trained on",
@@ -128,7 +133,7 @@ def _token(token: "Token") -> str:
         "id": str(token.token_id),
         "segment": str(token.segment),
         "weight version": str(token.weight_version),
-        "log-prob": f"{token.log_prob:.6g}",
+        "log-prob": _number(token.log_prob),
         "loss mask": str(token.loss_mask),
         "advantage": _number(token.advantage),
         "return": _number(token.returned),

@@ -1,12 +1,12 @@
 """`cairn rescore`: what the rewards of a run would have been."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, say
+from cairn.flows.cli.parquet import require_free, write_new
 from cairn.flows.cli.reading import open_ledger
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ def rescore(
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="reward.OPTION=VALUE", help="Change one option of the grader; may be repeated."),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="NAME|PATH", help="Another grader: one of Cairn's by name, or your own."),
     ] = None,
     write: Annotated[
         Path | None,
@@ -36,57 +40,37 @@ def rescore(
     Examples:
 
     - `cairn rescore quickstart` by the run's own grader, as its code is today
-    - `cairn rescore quickstart --set reward.rm_type=gsm8k`
-    - `cairn rescore quickstart@0:9 --set reward.custom_rm_path=rewards.py:grade --write rewards.parquet`
-    - `cairn rescore quickstart@39 --set reward.rm_type=math --json | jq .overall`
+    - `cairn rescore quickstart --reward gsm8k`
+    - `cairn rescore quickstart@0:9 --reward rewards.py:grade --write rewards.parquet`
+    - `cairn rescore quickstart@39 --reward judge.py:grade --set reward.rm_timeout=60 --json | jq .overall`
     """
     from cairn.flows.cli.tables import reporting
-    from cairn.flows.rescore.rescored import write_parquet
-    from cairn.flows.rescore.rescoring import CannotRescore
+    from cairn.flows.rescore.rescoring import CannotRescore, naming
     from cairn.flows.rescore.rescoring import rescore as rescored
 
     run, at, iterations = place.partition("@")
     if write is not None:
-        _require_free(write)
+        require_free(write)
     ledger = open_ledger(store, run)
     with reporting() as tell:
         try:
-            found, rows = rescored(ledger, iterations if at else None, overrides or [], tell)
+            named = [] if reward is None else [naming(reward)]
+            found, rows = rescored(ledger, iterations if at else None, [*named, *(overrides or [])], tell)
         except CannotRescore as error:
             raise BadInput(str(error)) from None
     if write is not None:
-        try:
-            write_parquet(rows, write)
-        except FileExistsError:
-            _require_free(write)
+        write_new(rows, write)
     if json:
         print_json(found.model_dump(mode="json"))
     else:
         _print(found)
 
 
-def _require_free(file: Path) -> None:
-    if file.exists():
-        raise BadInput(f"{file} is there already: give another name")
-    if not file.parent.is_dir():
-        raise BadInput(f"{file} cannot be written: there is no folder {file.parent}")
-    if not os.access(file.parent, os.W_OK):
-        raise BadInput(f"{file} cannot be written: the folder {file.parent} may not be written to")
-
-
 def _print(found: "Rescored") -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from cairn.flows.cli.tables import console
+    from cairn.flows.cli.tables import print_table
     from cairn.flows.rescore.rescored import HEADER
 
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in HEADER:
-        table.add_column(name, justify="right")
-    for line in found.lines():
-        table.add_row(*map(Text, line))
-    console().print(table)
+    print_table(HEADER, found.lines())
     for sentence in found.sentences():
         say(sentence)
     say(found.conclusion())

@@ -72,6 +72,9 @@ def print_status(status: "RunStatus") -> None:
         "state digest": status.state_digest or "–",
         "reward": _number(status.reward) + _chosen(status),
     }
+    if status.reward is None and status.loss is not None:
+        del facts["reward"]
+        facts["loss"] = _number(status.loss)
     if status.parent is not None:
         why = f": {status.parent.reason}" if status.parent.reason else ""
         facts["forked from"] = f"{status.parent.run}@{status.parent.iteration}{why}"
@@ -301,6 +304,19 @@ def _last(scores: "Scores") -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def print_table(header: Iterable[str], lines: Iterable[tuple[str, ...]]) -> None:
+    """Columns of numbers, each under its name."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in header:
+        table.add_column(name, justify="right")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    console().print(table)
 
 
 def console() -> "Console":

@@ -62,8 +62,9 @@ def train(
     """
     _mind_signals()
     from cairn.configs.loader import load
+    from cairn.flows.driver.length import with_length
 
-    config = load(recipe, overrides or [])
+    config = with_length(load(recipe, overrides or []))
     _drive(store, run or recipe.stem, config, takeover, is_new=True)
 
 
@@ -101,6 +102,7 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
 
     from cairn.configs.errors import ConfigError
     from cairn.configs.loader import load
+    from cairn.flows.driver.length import with_length
     from cairn.flows.driver.validation import data_problems, setup_problems
 
     try:
@@ -108,6 +110,7 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
         problems = setup_problems(config) or data_problems(config)
         if problems:
             raise ConfigError(problems)
+        config = with_length(config)
     except ConfigError as error:
         if not json:
             raise
@@ -119,10 +122,15 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
     else:
         print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
         tell(
-            f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} prompts "
-            f"× {config.rollout.n_samples_per_prompt} samples, {config.training.num_steps_per_rollout} optimizer "
+            f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} "
+            f"{_rows(config)}, {config.training.num_steps_per_rollout} optimizer "
             f"step(s) of {config.global_batch_size} samples each"
         )
+
+
+def _rows(config: "RunConfig") -> str:
+    rows = {"responses": f"prompts × {config.group_size} samples", "preferences": "pairs"}
+    return rows.get(config.algorithm.learns_from, config.algorithm.learns_from)
 
 
 def _mind_signals() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from cairn.configs.loader import from_manifest
+from cairn.configs.schema.algorithm import LearnsFrom
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.costs.device_time import Devices, device_seconds, devices, driver_seconds, priced, rows, tokens
 from cairn.flows.costs.wasted import Waste, wasted
@@ -71,13 +72,15 @@ class Costs(Record):
     idle_device_seconds: float
     uncommitted_device_seconds: float
     steps: tuple[StepCost, ...]
+    learns_from: LearnsFrom = "responses"
+    """Of what the samples are that were trained on: responses are generated, all else stands in the data."""
     generated_samples: int
     accepted_samples: int
     """That were trained on."""
     device_seconds_per_accepted_sample: float | None
     """Of all that was reserved."""
     tokens_per_accepted_sample: float | None
-    """Generated in training for each of them."""
+    """Generated in training for each of them; where nothing is, those that the updates took in, prompts included."""
     evaluations: tuple[EvaluationCost, ...]
     wasted: tuple[Waste, ...]
     price: float | None = None
@@ -170,8 +173,11 @@ def run_costs(ledger: Ledger, price_per_device_hour: float | None = None) -> Cos
     whole, starting, uncommitted = (held.reserved * sum(times[part] for times in drivers) for part in range(3))
     work = sum(cost.device_seconds for cost in steps)
     accepted = config.samples_per_rollout * sum(commit.step is Step.TRAIN for commit in commits)
-    generated = sum(int(c.metrics.get("samples", 0)) for c in commits if c.step is Step.ROLLOUT)
-    response_tokens = sum(cost.tokens or 0 for cost in steps if cost.step is Step.ROLLOUT)
+    learns_from = config.algorithm.learns_from
+    rollouts = [c for c in commits if c.step is Step.ROLLOUT] if config.samples_responses else []
+    generated = sum(int(commit.metrics.get("samples", 0)) for commit in rollouts)
+    counted = Step.ROLLOUT if config.samples_responses else Step.TRAIN
+    sample_tokens = sum(cost.tokens or 0 for cost in steps if cost.step is counted)
     return Costs(
         run=ledger.run,
         devices=held,
@@ -183,10 +189,11 @@ def run_costs(ledger: Ledger, price_per_device_hour: float | None = None) -> Cos
         idle_device_seconds=max(0.0, whole - starting - uncommitted - work),
         uncommitted_device_seconds=uncommitted,
         steps=steps,
+        learns_from=learns_from,
         generated_samples=generated,
         accepted_samples=accepted,
         device_seconds_per_accepted_sample=whole / accepted if accepted else None,
-        tokens_per_accepted_sample=response_tokens / accepted if accepted else None,
+        tokens_per_accepted_sample=sample_tokens / accepted if accepted else None,
         evaluations=(
             *evaluation_costs(commits, config, price_per_device_hour),
             *apart_costs(results(ledger.store), ledger.run, config, price_per_device_hour),

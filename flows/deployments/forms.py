@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional, get_args
 
 import yaml
 from pydantic import (
@@ -28,7 +28,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 import cairn.configs.schema
-from cairn.configs.options import section_of
+from cairn.configs.options import item_of, section_of
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.yaml_file import parse_yaml
@@ -83,7 +83,7 @@ def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
     means."""
     fields: dict[str, Any] = {}
     for name, option in section.model_fields.items():
-        inner = section_of(option)
+        inner = section_of(option) or _optional_section(option)
         held: Any = option.annotation if inner is None else form_of(inner, defaults=defaults)
         if held in (bool, bool | None):
             held = Annotated[bool, WithJsonSchema({"type": "string", "enum": ["true", "false"]})]
@@ -93,6 +93,11 @@ def form_of(section: type[BaseModel], *, defaults: bool = True) -> type[Form]:
         text = " ".join((about or "").split()) + (_default(option, inner) if defaults else "")
         fields[name] = (Optional[held], Field(None, title=name, description=text))  # noqa: UP045
     return create_model(section.__name__, __base__=Form, __doc__=section.__doc__, **fields)
+
+
+def _optional_section(option: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field may hold, and is null without; not that of the members of a list."""
+    return item_of(option) if type(None) in get_args(option.annotation) else None
 
 
 def _default(option: FieldInfo, inner: type[BaseModel] | None) -> str:

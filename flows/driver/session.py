@@ -15,6 +15,7 @@ from cairn.configs.loader import in_recorded_words
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.fleet.fencing import Claim, Tenure
 from cairn.flows.driver.approval import Withheld, require_not_withheld
+from cairn.flows.driver.length import with_length
 from cairn.flows.driver.preemption import OnLease, Preempted
 from cairn.flows.driver.restore_point import make_restore_point, needs_restore_point
 from cairn.flows.driver.sources import Sources, open_graders
@@ -26,7 +27,6 @@ from cairn.storage import layout
 from cairn.storage.errors import RunDiffers, StoreError
 from cairn.storage.leases import Lease, Outcome
 from cairn.storage.ledger import Ledger
-from cairn.storage.records import FORMAT
 from cairn.storage.store import Store
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import Message
@@ -57,8 +57,9 @@ def open_run(
     configuration it has; None goes on with the ledger's. Raises ConfigError, BadData, BadPlugin, RunDiffers and
     LeaseHeld before anything starts, and Withheld where somebody is to approve the run first.
     """
+    config = None if config is None else with_length(config)
     given = config
-    began = FORMAT
+    began = None
     if config is None or store.exists(layout.run_manifest(name)):
         recorded = Ledger.open(store, name)
         began = recorded.manifest.schema_version
@@ -74,7 +75,7 @@ def open_run(
         on_lease(lease, config.operations.grace_period)
         if why := untold(config.rollout, began):
             emit(Message(UNTOLD.format(run=name, why=why), "warning"))
-        graders = open_graders(config, stack)
+        graders = open_graders(config, stack, store, lambda: fleet().scorer)
         if needs_restore_point(ledger, config):
             make_restore_point(ledger, config, sources, emit, given)
         tenure = Tenure(Claim(ledger.manifest.identity, lease.epoch), lease.check)

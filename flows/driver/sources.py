@@ -14,18 +14,22 @@ from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, view
 from cairn.engines.fingerprint import cpu_model, installed
-from cairn.engines.models import check_model_folder, context_length, folder_digest
+from cairn.engines.model_files import folder_digest
+from cairn.engines.models import check_model_folder, context_length
 from cairn.flows.driver.validation import load_tokenizer, setup_problems
 from cairn.flows.events import Event
 from cairn.storage import canonical
 from cairn.storage.commits import Environment
 from cairn.storage.ledger import Ledger
-from cairn.storage.records import FORMAT
+from cairn.storage.store import Store
 from cairn.tasks.context import RunContext
-from cairn.tasks.data import PromptData
+from cairn.tasks.data import Data, MixedData, PromptData, open_data
 from cairn.tasks.plugin_sources import defining_file_digest, source_digest
 from cairn.tasks.reward import reward
-from cairn.tasks.rewards.pool import GraderPool
+from cairn.tasks.rewards.grading import Grading
+from cairn.tasks.rewards.opening import open_grader
+from cairn.tasks.rewards.outside.reward_model import Scorer
+from cairn.tasks.rewards.rows import row_check
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
@@ -39,20 +43,25 @@ class Sources:
     """What a run reads from outside its ledger."""
 
     tokenizer: Any
-    data: PromptData
+    data: Data
     benchmarks: dict[str, PromptData]
     digests: dict[str, str]
     """Of all of it, and of models and user code; the run's manifest fixes them."""
 
     @classmethod
-    def open(cls, config: RunConfig, began: int = FORMAT) -> "Sources":
-        """`began`: format of the run's manifest. Raises ConfigError, BadModel, BadData and BadPlugin."""
+    def open(cls, config: RunConfig, began: int | None = None) -> "Sources":
+        """`began`: format of the run's manifest; None: there is none yet. Raises ConfigError, BadModel, BadData and
+        BadPlugin."""
         problems = setup_problems(config, began)
         if problems:
             raise ConfigError(problems)
         tokenizer = load_tokenizer(config.model.path)
-        data = PromptData.open(config.data, config.data.path, tokenizer)
-        benchmarks = {b.name: PromptData.open(b, b.path, tokenizer) for b in config.eval.benchmarks}
+        is_new = began is None
+        data = open_data(config, tokenizer, is_new)
+        benchmarks = {
+            b.name: PromptData.open(b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new))
+            for b in config.eval.benchmarks
+        }
         for benchmark in benchmarks.values():
             benchmark.require_all()
         return cls(tokenizer, data, benchmarks, input_digests(config, data, benchmarks))
@@ -62,7 +71,7 @@ class Sources:
         config: RunConfig,
         ledger: Ledger,
         fleet: "Callable[[], Fleet]",
-        graders: dict[str | None, GraderPool],
+        graders: dict[str | None, Grading],
         emit: Callable[[Event], None],
     ) -> RunContext:
         """A live run that reads from here."""
@@ -85,10 +94,16 @@ def longest_prompt(config: RunConfig) -> int:
     return context_length(check_model_folder(config.model.path)) - config.rollout.rollout_max_response_len
 
 
-def input_digests(config: RunConfig, data: PromptData, benchmarks: Mapping[str, PromptData]) -> dict[str, str]:
+def input_digests(config: RunConfig, data: Data, benchmarks: Mapping[str, PromptData]) -> dict[str, str]:
     """Digests of everything that a run reads from outside its ledger; its manifest fixes them."""
     digests = {"data": data.fingerprint}
+    if isinstance(data, MixedData):
+        digests |= {f"data.mixture.{name}": fingerprint for name, fingerprint in data.fingerprints.items()}
     digests |= {name: folder_digest(Path(path)) for name, path in config.model.folders.items()}
+    if config.reward.reward_model is not None:
+        digests["reward_model"] = folder_digest(Path(config.reward.reward_model.path))
+    if config.model.teacher_url is not None:  # whose weights cannot be looked at
+        digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})
     for option, paths in user_code(config).items():
         digests[option] = _one([defining_file_digest(load_callable(path)) for path in paths])
@@ -101,20 +116,25 @@ def _one(digests: Sequence[str]) -> str:
     return digests[0] if len(digests) == 1 else canonical.digest(list(digests))
 
 
-def open_graders(config: RunConfig, stack: ExitStack) -> dict[str | None, GraderPool]:
-    """The grader of the training samples under None, those of the benchmarks under their names."""
+def open_graders(
+    config: RunConfig,
+    stack: ExitStack,
+    store: Store | None = None,
+    reward_model: Callable[[], Scorer] | None = None,
+) -> dict[str | None, Grading]:
+    """The grader of the training samples under None, those of the benchmarks under their names. `store`: keeps the
+    answers that are not to be paid for twice. `reward_model`: see `open_grader`."""
     reader = Reader("the grader", "`reads` of reward in cairn.tasks.reward", reward.reads)
 
-    def opened(own: RewardConfig) -> GraderPool:
-        return stack.enter_context(GraderPool(view(own, reader, "reward"), config.retry.grader))
+    def opened(own: RewardConfig) -> Grading:
+        grader = open_grader(view(own, reader, "reward"), config.retry.grader, store, reward_model)
+        stack.callback(grader.close)
+        return grader
 
-    graders: dict[str | None, GraderPool] = {None: opened(config.reward)}
+    graders: dict[str | None, Grading] = {None: opened(config.reward)}
     for benchmark in config.eval.benchmarks:
-        own = config.reward
-        if benchmark.rm_type is not None:
-            own = own.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None})
-        same = own == config.reward
-        graders[benchmark.name] = graders[None] if same else opened(own)
+        own = config.reward.of(benchmark.rm_type)
+        graders[benchmark.name] = graders[None] if own == config.reward else opened(own)
     return graders
 
 

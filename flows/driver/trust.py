@@ -27,6 +27,9 @@ from cairn.storage import layout
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
 
+SERVICES = "CAIRN_SERVICES"
+"""Environment variable with addresses, separated by commas, to which configurations out of a store may send samples."""
+
 Rule = Callable[[Any, Store], str | None]
 """(value, store that it comes from) → why a store may not set it, and the way out; None if it may."""
 
@@ -170,6 +173,29 @@ def _servers(value: tuple[str, ...], store: Store) -> str | None:
     return f"a store may have weights sent to no other machine: {GIVE_THE_RECIPE}"
 
 
+def _teacher(value: str | None, store: Store) -> str | None:
+    if value is None or _servers((value.removesuffix("/v1"),), store) is None:
+        return None
+    return f"a store may have samples sent to no other machine: {GIVE_THE_RECIPE}"
+
+
+def _service(value: str | None, store: Store) -> str | None:
+    named = [url.rstrip("/") for url in os.environ.get(SERVICES, "").split(",") if url]
+    address = "" if value is None else value.partition("://")[2].partition("/")[0]
+    if value is None or _HERE.fullmatch(address) or value.rstrip("/") in named:
+        return None
+    return (
+        f"a store may have samples sent to this machine and to the addresses in the environment variable {SERVICES} "
+        f"alone: put it there, or {GIVE_THE_RECIPE}"
+    )
+
+
+def _key_name(value: str | None, store: Store) -> str | None:
+    if value is None or value.endswith("API_KEY"):
+        return None
+    return f"a store may name no secret but one whose name ends in API_KEY: {GIVE_THE_RECIPE}"
+
+
 def _cluster(value: str | None, store: Store) -> str | None:
     if value is None or value in ("auto", "local") or _HERE.fullmatch(value):
         return None
@@ -207,11 +233,30 @@ RULES: Mapping[str, Rule] = {
     "model.ref_path": _model_folder,
     "model.teacher_path": _model_folder,
     "model.critic_path": _model_folder,
+    "model.teacher_url": _teacher,
+    "model.teacher_name": _anything,
     **{f"data.{name}": rule for name, rule in _ROW.items()},
+    **{f"data.mixture.{name}": rule for name, rule in _ROW.items()},
+    "data.mixture.name": _anything,
+    **dict.fromkeys(("data.response_key", "data.chosen_key", "data.rejected_key"), _anything),
     **_of_engines(),
     "rollout.external_urls": _servers,
+    "rollout.rollout_stop": _anything,
     "reward.rm_type": _anything,  # one of Cairn's own, or refused when it is looked up
+    "reward.rm_type_key": _anything,
+    "reward.reward_key": _anything,
+    "reward.rm_url": _service,
+    "reward.rm_api_key_env": _key_name,
+    "reward.judge.url": _service,
+    "reward.judge.api_key_env": _key_name,
+    **{f"reward.judge.{name}": _anything for name in ("model", "template", "system")},
+    "reward.judge.pattern": _only_the_user,  # one that never ends would keep the driver
+    "reward.reward_model.path": _model_folder,
+    "reward.code.bwrap": _only_the_user,  # programs of this machine, which run
+    "reward.code.python": _only_the_user,
+    "rollout.buffer_key": _anything,
     "retry.grader.errors": _anything,  # names that are compared with those of exceptions, never imported
+    **dict.fromkeys(("training.only_train_params_name_list", "training.freeze_params_name_list"), _anything),
     "training.lora.target_modules": _anything,
     **{f"eval.benchmarks.{name}": rule for name, rule in _ROW.items()},
     "eval.benchmarks.name": _anything,

@@ -3,15 +3,15 @@
 Needs no GPU and no cluster; no weights are loaded.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
-from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
@@ -22,16 +22,20 @@ from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.flows.trackers.requirements import tracking_problems
-from cairn.storage.records import FORMAT
-from cairn.tasks.data import BadData, PromptData
-from cairn.tasks.rewards import get_grader
+from cairn.tasks.data import BadData, PromptData, open_data
+from cairn.tasks.rewards import get_grader, require_paying
+from cairn.tasks.rewards.opening import keeps_answers
+from cairn.tasks.rewards.rows import row_check
+from cairn.tasks.rewards.unread import unread_options
 from cairn.tasks.rules import untold
 
 
-def setup_problems(config: RunConfig, began: int = FORMAT) -> list[str]:
+def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     """Sentences on the model folders, the lengths against the context, and user code. Reads no data. `began`: format of
-    the run's manifest, for what it may go on with though a new run may not begin with it."""
+    the run's manifest, for what it may go on with though a new run (None) may not begin with it."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
+    if began is None:
+        problems += _of_a_new_run(config)
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     for path in config.model.folders.values():
         problems += training_problems(config.training, path)
@@ -39,6 +43,14 @@ def setup_problems(config: RunConfig, began: int = FORMAT) -> list[str]:
         from cairn.engines.training.torch.lora import lora_problems  # imports peft, which only those runs need
 
         problems += lora_problems(config.training.lora, config.model.path)
+    if (config.training.only_train_params_name_list or config.training.freeze_params_name_list) and not problems:
+        # Loads the library's models, on either engine.
+        if config.training.engine == "megatron":
+            from cairn.engines.training.megatron.freezing import freezing_problems
+        else:
+            from cairn.engines.training.torch.freezing import freezing_problems
+
+        problems += freezing_problems(config.training, config.model.path)
     try:
         load_tokenizer(config.model.path)
     except BadModel as error:
@@ -54,15 +66,21 @@ def data_problems(config: RunConfig) -> list[str]:
     Raises BadModel where the tokenizer that prompts need cannot be loaded.
     """
     tokenizer = load_tokenizer(config.model.path)
-    sources: dict[str, DataConfig | BenchmarkConfig] = {"data": config.data}
-    sources |= {f"eval.benchmarks.{index}": benchmark for index, benchmark in enumerate(config.eval.benchmarks)}
+
+    def open_benchmark(benchmark: BenchmarkConfig) -> None:
+        check = row_check(config.reward.of(benchmark.rm_type), is_new=True)
+        PromptData.open(benchmark, benchmark.path, tokenizer, check).require_all()
+
+    sources: dict[str, tuple[str, Callable[[], object]]] = {
+        "data": (" ".join(config.data.paths), partial(open_data, config, tokenizer, is_new=True))
+    }
+    for index, benchmark in enumerate(config.eval.benchmarks):
+        sources[f"eval.benchmarks.{index}"] = benchmark.path, partial(open_benchmark, benchmark)
     problems = []
-    for section, source in sources.items():
-        if "://" not in source.path:
+    for section, (path, opened) in sources.items():
+        if "://" not in path:
             try:
-                prompts = PromptData.open(source, source.path, tokenizer)
-                if isinstance(source, BenchmarkConfig):
-                    prompts.require_all()
+                opened()
             except BadData as error:
                 problems.append(f"{section}: {error}")
     return problems
@@ -112,6 +130,8 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
     rollout = config.rollout
     response, prompt = rollout.rollout_max_response_len, rollout.rollout_max_prompt_len
     holds = f"the context of the model in {path} holds {context} tokens"
+    if config.data.max_length is not None and config.data.max_length > context:
+        yield f"data.max_length is {config.data.max_length}, but {holds}; lower it"
     if response >= context:
         yield f"rollout.rollout_max_response_len is {response}, which leaves no room for a prompt: {holds}"
     elif prompt is not None and prompt + response > context:
@@ -127,7 +147,7 @@ def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str
             )
 
 
-def _server_problems(config: RunConfig, began: int) -> Iterator[str]:
+def _server_problems(config: RunConfig, began: int | None) -> Iterator[str]:
     rollout, kind = config.rollout, kind_of(config.rollout.engine)
     for option in ("sglang", "router", "server_groups", "external_urls"):
         if option not in kind.options and getattr(rollout, option):
@@ -145,17 +165,52 @@ def _plugin_problems(config: RunConfig) -> Iterator[str]:
             else:
                 yield from _unknown_reads(config, place, name, declared(function).reads)
     yield from _teacher_that_is_missing(config)
-    if config.reward.custom_rm_path is None:
-        try:
-            get_grader(config.reward)
-        except BadPlugin as error:
+    try:
+        get_grader(config.reward)
+        keeps_answers(config.reward)
+    except BadPlugin as error:
+        if config.reward.custom_rm_path is None or config.reward.group_rm:  # else told where it is named
             yield f"reward: {error}"
+    yield from _unasked_graders(config)
     for index, benchmark in enumerate(config.eval.benchmarks):
         if benchmark.rm_type is not None:
             try:
-                get_grader(config.reward.model_copy(update={"rm_type": benchmark.rm_type, "custom_rm_path": None}))
+                get_grader(config.reward.of(benchmark.rm_type))
             except BadPlugin as error:
                 yield f"eval.benchmarks.{index}: {error}"
+
+
+def _unasked_graders(config: RunConfig) -> Iterator[str]:
+    own = config.reward.rm_type if config.reward.custom_rm_path is None else None
+    asked = {own, *(benchmark.rm_type for benchmark in config.eval.benchmarks)}
+    for option, name in (("rm_url", "remote_rm"), *((name, name) for name in ("judge", "code", "reward_model"))):
+        if getattr(config.reward, option) is not None and name not in asked:
+            what = f"reward.{option} is set, which only the grader {name} reads"
+            yield f"{what}: set reward.rm_type={name}, or leave it out"
+    if own == "reward_model" and config.data.get_samples_path is not None:
+        yield (
+            f"reward.rm_type is reward_model, which reads the rows of the data again, and data.get_samples_path "
+            f"({config.data.get_samples_path}) gives each once: use data that lies in files, or another grader"
+        )
+    if config.reward.rm_api_key_env is not None and "remote_rm" not in asked:
+        yield "reward.rm_api_key_env is set, which only the grader remote_rm reads: leave it out"
+
+
+def _of_a_new_run(config: RunConfig) -> Iterator[str]:
+    """What graders would not do, or not read; runs that began with it go on."""
+    asked = [config.reward, *(config.reward.of(b.rm_type) for b in config.eval.benchmarks if b.rm_type is not None)]
+    if not config.samples_responses:  # nothing is graded but in evaluations
+        asked = [config.reward.of(benchmark.rm_type) for benchmark in config.eval.benchmarks]
+    try:
+        graders = [get_grader(reward) for reward in asked]
+    except BadPlugin:  # told where it is named
+        return
+    try:
+        for grader in graders:
+            require_paying(grader.name)
+        yield from unread_options(config.reward, graders)
+    except BadPlugin as error:
+        yield f"reward: {error}"
 
 
 def _unknown_reads(config: RunConfig, place: str, name: str, reads: Collection[str]) -> Iterator[str]:
@@ -168,7 +223,7 @@ def _unknown_reads(config: RunConfig, place: str, name: str, reads: Collection[s
 
 
 def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
-    if config.model.teacher_path is not None or not config.algorithm.names_user_code:
+    if config.model.has_teacher or not config.algorithm.names_user_code:
         return
     try:
         needs = advantage_needs(config.algorithm) | loss_needs(config.algorithm)
@@ -176,4 +231,7 @@ def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
         return
     if "teacher_log_probs" in needs:
         why = needs["teacher_log_probs"]
-        yield f"algorithm.{why} needs the log-probs of a teacher: set model.teacher_path to its folder"
+        yield (
+            f"algorithm.{why} needs the log-probs of a teacher: set model.teacher_path to its folder, or "
+            "model.teacher_url"
+        )

@@ -45,9 +45,10 @@ class OwnEngine:
 
 
 @contextmanager
-def own_engine(folder: str, options: EngineOptions) -> Iterator[Engines]:
-    """An engine that serves a model folder. Raises BadModel, EngineDied and EngineTimeout."""
-    config = options.rollout()
+def own_engine(folder: str, options: EngineOptions, stop: tuple[str, ...] = ()) -> Iterator[Engines]:
+    """An engine that serves a model folder. `stop`: strings that end what it is asked for. Raises BadModel, EngineDied
+    and EngineTimeout."""
+    config = options.rollout(stop)
     plans = kind_of(options.engine).plan(config, False).engines
     if len(plans) != 1 or plans[0].nnodes != 1:
         raise BadModel("an evaluation has one engine on one machine: leave out what asks for several")

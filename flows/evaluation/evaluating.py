@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cairn.configs.schema.benchmark import Benchmark
@@ -98,7 +99,7 @@ def _evaluate(
             found,
             questions,
             tokenizer,
-            serving,
+            partial(serving, questions.sampling.stop),
             model.origin,
             environment(),
             lambda done, total: watcher.progress(name, done, total),
@@ -108,16 +109,20 @@ def _evaluate(
 
 
 class _Once:
-    """Engines of a model, started at the first call."""
+    """Engines of a model, started at the first call, and anew for other stop strings: a server with a tokenizer may
+    end responses at more tokens."""
 
     def __init__(self, stack: ExitStack, model: Evaluable, watcher: Watcher) -> None:
-        self._stack, self._model, self._watcher = stack, model, watcher
+        self._stack, self._model, self._watcher = stack.enter_context(ExitStack()), model, watcher
         self._engines: Engines | None = None
+        self._stop: tuple[str, ...] = ()
 
-    def __call__(self) -> Engines:
-        if self._engines is None:
+    def __call__(self, stop: tuple[str, ...]) -> Engines:
+        if self._engines is None or self._stop != stop:
+            self._stack.close()
+            self._stop = stop
             options = self._model.options
             folder = self._model.folder()
             self._watcher.says(f"{self._model.name}: starting {options.engine} in {options.dtype}")
-            self._engines = self._stack.enter_context(own_engine(folder, options))
+            self._engines = self._stack.enter_context(own_engine(folder, options, stop))
         return self._engines

@@ -11,7 +11,8 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.engine_options import EngineOptions
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder, folder_digest
+from cairn.engines.model_files import folder_digest
+from cairn.engines.models import check_model_folder
 from cairn.engines.weights.folders import folder_checksum
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.evaluation.keeping import kept

@@ -18,6 +18,7 @@ from cairn.tasks.evaluate import eval_shard
 from cairn.tasks.evaluation import Sampled
 from cairn.tasks.questions import Questions, own_questions
 from cairn.tasks.rewards import get_grader
+from cairn.tasks.rewards.rows import named_by_row, rows_name_graders
 
 SINGLE_TURN = "single_turn"
 
@@ -36,16 +37,20 @@ class OwnBenchmark:
 
     def questions(self, tokenizer: object) -> Questions:
         """What it asks. Raises BadData and BadPlugin."""
-        own, reward = self.benchmark, self.config.reward
-        if own.rm_type is not None:
-            reward = reward.model_copy(update={"rm_type": own.rm_type, "custom_rm_path": None})
-        grader, stop = get_grader(reward), self.config.rollout.rollout_stop_token_ids
+        own = self.benchmark
+        reward = self.config.reward.of(own.rm_type)
+        data = PromptData.open(own, own.path, tokenizer)
+        graders = [get_grader(reward)]
+        if rows_name_graders(reward) and own.metadata_key is not None:
+            named = {named_by_row(reward, data.row(index).metadata) for index in range(len(data))}
+            graders += [get_grader(reward.of(name)) for name in sorted(filter(None, named))]
         return own_questions(
             own,
-            PromptData.open(own, own.path, tokenizer),
+            data,
             seed=self.config.seed,
-            stop=stop,
-            graded_by=f"{grader.name} {grader.version}",
+            stop_token_ids=self.config.rollout.rollout_stop_token_ids,
+            stop=self.config.rollout.rollout_stop,
+            graded_by=", ".join(f"{grader.name} {grader.version}" for grader in graders),
             grader=reward,
         )
 

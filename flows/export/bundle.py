@@ -207,7 +207,7 @@ def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView)
         return None
     row["metadata"] = json.loads(row["metadata"] or "{}")
     columns = {name: [value] for name, value in {**row, TRAJECTORIES.name: None}.items()}
-    whole: Any = SimpleNamespace(sees_whole_samples=True)
+    whole: Any = SimpleNamespace(sees_whole_samples=True, sees_messages=False)
     (sample,) = given_samples(whole, load_tokenizer(config.model.path), columns)
     return dataclasses.asdict(sample)
 

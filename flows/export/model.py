@@ -22,7 +22,8 @@ import torch
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
-from cairn.engines.models import folder_digest, weight_files
+from cairn.engines.model_files import folder_digest
+from cairn.engines.models import weight_files
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.engines.weights.folders import checksums_as, tensors_of
 from cairn.flows.events import Event

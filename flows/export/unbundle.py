@@ -211,8 +211,10 @@ def _graded(
     trust_code: bool,
 ) -> tuple[float | None, str | None]:
     """The reward that the grader gives now, or why it was not asked."""
-    from cairn.tasks.rewards import get_grader, grader_version
+    from cairn.tasks.rewards import OUTSIDE, get_grader, grader_version
+    from cairn.tasks.rewards.overlong import Overlong, sampled_tokens
     from cairn.tasks.rewards.pool import GraderPool
+    from cairn.tasks.rewards.rows import named_by_row
     from cairn.tasks.rewards.sample import Sample
 
     if recorded is None or recorded["reward"] is None:
@@ -236,6 +238,8 @@ def _graded(
         return None, "what its grader was given is not its row"
     config = from_manifest(ledger.owner(contents.generated_in).manifest.config)
     reward = config.reward
+    if reward.group_rm:
+        return None, "its grader grades whole groups, and the others of its group are not here"
     if reward.custom_rm_path is not None:
         if contents.grader is None:
             return None, "the source of its grader is not here"
@@ -243,10 +247,15 @@ def _graded(
             return None, "its grader is code of somebody's own, which --trust-code runs"
         function = reward.custom_rm_path.rpartition(":")[2]
         reward = reward.model_copy(update={"custom_rm_path": f"{sources / contents.grader}:{function}"})
-    grader = get_grader(reward)
+    if reward.custom_rm_path is None and reward.rm_type in OUTSIDE:
+        return None, "its grader asks something outside"
+    grader = get_grader(reward.of(named_by_row(reward, given.metadata)))
     if grader_version(grader) != recorded["grader_version"]:
         return None, f"its grader here has version {grader_version(grader)}, it was {recorded['grader_version']}"
     with ExitStack() as stack:
         pool = stack.enter_context(GraderPool(reward, config.retry.grader))
         (answer,) = pool.grade([given])
+    overlong = Overlong.of(config)
+    if overlong is not None:
+        answer = overlong.shaped(answer, sampled_tokens(row["response_ids"], row.get("segments")))
     return answer.reward, None

@@ -32,7 +32,7 @@ from cairn.flows.reading.lineage_records import (
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import Disposition
+from cairn.storage.schemas import DATA, Disposition
 from cairn.storage.snapshots import read_table
 
 _WAITS = {Disposition.BUFFER, Disposition.CONTINUE}
@@ -60,7 +60,7 @@ def lineage(ledger: Ledger, iteration: int, group_id: int, sample_index: int, to
     trained_in = next((j.iteration for j in judgements if j.disposition == Disposition.TRAIN), None)
     advantage = None if trained_in is None else ledger.find(trained_in, Step.ADVANTAGE)
     estimated = None if advantage is None else _row(ledger, advantage, key)
-    update = None if advantage is None or estimated is None else _update(ledger, advantage, estimated)
+    update = None if trained_in is None else _update(ledger, trained_in, rollout, advantage, estimated)
     return Lineage(
         run=ledger.run,
         iteration=rollout.iteration,
@@ -120,7 +120,7 @@ def _judgements(ledger: Ledger, rollout: Commit, group_id: int) -> Iterator[Judg
 def _prompt(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Prompt:
     terms = ledger.terms_of(rollout)
     return Prompt(
-        data=from_manifest(terms.config).data.path,
+        data=" + ".join(from_manifest(terms.config).data.paths),
         data_digest=terms.inputs.get("data"),
         row=row["prompt_index"],
         epoch=row["epoch"],
@@ -136,7 +136,7 @@ def _sampled(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Sampled:
     return Sampled(
         response=row["response_text"],
         tokens=len(row["response_ids"]),
-        log_prob=float(sum(row["log_probs"])),
+        log_prob=None if row["engine"] == DATA else float(sum(row["log_probs"])),
         finish_reason=row["finish_reason"],
         status=row["status"],
         error=row["error"],
@@ -144,7 +144,7 @@ def _sampled(ledger: Ledger, rollout: Commit, row: dict[str, Any]) -> Sampled:
         engine=row["engine"],
         seconds=row["seconds"],
         segments=len(row["segments"] or [None]),
-        weights=tuple(_weights(ledger, rollout, version) for version in versions),
+        weights=() if row["engine"] == DATA else tuple(_weights(ledger, rollout, version) for version in versions),
         model_digest=ledger.terms_of(rollout).inputs.get("model"),
         environment=rollout.environment,
         made_by=_made(rollout),
@@ -191,23 +191,26 @@ def _grade(ledger: Ledger, commit: Commit, row: dict[str, Any]) -> Grade:
     )
 
 
-def _update(ledger: Ledger, advantage: Commit, row: dict[str, Any]) -> Update | None:
-    """None until the train step is committed."""
-    trained = ledger.find(advantage.iteration, Step.TRAIN)
+def _update(
+    ledger: Ledger, iteration: int, rollout: Commit, advantage: Commit | None, row: dict[str, Any] | None
+) -> Update | None:
+    """None until the train step is committed. `row`: of the advantage step, where there is one."""
+    trained = ledger.find(iteration, Step.TRAIN)
     if trained is None:
         return None
-    published = ledger.find(advantage.iteration, Step.SYNC)
+    published = ledger.find(iteration, Step.SYNC)
+    ages = (row or {}).get("ages")
     return Update(
-        reward=row["reward"],
-        advantage=_mean(row["advantages"]),
-        age=max(row["ages"], default=None) if row["ages"] is not None else None,
+        reward=None if row is None else row["reward"],
+        advantage=None if row is None else _mean(row["advantages"]),
+        age=None if ages is None else max(ages, default=None),
         weight_version_in=trained.weight_version_in,
         weight_version_out=trained.weight_version_out,
         state_digest=trained.state_digest,
         published_digest=None if published is None else _text(published.values.get("digest")),
         loss=trained.metrics.get("loss"),
-        samples=sum(output.rows or 0 for output in advantage.outputs),
-        estimated_by=_made(advantage),
+        samples=sum(output.rows or 0 for output in (advantage or rollout).outputs),
+        estimated_by=None if advantage is None else _made(advantage),
         made_by=_made(trained),
     )
 
@@ -243,10 +246,13 @@ def _token(
     scored = None if trained_in is None else ledger.find(trained_in, Step.SCORE)
     scores = {} if scored is None else _row(ledger, scored, key) or {}
     ends = accumulate(segment["tokens"] for segment in row["segments"] or [])
+    own = {name: row[name][token] for name in ("response_ids", "log_probs", "loss_mask", "weight_versions")}
+    if row["engine"] == DATA:  # which nobody sampled
+        own["log_probs"] = None
     return Token.of(
         position=token,
         segment=sum(end <= token for end in ends),
-        row={name: row[name][token] for name in ("response_ids", "log_probs", "loss_mask", "weight_versions")},
+        row=own,
         trained={name: _at(estimated or {}, name, token) for name in ("advantages", "returns", "ages")},
         scores={name: _at(scores, name, token) for name in scores if name not in ("group_id", "sample_index")},
     )

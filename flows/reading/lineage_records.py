@@ -50,8 +50,8 @@ class Sampled(Record):
 
     response: str
     tokens: int
-    log_prob: float
-    """Sum over the tokens, of the rollout engine."""
+    log_prob: float | None
+    """Sum over the tokens, of the rollout engine; None where the data hold the response."""
     finish_reason: str
     status: str
     error: str | None
@@ -60,7 +60,7 @@ class Sampled(Record):
     seconds: float
     segments: int
     weights: tuple[Weights, ...]
-    """Several where it was continued after an update."""
+    """Several where it was continued after an update; none where the data hold the response."""
     model_digest: str | None
     """Of the folder of the initial weights."""
     environment: Environment
@@ -98,8 +98,8 @@ class Judgement(Record):
 class Update(Record):
     """The train step that consumed it."""
 
-    reward: float
-    """As the update used it."""
+    reward: float | None
+    """As the update used it; None: it follows no rewards."""
     advantage: float | None
     """Mean over the response's tokens."""
     age: int | None
@@ -111,7 +111,8 @@ class Update(Record):
     loss: float | None
     samples: int
     """Of the batch."""
-    estimated_by: Made
+    estimated_by: Made | None
+    """The advantages; None: it follows none."""
     made_by: Made
 
 
@@ -131,7 +132,8 @@ class Token(Record):
     position: int
     token_id: int
     segment: int
-    log_prob: float
+    log_prob: float | None
+    """Of the rollout engine; None where the data hold the response."""
     loss_mask: int
     weight_version: int
     advantage: float | None
@@ -157,12 +159,12 @@ class Token(Record):
         scores: Mapping[str, float | None],
     ) -> "Token":
         """From the token's values in the tables, by column."""
-        old = scores.get("log_probs")
+        old, sampled = scores.get("log_probs"), row["log_probs"]
         return cls(
             position=position,
             segment=segment,
             token_id=row["response_ids"],
-            log_prob=row["log_probs"],
+            log_prob=sampled,
             loss_mask=row["loss_mask"],
             weight_version=row["weight_versions"],
             advantage=trained["advantages"],
@@ -172,7 +174,7 @@ class Token(Record):
             ref_log_prob=scores.get("ref_log_probs"),
             teacher_log_prob=scores.get("teacher_log_probs"),
             value=scores.get("values"),
-            ratio=None if old is None else math.exp(old - row["log_probs"]),
+            ratio=None if old is None or sampled is None else math.exp(old - sampled),
         )
 
 

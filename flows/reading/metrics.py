@@ -49,6 +49,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/response_len/max", "tokens", "filter", "Their longest response."),
     Metric("rollout/response_len/min", "tokens", "filter", "Their shortest response."),
     Metric("rollout/truncated_ratio", "fraction", "filter", "Of them cut at the longest response allowed."),
+    Metric(
+        "rollout/source/<source>/raw_reward", "reward", "filter", "Mean reward of those of a source of `data.mixture`."
+    ),
+    Metric("rollout/source/<source>/samples", "samples", "filter", "How many those are."),
     Metric("rollout/trained/raw_reward", "reward", "advantage", "Mean reward of the samples trained on, as graded."),
     Metric("rollout/trained/response_len/mean", "tokens", "advantage", "Their mean response."),
     Metric("rollout/trained/response_len/median", "tokens", "advantage", "Their median response."),
@@ -69,6 +73,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/kl", "nats", "advantage", "Mean KL divergence from the reference model that rewards are lowered by."
     ),
+    Metric("rollout/dpo/loss", "nats", "advantage", "Mean loss of the pairs, under the policy before the update."),
+    Metric("rollout/dpo/rewards/chosen", "nats", "advantage", "Mean β log π/π_ref of the preferred responses."),
+    Metric("rollout/dpo/rewards/rejected", "nats", "advantage", "The same of the others."),
+    Metric("rollout/dpo/rewards/margins", "nats", "advantage", "Mean difference of the two."),
+    Metric("rollout/dpo/rewards/accuracies", "fraction", "advantage", "Pairs in which it is above 0."),
+    Metric("rollout/dpo/logps/chosen", "nats", "advantage", "Mean log-prob of the preferred responses."),
+    Metric("rollout/dpo/logps/rejected", "nats", "advantage", "The same of the others."),
     Metric("rollout/samples", "samples", "rollout", "Generated, in all rounds.", is_count=True),
     Metric(
         "rollout/prompt_tokens",
@@ -102,7 +113,14 @@ METRICS: tuple[Metric, ...] = (
         "rollout/passed_over_prompts",
         "prompts",
         "rollout",
-        "Longer than allowed, refused by the chat template, or no text.",
+        "Longer than allowed, refused by the chat template, no text, or nothing to learn.",
+        is_count=True,
+    ),
+    Metric(
+        "rollout/cut_rows",
+        "rows",
+        "rollout",
+        "Demonstrations longer than `data.max_length`, of which the end was cut off.",
         is_count=True,
     ),
     Metric(
@@ -157,6 +175,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("train/ois", "ratio", "train", "Mean probability ratio of the current over the old policy."),
     Metric("train/tis", "ratio", "train", "Mean ratio of the old over the rollout policy, before truncation."),
     Metric("train/tis_clipfrac", "fraction", "train", "Tokens whose importance weight was truncated."),
+    Metric("train/tis_batch_norm", "", "train", "Mean importance weight, by which `tis_batch_normalize` divides."),
+    Metric("train/rs_rejected", "fraction", "train", "Tokens whose ratio was outside of the bounds of rejection."),
+    Metric("train/rs_vetoed", "fraction", "train", "Tokens of responses with a token below `rs_veto_threshold`."),
+    Metric("train/opsm_clipfrac", "fraction", "train", "Tokens that off-policy sequence masking leaves out."),
+    Metric(
+        "train/mis_kl", "nats", "train", "Mean rollout engine's minus trainer's log-prob: k1 of KL(rollout ‖ trainer)."
+    ),
+    Metric("train/mis_k3_kl", "nats", "train", "The k3 estimate of the same."),
+    Metric("train/mis_training_log_ppl", "nats", "train", "Mean −log-prob of a response's tokens by the trainer."),
+    Metric("train/mis_training_ppl", "", "train", "Perplexity of a response to the trainer, the mean over responses."),
+    Metric(
+        "train/mis_rollout_log_ppl", "nats", "train", "Mean −log-prob of a response's tokens by the rollout engine."
+    ),
+    Metric("train/mis_rollout_ppl", "", "train", "Perplexity of a response to the rollout engine."),
+    Metric("train/mis_log_ppl_diff", "nats", "train", "Trainer's minus rollout engine's log-perplexity of a response."),
+    Metric("train/mis_log_ppl_abs_diff", "nats", "train", "The absolute value of it."),
+    Metric("train/mis_ppl_ratio", "ratio", "train", "Perplexity to the trainer by that to the rollout engine."),
+    Metric("train/mis_chi2_token", "", "train", "χ² of trainer and rollout engine, of tokens."),
+    Metric("train/mis_chi2_seq", "", "train", "χ² of trainer and rollout engine, of responses."),
+    Metric("train/mis_outside", "fraction", "train", "Tokens whose ratio is outside of `tis_clip_low` and `tis_clip`."),
     Metric("train/grad_norm", "", "train", "Global gradient norm before clipping."),
     Metric("train/lr", "", "train", "Learning rate, mean over the optimizer steps."),
     Metric("train/value_loss", "reward²", "train", "Clipped squared error of the critic's values."),

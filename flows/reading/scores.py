@@ -86,13 +86,13 @@ def first_and_last_scores(ledger: Ledger, config: RunConfig, last: int | None) -
     return {benchmark.name: scores(benchmark) for benchmark in config.eval.benchmarks}
 
 
-def generated_reward(ledger: Ledger, trained: Commit) -> float:
+def generated_reward(ledger: Ledger, trained: Commit) -> float | None:
     """Mean reward of all samples that an iteration generated, by its advantage step's commit; of those that it trained
-    on where the filter step has not told it. One request."""
+    on where the filter step has not told it; None where nothing is graded. One request."""
     shard = next(name.partition("/filter.")[2] for name in trained.inputs if "/filter." in name)
     selection = ledger.find(trained.iteration, Step.FILTER, shard)
     metrics = trained.metrics if selection is None else {**trained.metrics, **selection.metrics}
-    return metrics["raw_reward"]
+    return metrics.get("raw_reward")
 
 
 def graded_score(metrics: Mapping[str, float], benchmark: str) -> float | None:

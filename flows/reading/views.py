@@ -124,6 +124,8 @@ class RunStatus(Record):
     state_digest: str | None = None
     same_bits: bool | None = None
     """Whether a self-test of the machine that trained last gave the same bits twice; None where there was none."""
+    loss: float | None = None
+    """Of the newest update."""
     reward: float | None = None
     """Mean of all samples that the newest iteration with a batch generated."""
     trained_reward: float | None = None
@@ -163,8 +165,9 @@ def run_status(store: Store, run: str) -> RunStatus:
         weight_version=version_of(trained),
         state_digest=trained.state_digest if trained else None,
         same_bits=_same_bits(ledger, config, trained),
+        loss=trained.metrics.get("loss") if trained else None,
         reward=generated_reward(ledger, graded) if graded else None,
-        trained_reward=graded.metrics["raw_reward"] if graded else None,
+        trained_reward=graded.metrics.get("raw_reward") if graded else None,
         eval=first_and_last_scores(ledger, config, last),
         last_commit=newest.name if newest else None,
         last_commit_at=newest.committed_at if newest else None,
@@ -257,7 +260,7 @@ def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) ->
     of its shards that are not committed."""
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT]
     done = {commit.shard for commit in rollouts if commit.iteration == iteration}
-    size = from_manifest(ledger.manifest.config).rollout.n_samples_per_prompt
+    size = from_manifest(ledger.manifest.config).group_size
     return Groups(
         generated=sum(int(commit.metrics["generated_groups"]) for commit in rollouts),
         recovered=sum(int(commit.metrics["recovered_groups"]) for commit in rollouts),

@@ -23,8 +23,8 @@ def reward_curve(ledger: Ledger, path: str | Path) -> None:
         commits = list(readers.map(lambda iteration: ledger.find(iteration, Step.ADVANTAGE), iterations))
         trained = [commit for commit in commits if commit is not None]
         means = list(readers.map(lambda commit: generated_reward(ledger, commit), trained))
-    rewards = {commit.iteration: mean for commit, mean in zip(trained, means, strict=True)}
-    chosen = {commit.iteration: commit.metrics["raw_reward"] for commit in trained}
+    rewards = {commit.iteration: mean for commit, mean in zip(trained, means, strict=True) if mean is not None}
+    chosen = {commit.iteration: commit.metrics["raw_reward"] for commit in trained if commit.iteration in rewards}
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     if rewards:

@@ -11,6 +11,7 @@ from cairn.flows.reading.metrics import eval_metrics, iteration_metrics, step_se
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.query import open_query
+from cairn.storage.schemas import DATA
 
 _READERS = 4
 """Iterations whose commits are read at a time."""
@@ -80,7 +81,7 @@ class Samples:
     """What could not be read, a sentence each."""
 
 
-_SAMPLES = """
+_SAMPLES = f"""
 SELECT
     iteration::INTEGER AS iteration,  -- in which it was generated, or finished
     shard,
@@ -92,7 +93,7 @@ SELECT
     prompt_tokens::INTEGER AS prompt_tokens,
     response_tokens::INTEGER AS response_tokens,
     masked_tokens::INTEGER AS masked_tokens,
-    log_prob::FLOAT AS log_prob,
+    CASE WHEN engine IS DISTINCT FROM '{DATA}' THEN log_prob END::FLOAT AS log_prob,
     finish_reason,
     status,
     error,
@@ -107,18 +108,22 @@ WHERE run = $run
 QUALIFY row_number() OVER (PARTITION BY group_id, sample_index ORDER BY iteration DESC, shard DESC) = 1
 ORDER BY iteration, group_id, sample_index
 """
-"""One that was continued as the last shard left it."""
+"""One that was continued as the last shard left it. What the data hold nobody sampled, so it has no log-prob."""
 
-_TOKENS = """
+_SAMPLED = "sampled AND (loss_mask = 1 OR log_prob <> 0)"
+"""Of a token that the policy sampled; those that the world gave are masked and have the log-prob 0."""
+_TOKENS = f"""
 SELECT
-    row, token_id AS id, log_prob, loss_mask AS mask, weight_version AS version, advantage, "return", age,
-    old_log_prob - log_prob AS log_ratio, old_log_prob - ref_log_prob AS ref_log_ratio,
-    old_log_prob - teacher_log_prob AS teacher_log_ratio, value
+    row, token_id AS id, CASE WHEN {_SAMPLED} THEN log_prob END AS log_prob, loss_mask AS mask,
+    weight_version AS version, advantage, "return", age,
+    CASE WHEN {_SAMPLED} THEN old_log_prob - log_prob END AS log_ratio,
+    old_log_prob - ref_log_prob AS ref_log_ratio, old_log_prob - teacher_log_prob AS teacher_log_ratio, value
 FROM tokens
 JOIN (
     SELECT
         unnest($rows::BIGINT[]) AS row, unnest($iteration::BIGINT[]) AS iteration, unnest($shard::VARCHAR[]) AS shard,
-        unnest($group_id::BIGINT[]) AS group_id, unnest($sample_index::INTEGER[]) AS sample_index
+        unnest($group_id::BIGINT[]) AS group_id, unnest($sample_index::INTEGER[]) AS sample_index,
+        unnest($sampled::BOOLEAN[]) AS sampled
 ) USING (iteration, shard, group_id, sample_index)
 WHERE run = $run
 ORDER BY row, position
@@ -137,6 +142,7 @@ def read_samples(ledger: Ledger, tell: Progress) -> Samples:
 def read_tokens(ledger: Ledger, samples: Samples, chosen: Sequence[int], tell: Progress) -> pa.Table:
     """A row a token of some rows of samples, in their order: see `_TOKENS`."""
     tell("reading tokens", 0, 0)
-    few = samples.rows.select(["iteration", "shard", "group_id", "sample_index"]).take(pa.array(chosen, pa.int64()))
-    keys = {name: few.column(name).to_pylist() for name in few.column_names}
+    few = samples.rows.take(pa.array(chosen, pa.int64()))
+    keys = {name: few.column(name).to_pylist() for name in ("iteration", "shard", "group_id", "sample_index")}
+    keys["sampled"] = few.column("log_prob").is_valid().to_pylist()
     return open_query(ledger.store, ledger.run).sql(_TOKENS, {"run": ledger.run, "rows": list(chosen), **keys})

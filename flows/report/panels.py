@@ -47,6 +47,16 @@ PANELS = (
         ),
     ),
     Panel("Policy loss", "", (("train/loss", "loss"), ("train/pg_loss", "policy"))),
+    Panel(
+        "Preferences",
+        "nats",
+        (
+            ("rollout/dpo/rewards/margins", "mean margin"),
+            ("rollout/dpo/rewards/chosen", "preferred"),
+            ("rollout/dpo/rewards/rejected", "the others"),
+        ),
+        needs="rollout/dpo/rewards/margins",
+    ),
     Panel("Critic", "reward²", (("train/value_loss", "value loss"),)),
     Panel(
         "Values",

@@ -1,15 +1,10 @@
 """What grading a run's samples again came to: the table of samples, the figures of iterations, and both for people."""
 
-import os
-import tempfile
-from pathlib import Path
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.flows.text.markdown import code, table
 from cairn.storage.records import Record
-from cairn.storage.tables import to_parquet
 
 PASSED_OVER = {
     "retired": "the run does not keep their tables any more",
@@ -104,15 +99,6 @@ class Rescored(Record):
 def spelled(mean: float | None) -> str:
     """A mean reward for people."""
     return "–" if mean is None else f"{mean:.4f}"
-
-
-def write_parquet(rows: pa.Table, file: Path) -> None:
-    """Write a table RESCORED, whole or not at all, to a file that is not there yet. Raises FileExistsError, and OSError
-    where it cannot be written."""
-    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as room:
-        whole = Path(room) / file.name
-        whole.write_bytes(to_parquet(rows))
-        os.link(whole, file)  # unlike a renaming, over nothing
 
 
 def _passed_over(count: int, why: str) -> str:

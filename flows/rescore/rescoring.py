@@ -5,9 +5,13 @@ as the reward step grades, and held against the rewards that were committed. Not
 driver of it is not disturbed.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +19,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import inherit
+from cairn.configs.loader import from_manifest, inherit
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
+from cairn.engines.model_files import folder_digest, special_tokens
 from cairn.flows.driver.trust import require_trusted
 from cairn.flows.rescore.rescored import RESCORED, Figures, Rescored
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.redacted import MARK, redacted_samples
-from cairn.storage.snapshots import read_table
-from cairn.tasks.reward import graded_shard
-from cairn.tasks.rewards.pool import GraderPool
+from cairn.storage.schemas import ROLLOUT, complete
+from cairn.storage.snapshots import read_recorded_table
+from cairn.tasks.data import PromptRow, open_data
+from cairn.tasks.reward import graded_columns, graded_shard, prompt_rows
+from cairn.tasks.rewards import require_paying
+from cairn.tasks.rewards.grading import Grading
+from cairn.tasks.rewards.opening import open_grader
+from cairn.tasks.rewards.overlong import Overlong
+from cairn.tasks.rewards.thoughts import makes_tags
 
 _SECTION = "reward."
 _RANGE = re.compile(r"(?P<first>\d{1,6})(?P<range>:(?P<last>\d{1,6})?)?")
@@ -50,26 +61,30 @@ def rescore(
         overrides: `reward.option=value`, as `changed_config` takes them.
         tell: is called with what is done now.
 
-    Raises CannotRescore, what `changed_config` and `GraderPool` raise, and BadModel where the grader needs the run's
+    Raises CannotRescore, what `changed_config` and `open_grader` raise, and BadModel where the grader needs the run's
     tokenizer and the model is not the run's any more.
     """
     numbers = _chosen(ledger, iterations)
     config = changed_config(ledger, overrides)
-    found: dict[int, pa.Table] = {}
-    with GraderPool(config.reward, config.retry.grader) as grader:
-        again = _Again(ledger, grader, _tokenizer(ledger, config) if grader.sees_whole_samples else None)
-        for index in numbers:
-            parts = list(again.iteration(index, tell))
-            if parts:
-                found[index] = pa.concat_tables(parts)
-        rows = pa.concat_tables([RESCORED.empty_table(), *found.values()])
+    found: dict[int, list[pa.Table]] = {}
+    with closing(open_grader(_all_cores(config.reward), config.retry.grader, ledger.store)) as grader:
+        tokenizer = _tokenizer(ledger, config, grader) if grader.sees_whole_samples else None
+        row = _rows(config, tokenizer) if grader.sees_messages else None
+        again = _Again(ledger, grader, tokenizer, Overlong.of(config), row)
+        for shard in _ahead(again.shards(numbers)):
+            tell(f"grading {shard.rollout.name}: {shard.samples.num_rows} samples")
+            graded = again.graded(shard)
+            if graded.num_rows:
+                found.setdefault(shard.rollout.iteration, []).append(graded)
+        iterations_of = {index: pa.concat_tables(parts) for index, parts in found.items()}
+        rows = pa.concat_tables([RESCORED.empty_table(), *iterations_of.values()])
         if not rows.num_rows and not again.passed_over:
             raise CannotRescore(f"run {ledger.run!r} has no samples there yet")
         figures = Rescored(
             run=ledger.run,
             grader=grader.name,
             grader_version=grader.version,
-            iterations={index: Figures.of(part) for index, part in found.items()},
+            iterations={index: Figures.of(part) for index, part in iterations_of.items()},
             overall=Figures.of(rows),
             passed_over=dict(again.passed_over),
         )
@@ -78,10 +93,10 @@ def rescore(
 
 def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
     """A run's configuration with options of its section `reward` changed by `reward.option=value`. Where `rm_type` is
-    given and `custom_rm_path` is not, that is none: a grader by name, as of a benchmark.
+    given, `custom_rm_path` and `rm_type_key` are none if they are not: it grades all samples, as of a benchmark.
 
     Raises ConfigError for other options, and where a store must not ask for what the configuration does: what is given
-    here is the user's word.
+    here is the user's word. BadPlugin for a grader that would pay for nothing.
     """
     problems = [
         f"--set {override}: only options of the section reward can be changed here, such as reward.rm_type=math; "
@@ -89,16 +104,26 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
         for override in overrides
         if not override.strip().startswith(_SECTION)
     ]
+    if not from_manifest(ledger.manifest.config).samples_responses:
+        problems = [f"the responses of run {ledger.run!r} stand in its data and were not graded: none can be again"]
     if problems:
         raise ConfigError(problems)
     given = {override.partition("=")[0].strip().removeprefix(_SECTION) for override in overrides}
-    if "rm_type" in given and "custom_rm_path" not in given:
-        overrides = [*overrides, f"{_SECTION}custom_rm_path=null"]
+    if "rm_type" in given:  # for all samples, whatever their rows name
+        others = {"custom_rm_path", "rm_type_key"} - given
+        overrides = [*overrides, *(f"{_SECTION}{other}=null" for other in sorted(others))]
     config = inherit(ledger.manifest.config, overrides)
+    if "rm_type" in given and config.reward.custom_rm_path is None:
+        require_paying(config.reward.rm_type)
     usual = RewardConfig().model_dump(include=given)
     stored = config.model_copy(update={"reward": config.reward.model_copy(update=usual)})
     require_trusted(stored, ledger.store, of=f" of {ledger.run}")
     return config
+
+
+def naming(grader: str) -> str:
+    """The override of a grader by its name, or by the import path or file of one's own."""
+    return f"{_SECTION}{'custom_rm_path' if '.' in grader else 'rm_type'}={grader}"
 
 
 def _chosen(ledger: Ledger, iterations: str | None) -> list[int]:
@@ -117,66 +142,110 @@ def _chosen(ledger: Ledger, iterations: str | None) -> list[int]:
     return chosen
 
 
-def _tokenizer(ledger: Ledger, config: RunConfig) -> Any:
-    """The run's: another one would make other texts of the same tokens."""
-    from cairn.engines.models import folder_digest
-    from cairn.flows.driver.validation import load_tokenizer  # the graders of three arguments need none of its imports
+def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
+    """The run's: another one would make other texts of the same tokens. None where its texts are those that were
+    recorded, as far as the grader sees."""
+    folder, recorded = Path(config.model.path), ledger.terms.inputs.get("model")
+    special = None if grader.sees_tokens else special_tokens(folder)
+    if special is None or makes_tags(special):
+        from cairn.flows.driver.validation import load_tokenizer  # other graders need none of its imports
 
-    tokenizer, recorded = load_tokenizer(config.model.path), ledger.terms.inputs.get("model")
-    if recorded is not None and folder_digest(Path(config.model.path)) != recorded:
+        tokenizer = load_tokenizer(config.model.path)
+    else:
+        tokenizer = None
+    if recorded is not None and folder_digest(folder) != recorded:
         raise BadModel(f"{config.model.path} is not the model of run {ledger.run}, whose tokenizer the grader needs")
     return tokenizer
 
 
-class _Again:
-    """Grades iterations, and counts what it passes over."""
+def _all_cores(reward: RewardConfig) -> RewardConfig:
+    """A process for every core: graders do not see each other, and nothing else is done meanwhile."""
+    return reward.model_copy(update={"num_workers": max(reward.num_workers, os.cpu_count() or 1)})
 
-    def __init__(self, ledger: Ledger, grader: GraderPool, tokenizer: Any) -> None:
-        self._ledger, self._grader, self._tokenizer = ledger, grader, tokenizer
+
+def _rows(config: RunConfig, tokenizer: Any) -> Callable[[int], PromptRow]:
+    """The run's data, in which the prompts stand as chats."""
+    return prompt_rows(open_data(config, tokenizer))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    rollout: Commit
+    samples: pa.Table
+    before: pa.Table
+    """`reward`, of the same rows."""
+
+
+def _ahead(shards: Iterator[_Shard]) -> Iterator[_Shard]:
+    """Each of them, while the next one is read."""
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, shards, None)
+        while (shard := coming.result()) is not None:
+            coming = reader.submit(next, shards, None)
+            yield shard
+
+
+class _Again:
+    """Grades shards, and counts what it passes over."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        grader: Grading,
+        tokenizer: Any,
+        overlong: Overlong | None,
+        row: Callable[[int], PromptRow] | None,
+    ) -> None:
+        self._ledger, self._grader, self._tokenizer, self._overlong = ledger, grader, tokenizer, overlong
+        self._row = row
         self._redacted = redacted_samples(ledger)
+        self._columns = graded_columns(grader, overlong, tokens=tokenizer is not None)
         self.passed_over: Counter[str] = Counter()
 
-    def iteration(self, index: int, tell: Callable[[str], None]) -> Iterator[pa.Table]:
-        """Tables RESCORED of its shards, none of them empty."""
-        commits = {(commit.step, commit.shard): commit for commit in self._ledger.commits(index)}
-        for (step, shard), rollout in commits.items():
-            if step is Step.ROLLOUT:
-                tell(f"grading {rollout.name}: {rollout.outputs[0].rows} samples")
-                rows = self._shard(rollout, commits.get((Step.REWARD, shard)))
-                if rows.num_rows:
-                    yield rows
+    def shards(self, iterations: Sequence[int]) -> Iterator[_Shard]:
+        """All that can be graded, in order."""
+        for index in iterations:
+            commits = {(commit.step, commit.shard): commit for commit in self._ledger.commits(index)}
+            for (step, name), rollout in commits.items():
+                shard = self._shard(rollout, commits.get((Step.REWARD, name))) if step is Step.ROLLOUT else None
+                if shard is not None:
+                    yield shard
 
-    def _shard(self, rollout: Commit, rewards: Commit | None) -> pa.Table:
+    def _shard(self, rollout: Commit, rewards: Commit | None) -> _Shard | None:
         if rewards is None:
             self.passed_over["not graded"] += rollout.outputs[0].rows or 0
-            return RESCORED.empty_table()
+            return None
         try:
-            samples, before = self._read(rollout), self._read(rewards)
+            samples = complete(self._read(rollout, self._columns), ROLLOUT)
+            before = self._read(rewards, ["reward"])
         except Retired:
             self.passed_over["retired"] += rollout.outputs[0].rows or 0
-            return RESCORED.empty_table()
+            return None
         if rollout.name in self._redacted:
             kept = pc.fill_null(pc.not_equal(samples["error"], MARK), True)
             samples, before = samples.filter(kept), before.filter(kept)
             if redacted := pc.sum(pc.invert(kept)).as_py():
                 self.passed_over["redacted"] += redacted
-        shard = graded_shard(self._grader, self._tokenizer, samples)
-        n = samples.num_rows
+        return _Shard(rollout, samples, before)
+
+    def graded(self, shard: _Shard) -> pa.Table:
+        """A table RESCORED."""
+        found = graded_shard(self._grader, self._tokenizer, shard.samples, self._overlong, self._row)
         rows = pa.table(
             {
-                "iteration": [rollout.iteration] * n,
-                "group_id": shard.table["group_id"],
-                "sample_index": shard.table["sample_index"],
-                "reward_before": before["reward"],
-                "reward_after": shard.table["reward"],
-                "error_after": shard.table["error"],
-                "grader": shard.table["grader"],
-                "grader_version": shard.table["grader_version"],
+                "iteration": [shard.rollout.iteration] * shard.samples.num_rows,
+                "group_id": found.table["group_id"],
+                "sample_index": found.table["sample_index"],
+                "reward_before": shard.before["reward"],
+                "reward_after": found.table["reward"],
+                "error_after": found.table["error"],
+                "grader": found.table["grader"],
+                "grader_version": found.table["grader_version"],
             },
             RESCORED,
         )
-        finished = [one is not None for one in shard.results]  # the others are graded where their group is
+        finished = [one is not None for one in found.results]  # the others are graded where their group is
         return rows.filter(pa.array(finished, pa.bool_()))
 
-    def _read(self, commit: Commit) -> pa.Table:
-        return read_table(self._ledger.store, commit.run, commit.outputs[0])
+    def _read(self, commit: Commit, columns: Sequence[str]) -> pa.Table:
+        return read_recorded_table(self._ledger.store, commit.run, commit.outputs[0], columns)

@@ -87,6 +87,8 @@ class Progress:
         if reward is not None:
             self._rewards.append(reward)
             parts.append(f"reward {self._rewards[-1]:.3f}")
+        elif not self._config.samples_responses and "train/loss" in metrics:
+            parts.append(f"loss {metrics['train/loss']:.3f}")
         if "rollout/response_tokens" in metrics and metrics["perf/rollout_time"]:
             parts.append(f"{metrics['rollout/response_tokens'] / metrics['perf/rollout_time']:,.0f} tokens/s")
         parts.append(f"{metrics['perf/step_time']:.2f} s: {_spell(seconds)}")

@@ -24,7 +24,7 @@ _EVALUATIONS = "evaluations"
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: schemas.ROLLOUT.append(schemas.KEPT).append(schemas.TRAJECTORIES),
     Step.REWARD: schemas.REWARD,
-    Step.FILTER: schemas.FILTER,
+    Step.FILTER: schemas.FILTER.append(schemas.PRIORITY).append(schemas.BUFFER_KEY).append(schemas.REMOVED),
     Step.SCORE: schemas.SCORE,
     Step.ADVANTAGE: schemas.ADVANTAGE,
     Step.EVAL: schemas.EVAL.append(schemas.TRAJECTORIES),

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages.tokens import TrainedTokens
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class ScoredBatch:
     """Of the critic before the update."""
     kl: Sequence[np.ndarray] | None = None
     """Estimates of the divergence from the reference model, float64; None unless `kl_coef` is positive."""
+    truncated: np.ndarray | None = None
+    """[N] bool: whether the response was cut at the longest length allowed."""
 
     def __post_init__(self) -> None:
         if sum(self.group_sizes) != len(self.rewards) or len(self.loss_masks) != len(self.rewards):
@@ -55,6 +58,16 @@ class ScoredBatch:
     def spread(self, per_sample: Sequence[float] | np.ndarray) -> list[np.ndarray]:
         """[N] numbers → [T_i] float32 of each sample: every token has its sample's."""
         return [np.full(len(mask), value, np.float32) for value, mask in zip(per_sample, self.loss_masks, strict=True)]
+
+    def token_rewards(self, tokens: TrainedTokens, kl_coef: float) -> np.ndarray:
+        """[M] float64 of the trained tokens: `-kl_coef` times the KL divergence at each, and the sample's reward more
+        at its last. The reward of a sample without a trained token is nobody's."""
+        rewards = np.zeros(len(tokens.samples))
+        if kl_coef > 0:
+            assert self.kl is not None
+            rewards -= kl_coef * tokens.of(self.kl)
+        rewards[tokens.last] += self.rewards[tokens.ending]
+        return rewards
 
 
 Advantages = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]

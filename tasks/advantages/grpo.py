@@ -31,9 +31,14 @@ def normalise(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
     rewards = rewards.astype(np.float64)
     if not config.rewards_normalization:
         return rewards
-    # In floating point the mean of equal numbers may differ from them by a rounding error, which the division by a
-    # standard deviation near zero would turn into an advantage.
-    if np.ptp(rewards) == 0:
-        return np.zeros_like(rewards)
+    centred = centre(rewards)
+    if not config.grpo_std_normalization or not centred.any():
+        return centred
+    return centred / (rewards.std(ddof=1) + EPSILON)
+
+
+def centre(rewards: np.ndarray) -> np.ndarray:
+    """[G] rewards of one group less their mean. Of equal ones, and of one alone, exactly 0: in floating point their
+    mean may differ from them by a rounding error, which a division by a standard deviation near zero makes large."""
     centred: np.ndarray = rewards - rewards.mean()
-    return centred / (rewards.std(ddof=1) + EPSILON) if config.grpo_std_normalization else centred
+    return centred if np.ptp(rewards) > 0 else np.zeros_like(rewards)

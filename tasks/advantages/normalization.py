@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cairn.tasks.advantages.tokens import TrainedTokens
+
 EPSILON = 1e-8
 """Added to the variance, as in slime."""
 
@@ -16,10 +18,10 @@ def normalise(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]
         advantages: [T_i] float32 of each sample.
         loss_masks: [T_i], 1 at trained tokens.
     """
-    masks = [mask.astype(bool) for mask in loss_masks]
-    trained = np.concatenate([a[mask] for a, mask in zip(advantages, masks, strict=True)]).astype(np.float64)
-    # As for the rewards of a group: equal numbers must not be blown up by the rounding error of their mean.
+    tokens = TrainedTokens(loss_masks)
+    trained = tokens.of(advantages)
+    # As for the rewards of a group: equal numbers, and one alone, must not be blown up by a rounding error.
     if not trained.size or np.ptp(trained) == 0:
-        return [np.zeros_like(a) for a in advantages]
+        return tokens.spread(np.zeros_like(trained))
     mean, scale = trained.mean(), 1 / np.sqrt(trained.var(ddof=1) + EPSILON)
-    return [np.where(mask, (a - mean) * scale, 0).astype(np.float32) for a, mask in zip(advantages, masks, strict=True)]
+    return tokens.spread((trained - mean) * scale)

@@ -26,9 +26,9 @@ def grader_config(benchmark: Benchmark) -> RewardConfig:
     """What a grader pool is made from."""
     name, timeout = benchmark.grader.name, benchmark.grader.timeout
     own = "." in name
-    return (
-        RewardConfig(rm_timeout=timeout, custom_rm_path=name) if own else RewardConfig(rm_timeout=timeout, rm_type=name)
-    )
+    if own:
+        return RewardConfig(rm_timeout=timeout, custom_rm_path=name)
+    return RewardConfig(rm_timeout=timeout, rm_type=name, rm_type_key=None)
 
 
 def benchmark_grader(benchmark: Benchmark) -> NamedGrader:

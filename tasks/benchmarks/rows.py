@@ -17,19 +17,19 @@ from cairn.configs.schema.benchmark import TEMPLATES, Benchmark
 from cairn.configs.schema.data import RowFormat
 from cairn.tasks.benchmarks.source import require_data
 from cairn.tasks.data.errors import BadData
-from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.prompts import OverRows, PromptData
 from cairn.tasks.data.rows import FILES, RowFile, open_rows
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """Of choices, in order."""
 
 
-class BenchmarkRows:
+class BenchmarkRows(OverRows):
     """The rendered rows of a benchmark, read by index. Thread-safe."""
 
     def __init__(self, benchmark: Benchmark, rows: RowFile) -> None:
+        super().__init__(rows)
         self._benchmark = benchmark
-        self._rows = rows
 
     @classmethod
     def open(cls, benchmark: Benchmark) -> "BenchmarkRows":
@@ -42,19 +42,6 @@ class BenchmarkRows:
         required |= {name: option for option, name in named.items() if name is not None}
         rows = open_rows(source, path, required, _Everything(), lambda row, where: rendered(benchmark, row, 0, where))
         return cls(benchmark, rows)
-
-    @property
-    def path(self) -> str:
-        """The data, as messages name it."""
-        return self._rows.path
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256, in hex, of the whole file."""
-        return self._rows.fingerprint
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def read(self, index: int) -> dict[str, Any]:
         """The rendered row at `index`, from 0."""

@@ -1,6 +1,7 @@
 """What is known of a group when batches are filled."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from cairn.storage.schemas import Disposition
 
@@ -24,6 +25,12 @@ class JudgedGroup:
     """Of its newest tokens, in publications."""
     max_age: int | None = None
     """Of the tokens of it that may be trained on; None: of any age."""
+    priority: float | None = None
+    """What the filter gave it; None where it gave nothing."""
+    key: Any = None
+    """What the metadata of its data row has under `rollout.buffer_key`; None without that option."""
+    removed: tuple[int, ...] = ()
+    """Of a trained group: the samples, by their places in it, whose tokens are not trained on."""
     disposition: Disposition = Disposition.DROP
 
     @property

@@ -2,16 +2,21 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from jinja2 import TemplateError
 
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import RowFormat
 from cairn.tasks.data.errors import BadData, BadPrompt
 from cairn.tasks.data.rows import open_rows
 
 Messages = list[dict[str, Any]]
+
+Check = Callable[[dict[str, Any] | None, str], None]
+"""Looks at the metadata of a row, of which the second argument says where it stands. Raises BadPlugin."""
 
 
 @dataclass(frozen=True)
@@ -47,33 +52,11 @@ class Rows(Protocol):
         """The row at `index`, from 0."""
 
 
-class PromptData:
-    """The prompts of one data set. Holds the place of every row, and no row. Thread-safe."""
+class OverRows:
+    """One data set. Holds the place of every row, and no row. Thread-safe."""
 
-    def __init__(self, rows: Rows, format: RowFormat, tokenizer: Any) -> None:
+    def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._format = format
-        self._tokenizer = tokenizer
-
-    @classmethod
-    def open(cls, format: RowFormat, path: str, tokenizer: Any) -> "PromptData":
-        """Open what the data source gives for `path`, and check every row: see `open_rows`.
-
-        `tokenizer` is a Hugging Face tokenizer. Raises BadData also where it has no chat template but needs one.
-        """
-        if format.apply_chat_template and not tokenizer.chat_template:
-            raise BadData(
-                f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template: "
-                "set apply_chat_template to false, or use a model whose tokenizer has one"
-            )
-        required = {format.input_key: "input_key"}
-        if format.label_key is not None:
-            required[format.label_key] = "label_key"
-        optional = {key for key in (format.metadata_key, format.tool_key) if key is not None}
-        rows = open_rows(
-            format.data_source_path, path, required, optional, lambda row, where: _fields(row, format, where)
-        )
-        return cls(rows, format, tokenizer)
 
     @property
     def path(self) -> str:
@@ -88,19 +71,52 @@ class PromptData:
     def __len__(self) -> int:
         return len(self._rows)
 
+
+class PromptData(OverRows):
+    """The prompts of one data set."""
+
+    def __init__(self, rows: Rows, format: RowFormat, tokenizer: Any) -> None:
+        super().__init__(rows)
+        self._tokenizer = tokenizer
+        self._format = format
+
+    @classmethod
+    def open(
+        cls,
+        format: RowFormat,
+        path: str,
+        tokenizer: Any,
+        check: Check | None = None,
+    ) -> "PromptData":
+        """Open what the data source gives for `path`, and check every row: see `open_rows`.
+
+        `tokenizer` is a Hugging Face tokenizer. `check` looks at every row besides. Raises BadData also where the
+        tokenizer has no chat template but needs one.
+        """
+        require_template(format, tokenizer)
+        required = {format.input_key: "input_key"}
+        if format.label_key is not None:
+            required[format.label_key] = "label_key"
+        optional = {key for key in (format.metadata_key, format.tool_key) if key is not None}
+
+        def looked_at(row: dict[str, Any], where: str) -> None:
+            metadata = _fields(row, format, where).metadata
+            if check is not None:
+                try:
+                    check(metadata, where)
+                except BadPlugin as error:
+                    raise BadData(str(error)) from error
+
+        rows = open_rows(format.data_source_path, path, required, optional, looked_at)
+        return cls(rows, format, tokenizer)
+
     def row(self, index: int) -> PromptRow:
         """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template refuses it, it is empty,
         or it holds what is no text."""
         where = f"{self.path}, row {index + 1}"
         prompt, label, metadata, tools = _fields(self._rows.read(index), self._format, where)
         text = self._render(prompt, tools, where) if self._format.apply_chat_template else prompt
-        for written in (str(text), label or ""):
-            try:
-                written.encode()
-            except UnicodeEncodeError:
-                raise BadPrompt(
-                    f"{where} holds half of a surrogate pair, which is no character: correct or remove the row"
-                ) from None
+        require_text(str(text) + (label or ""), where)
         # The template writes the special tokens that it wants; a plain prompt is taken literally, as in slime.
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
@@ -129,6 +145,25 @@ class PromptData:
         return text
 
 
+def require_template(format: RowFormat, tokenizer: Any) -> None:
+    """Raise BadData where a chat template is to be applied and the tokenizer has none."""
+    if format.apply_chat_template and not tokenizer.chat_template:
+        raise BadData(
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template: "
+            "set apply_chat_template to false, or use a model whose tokenizer has one"
+        )
+
+
+def require_text(text: str, where: str) -> None:
+    """Raise BadPrompt where a row holds what cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadPrompt(
+            f"{where} holds half of a surrogate pair, which is no character: correct or remove the row"
+        ) from None
+
+
 class _Fields(NamedTuple):
     prompt: str | Messages
     label: str | None
@@ -139,28 +174,45 @@ class _Fields(NamedTuple):
 def _fields(row: dict[str, Any], format: RowFormat, where: str) -> _Fields:
     """What the configuration takes of a row. Raises BadData if something is not of its kind."""
     return _Fields(
-        _prompt(row[format.input_key], format, where),
+        prompt_of(row[format.input_key], format.input_key, format, where),
         None if format.label_key is None else _label(row[format.label_key], format, where),
-        None if format.metadata_key is None else _metadata(row.get(format.metadata_key), format, where),
-        None if format.tool_key is None else _tools(row.get(format.tool_key), format, where),
+        None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
+        None if format.tool_key is None else tools_of(row.get(format.tool_key), format, where),
     )
 
 
-def _prompt(value: Any, format: RowFormat, where: str) -> str | Messages:
+def prompt_of(value: Any, key: str, format: RowFormat, where: str) -> str | Messages:
+    """A string, or the messages of a chat, as column `key` holds them. Raises BadData."""
     if isinstance(value, str):
-        return value
+        messages = _messages_in(value)
+        if messages is None or not format.apply_chat_template:
+            return value
+        value = messages
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) and m.get("role") for m in value):
         raise BadData(
-            f"{where}: {format.input_key!r} is neither a string nor a list of messages with a role and content: "
-            "correct the row or name another field in input_key"
+            f"{where}: {key!r} is neither a string nor a list of messages with a role and content: "
+            f"correct the row or name another field in {_option(key, format)}"
         )
     if not format.apply_chat_template:
         raise BadData(
-            f"{where}: {format.input_key!r} is a list of messages but apply_chat_template is false: "
+            f"{where}: {key!r} is a list of messages but apply_chat_template is false: "
             "set it to true or give the prompt as a string"
         )
     # Parquet gives every message all fields that any message has.
     return [{name: content for name, content in message.items() if content is not None} for message in value]
+
+
+def _messages_in(text: str) -> Any:
+    """The messages that a column of strings holds as JSON; None where the text is a prompt itself."""
+    if not text.lstrip().startswith("[") or '"role"' not in text:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return (
+        value if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value) else None
+    )
 
 
 def _label(value: Any, format: RowFormat, where: str) -> str | None:
@@ -176,13 +228,28 @@ def _label(value: Any, format: RowFormat, where: str) -> str | None:
     return match[1].strip()
 
 
-def _metadata(value: Any, format: RowFormat, where: str) -> dict[str, Any] | None:
+def _option(key: str, format: RowFormat) -> str:
+    """The one that names a column."""
+    return next(name for name, value in format if name.endswith("_key") and value == key)
+
+
+def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | None:
+    """The mapping of a row's metadata. Raises BadData."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadData(
+                f"{where}: {format.metadata_key!r} is a string and no JSON object ({error}): correct the row or set "
+                "metadata_key to null"
+            ) from None
     if value is not None and not isinstance(value, dict):
         raise BadData(f"{where}: {format.metadata_key!r} is no mapping: correct the row or set metadata_key to null")
     return value
 
 
-def _tools(value: Any, format: RowFormat, where: str) -> list[Any] | None:
+def tools_of(value: Any, format: RowFormat, where: str) -> list[Any] | None:
+    """The tools of a row; a list, or the JSON of one. Raises BadData."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

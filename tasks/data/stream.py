@@ -8,36 +8,66 @@ import functools
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+from pydantic import JsonValue
 
 from cairn.tasks.data.errors import BadData, BadPrompt
-from cairn.tasks.data.prompts import PromptData, PromptRow
+
+
+class Row(Protocol):
+    """What is drawn."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Row, covariant=True)
+
+
+class Source(Protocol[AnyRow]):
+    """What is drawn from."""
+
+    @property
+    def path(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> AnyRow: ...
 
 
 @dataclass(frozen=True)
-class DrawnRow:
-    """A prompt at its position in the stream."""
+class DrawnRow(Generic[AnyRow]):
+    """A row at its position in the stream."""
 
     group_id: int
     """The position: unique in a run."""
     epoch: int
-    row: PromptRow
+    row: AnyRow
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Consecutive prompts of the stream."""
+class Draw(Generic[AnyRow]):
+    """Consecutive rows of the stream."""
 
-    rows: list[DrawnRow]
-    cursor: int
-    """Where the next draw begins."""
+    rows: list[DrawnRow[AnyRow]]
+    cursor: JsonValue
+    """Where the next draw begins: a position of the stream, or the state of what is no plain stream."""
     passed_over: int
     """Prompts that were too long, that the chat template refuses, or that a person has put in quarantine."""
 
 
-@functools.lru_cache(maxsize=4)
-def order(seed: int, epoch: int, n: int) -> np.ndarray:
+def drawn_so_far(cursor: JsonValue) -> int:
+    """Above the id of every group that was drawn before a cursor of any kind."""
+    if isinstance(cursor, dict):
+        cursor = cursor["drawn"]
+    assert isinstance(cursor, int)
+    return cursor
+
+
+@functools.lru_cache(maxsize=32)
+def order(seed: int | str, epoch: int, n: int) -> np.ndarray:
     """[n] int64, read-only: the rows of one epoch in their random order, the same on every machine and version.
 
     The rows are sorted by the raw output of the counter-based generator Philox, whose stream numpy guarantees never to
@@ -50,15 +80,15 @@ def order(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def draw(
-    data: PromptData,
+    data: Source[AnyRow],
     cursor: int,
     count: int,
     *,
-    seed: int,
+    seed: int | str,
     shuffle: bool,
     max_prompt_len: int | None,
     without: Collection[int] = (),
-) -> Draw:
+) -> Draw[AnyRow]:
     """The next `count` prompts of at most `max_prompt_len` tokens after `cursor`; longer ones are passed over, and so
     are rows that give no prompt and those of `without`.
 
@@ -68,7 +98,7 @@ def draw(
         BadData: no prompt of the data will do.
     """
     n = len(data)
-    rows: list[DrawnRow] = []
+    rows: list[DrawnRow[AnyRow]] = []
     position, last_taken, shortest, refusal = cursor, cursor - 1, None, None
     while len(rows) < count:
         epoch, place = divmod(position, n)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,8 +14,10 @@ class FilterDecision:
     """Why it is dropped: counted under `dynamic_filter/drop_<reason>`."""
     keep_when_insufficient: bool = False
     """A dropped group that is still better than none, once the rounds of rollout are used up."""
+    priority: float | None = None
+    """What the buffer policy `priority` puts a kept group by, the highest first."""
 
 
-Filter = Callable[[np.ndarray], FilterDecision]
-"""`filter(rewards)`: the rewards, [G] float64, are those of one group, none of them failed. A pure function: its answer
-is recorded once and never asked for again."""
+Filter = Callable[[Any], FilterDecision]
+"""`filter(rewards)`: the rewards, [G] float64, are those of one group, none of them failed; or `filter(samples)`: a
+list of its `cairn.GradedSample`. A pure function: its answer is recorded once and never asked for again."""

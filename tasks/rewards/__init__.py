@@ -1,35 +1,56 @@
-"""Graders: `grade(response, label, metadata) -> reward` or `grade(sample) -> reward`, one a file.
-`cairn.tasks.rewards.pool` runs them.
+"""Graders, one a file. `cairn.tasks.rewards.pool` runs them.
 
-`response` is the text without special tokens; `sample` is a `cairn.tasks.rewards.sample.Sample`, which holds all there
-is. A grader returns a number, or a mapping with the number under `reward` and whatever else it wants recorded beside it
-(JSON values). It raises where it cannot tell: the sample is then marked failed, which is not the same as wrong. Where a
-new try may help it raises `TryAgain`, or one of the errors of `retry.grader.errors`. Modules of this package load
-quickly: each grader process imports the one it needs and nothing of the others.
+| called as | is given |
+|---|---|
+| `grade(response, label, metadata)` | the text without special tokens, and what the data row has |
+| `grade(sample)` | a `cairn.tasks.rewards.sample.Sample`, which holds all there is |
+| `grade(samples)` | a list of them: `reward.rm_batch_size` at most, or with `reward.group_rm` all of one group |
+
+Each may be a coroutine function. A grader returns a number, or a mapping with the number under `reward` (another name:
+`reward.reward_key`) and whatever else it wants recorded beside it (JSON values); of several samples a list of these, in
+which an exception stands for a sample that it cannot tell. It raises where it cannot tell any: the sample is then
+marked failed, which is not the same as wrong. Where a new try may help it raises `TryAgain`, or one of the errors of
+`retry.grader.errors`. Modules of this package load quickly: each grader process imports the one it needs and nothing of
+the others.
 """
 
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.configs.kinds import REWARD
-from cairn.configs.plugins import BadPlugin
+from cairn.configs.kinds import ARGS, REWARD
+from cairn.configs.plugins import BadPlugin, deferred
 
 if TYPE_CHECKING:
     from cairn.configs.schema.reward import RewardConfig
 
-Grader = Callable[..., float | Mapping[str, Any]]
+Grader = Callable[..., Any]
 
-_LIBRARIES = {"math": "math-verify", "math500": "math-verify"}
+BOXED = "boxed_"
+"""Before the name of one of ours: it is given what stands in the last box in the place of the response."""
+
+OUTSIDE = ("code", "judge", "remote_rm", "reward_model")
+"""Those of ours that ask something outside: `cairn.tasks.rewards.outside`."""
+
+_LIBRARIES = {
+    "deepscaler": "math-verify",
+    "math": "math-verify",
+    "math500": "math-verify",
+    "reasoning_gym": "reasoning-gym",
+}
 """Of the graders that rest on another distribution, which."""
+_MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
+"""Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
-_OTHERS = {"gsm8k_strict": ("gsm8k",), "math500": ("math",), "ifeval": ("instructions",)}
+_OTHERS = {"deepscaler": ("math",), "gsm8k_strict": ("gsm8k",), "ifeval": ("instructions",), "math500": ("math",)}
 """Of the graders that rest on other modules of this package, which."""
 
 
@@ -37,17 +58,53 @@ class TryAgain(Exception):
     """Raised by a grader: something that it asks does not answer now, and may later."""
 
 
+class Takes(StrEnum):
+    """What a grader is called with."""
+
+    TEXTS = "texts"
+    """Response, label and metadata of one sample."""
+    SAMPLE = "sample"
+    """One whole sample."""
+    SAMPLES = "samples"
+    """A list of whole samples."""
+    SLIME_SAMPLE = "args, sample"
+    """What slime calls it with: see `cairn.tasks.slime`."""
+    SLIME_SAMPLES = "args, samples"
+    """The same of a list."""
+
+    @property
+    def several(self) -> bool:
+        """Samples that are graded in one call."""
+        return self in (Takes.SAMPLES, Takes.SLIME_SAMPLES)
+
+
 @dataclass(frozen=True)
 class NamedGrader:
-    """Which grader, where it is and which version of it."""
+    """Which grader, where it is, which version of it, and how it is called."""
 
     name: str
     path: str
     """For `cairn.configs.plugins.load_callable`."""
     version: str
     """Changes whenever the grader's code does."""
-    whole_sample: bool = field(default=False, kw_only=True)
-    """It takes a `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
+    takes: Takes
+    waits: bool
+    """It is a coroutine function."""
+
+    @property
+    def boxed(self) -> bool:
+        """It is given what stands in the last box in the place of the response."""
+        return self.path != self.name and self.name.startswith(BOXED)
+
+    @property
+    def whole_sample(self) -> bool:
+        """It takes `cairn.tasks.rewards.sample.Sample` in place of response, label and metadata."""
+        return self.takes is not Takes.TEXTS
+
+    @property
+    def sees_tokens(self) -> bool:
+        """It may read a whole sample's tokens too. Of ours only those that ask something outside do."""
+        return self.whole_sample and (self.path == self.name or self.name in OUTSIDE)
 
 
 def get_grader(config: "RewardConfig") -> NamedGrader:
@@ -58,20 +115,69 @@ def get_grader(config: "RewardConfig") -> NamedGrader:
     """
     path = config.custom_rm_path
     if path is not None:
-        whole = _takes_whole_sample(path)
-        return NamedGrader(path, path, _version_of_source(path), whole_sample=whole)
-    name = config.rm_type
-    if name not in REWARD.ours():
+        grader = _of_ones_own(path)
+    else:
+        grader = _outside(config) if config.rm_type in OUTSIDE else _ours(config.rm_type)
+    if config.group_rm and not grader.takes.several:
         raise BadPlugin(
-            f"there is no grader {name!r}: set rm_type to one of {', '.join(REWARD.ours())}, or custom_rm_path to "
-            "package.module.function or file.py:function"
+            f"group_rm hands over the samples of a whole group, and the grader {grader.name!r} takes one: let it take "
+            "(samples), or set group_rm to false"
         )
-    return NamedGrader(name, REWARD.path(name), _version_of_built_in(name), whole_sample=True)
+    return grader
 
 
 def grader_version(grader: NamedGrader) -> str:
     """The version of the code that a new process would import now."""
-    return _version_of_built_in(grader.name) if grader.name in REWARD.ours() else _version_of_source(grader.path)
+    return _version_of_source(grader.path) if grader.path == grader.name else _version_of_built_in(grader.name)
+
+
+def require_paying(name: str) -> None:
+    """Raise BadPlugin where a grader of ours, behind `BOXED`, would never find an answer. Runs that began with one go
+    on."""
+    file = name.removeprefix(BOXED)
+    if name != file and file in _MARKS:
+        raise BadPlugin(
+            f"the grader {name!r} would pay for nothing: {file} itself looks for the answer, behind {_MARKS[file]}, "
+            f"which no box holds; set rm_type to {file}"
+        )
+
+
+def gives_a_number(grader: NamedGrader) -> bool:
+    """Whether it is one of ours that gives a reward and nothing else."""
+    if grader.path == grader.name:
+        return False
+    if grader.name in OUTSIDE:
+        return grader.name != "remote_rm"
+    return _signature(grader.name.removeprefix(BOXED))[3] == "float"
+
+
+def _of_ones_own(path: str) -> NamedGrader:
+    function = REWARD.load(path)
+    return NamedGrader(path, path, _version_of_source(path), _takes(path, function), deferred(function) is not None)
+
+
+def _outside(config: "RewardConfig") -> NamedGrader:
+    from cairn.tasks.rewards.outside import outside, reward_model  # a grader process has no need of it
+
+    if config.rm_type == reward_model.NAME:
+        version = reward_model.version_of(reward_model.options_of(config))
+        return NamedGrader(reward_model.NAME, reward_model.__name__, version, Takes.SAMPLE, waits=False)
+    asked = outside(config)
+    return NamedGrader(asked.name, f"cairn.tasks.rewards.outside.{asked.name}", asked.version, Takes.SAMPLE, waits=True)
+
+
+def _ours(name: str) -> NamedGrader:
+    file = name.removeprefix(BOXED)
+    if file not in REWARD.ours():
+        known = ", ".join(sorted([*REWARD.ours(), *OUTSIDE]))
+        raise BadPlugin(
+            f"there is no grader {name!r}: set rm_type to one of {known}, or to one of them behind {BOXED}, or "
+            "custom_rm_path to package.module.function or file.py:function"
+        )
+    library = _LIBRARIES.get(file)
+    if library is not None and not _is_installed(library):
+        raise BadPlugin(f"the grader {name!r} needs {library}, which is not installed: pip install {library}")
+    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), *_called(file))
 
 
 def _version_of_source(path: str) -> str:
@@ -81,24 +187,57 @@ def _version_of_source(path: str) -> str:
 
 
 def _version_of_built_in(name: str) -> str:
-    digest = hashlib.sha256()
+    digest, name = hashlib.sha256(), name.removeprefix(BOXED)
     for module in (name, *_SHARED, *_OTHERS.get(name, ())):
-        spec = importlib.util.find_spec(f"cairn.tasks.rewards.{module}")
-        assert spec is not None
-        assert spec.origin is not None
-        digest.update(Path(spec.origin).read_bytes())
+        digest.update(_file(module).read_bytes())
     distribution = _LIBRARIES.get(name)
     library = "" if distribution is None else f" {distribution} {importlib.metadata.version(distribution)}"
     return digest.hexdigest()[:16] + library
 
 
-def _takes_whole_sample(path: str) -> bool:
-    """Whether a grader takes one argument rather than three: where it may take either, its first is called `sample`."""
-    grader = REWARD.load(path)
-    ways = REWARD.ways(path, grader)
-    if len(ways) == 1:
-        return len(ways[0]) == 1
+def _is_installed(distribution: str) -> bool:
     try:
-        return next(iter(inspect.signature(grader).parameters)) == "sample"
-    except ValueError:  # it is not written in Python
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
         return False
+    return True
+
+
+def _file(module: str) -> Path:
+    """Where a module of this package is."""
+    spec = importlib.util.find_spec(f"cairn.tasks.rewards.{module}")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
+def _called(name: str) -> tuple[Takes, bool]:
+    """How one of ours is called, and whether it is a coroutine function."""
+    found = _signature(name)
+    return Takes(found[2]), found[1] is not None
+
+
+def _signature(name: str) -> re.Match[str]:
+    """What the source of one of ours tells of it, which is not imported here: whether it is `async`, what it takes, and
+    what it gives."""
+    source = _file(name).read_text("utf-8")
+    found = re.search(r"^(async )?def grade\((samples?)\b.*\) -> (\w+)", source, re.MULTILINE)
+    assert found is not None, name
+    return found
+
+
+def _takes(path: str, grader: Grader) -> Takes:
+    """What a grader of one's own takes: of several arguments that it may be called with, what its first one is called
+    for; else the three if it may take them."""
+    counts = {len(way) for way in REWARD.ways(path, grader)}
+    try:
+        first, *more = inspect.signature(grader).parameters
+    except ValueError:  # it is not written in Python
+        return Takes.TEXTS
+    if 1 in counts and first in (Takes.SAMPLE, Takes.SAMPLES):
+        return Takes(first)
+    if 2 in counts and first == ARGS:
+        return Takes.SLIME_SAMPLES if more[0] == Takes.SAMPLES else Takes.SLIME_SAMPLE
+    if counts == {2}:
+        raise REWARD.of_other_arguments(path, grader)
+    return Takes.TEXTS if 3 in counts else Takes.SAMPLE

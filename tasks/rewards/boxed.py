@@ -5,6 +5,7 @@ What a model writes while it thinks is no answer, and neither is a box that the 
 """
 
 import re
+from dataclasses import replace
 
 from cairn.tasks.rewards.sample import Sample
 
@@ -30,6 +31,19 @@ def answer_of(sample: Sample) -> str:
     answer = after_thinking(marked, opened)
     parts = (answer[:end] for end in range(len(answer), 0, -1))
     return next((part for part in parts if sample.response.endswith(part)), answer)
+
+
+def in_box(sample: Sample) -> Sample:
+    """The sample with what stands in its last box behind its thoughts in the place of its response; nothing if there is
+    no whole box."""
+    try:
+        boxed = last_boxed(answer_of(sample))
+    except UnclosedBox:
+        boxed = None
+    finish_reason = sample.finish_reason if boxed is None else "stop"  # a whole box is whole, whatever followed it
+    return replace(
+        sample, response=boxed or "", response_with_special_tokens="", prompt="", finish_reason=finish_reason
+    )
 
 
 def after_thinking(text: str, opened: bool = False) -> str:

@@ -37,28 +37,34 @@ def grade(sample: Sample) -> float:
     """1 if the answer equals the label, else 0, also without an answer. ValueError without a usable label."""
     if sample.label is None:
         raise ValueError("math needs a label, and the row has none")
-    expected = _label(sample.label)
-    gold = _gold(expected)
     final = answer_of(sample)
     try:
         boxed = last_boxed(final)
     except UnclosedBox:
-        return 0.0
-    if boxed is None:
-        if sample.truncated:
-            return 0.0
-        return float(verify(gold, parse(final, parsing_timeout=None), timeout_seconds=None))
+        boxed = ""
+    if boxed is not None:
+        return float(is_right(boxed, sample.label))
+    gold = _gold(_label(sample.label))
+    return 0.0 if sample.truncated else float(verify(gold, parse(final, parsing_timeout=None), timeout_seconds=None))
+
+
+def is_right(boxed: str, label: str) -> bool:
+    """Whether what stands in a box equals the label; an empty box equals none. ValueError without a usable label."""
+    expected = _label(label)
+    gold = _gold(expected)
     answer = notation.plain(boxed)
+    if not answer:
+        return False
     if (name := notation.words(expected)) is not None:
-        return float(notation.words(answer) == name)
+        return notation.words(answer) == name
     if notation.is_number(expected):
         answer = notation.without_unit(answer)
     if "=" not in expected:
         stated = notation.stated(answer, _value, _equal)
         if stated is None:
-            return 0.0
+            return False
         answer = notation.without_unit(stated) if notation.is_number(expected) else stated
-    return float(verify(gold, _parsed(answer), timeout_seconds=None))
+    return bool(verify(gold, _parsed(answer), timeout_seconds=None))
 
 
 @lru_cache(maxsize=1024)

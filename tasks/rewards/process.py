@@ -12,10 +12,15 @@ How grading a sample ends, and whose doing that is:
 | is ended from outside: SIGKILL as by the OOM killer, SIGTERM, SIGBUS where memory or disk ran out | the machine's |
 | is stopped, or has got nowhere for `PATIENCE` times `rm_timeout` seconds on the wall clock | the machine's |
 
+Of a call with several samples it is so many times `rm_timeout`. Calls of a coroutine function run side by side: one
+that takes too long is cancelled by the process itself, which answers so, and one that does not let the others run keeps
+it from answering for twice the time. Then, and where a process is lost, the verdict is on all that were under way.
+
 Whatever the verdict, one of them is not the end of it: see `cairn.tasks.rewards.pool`.
 """
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,8 +28,9 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,7 +39,7 @@ import psutil
 
 from cairn.tasks.rewards import NamedGrader, grader_version
 from cairn.tasks.rewards.clock import OwnTime
-from cairn.tasks.rewards.worker import Answer, Whose
+from cairn.tasks.rewards.worker import Answer, Terms, Whose, too_long
 
 START_TIMEOUT = 120.0
 """Seconds that a grader process may take to import its grader."""
@@ -82,52 +88,64 @@ class Lost:
 class GraderProcess:
     """Started when it is first needed, and again after it ended."""
 
-    def __init__(self, grader: NamedGrader, timeout: float, memory: int | None, transient: Sequence[str]) -> None:
-        """`timeout` in seconds of its own for each sample, `memory` in bytes, `transient` as in `RetryConfig`."""
+    def __init__(self, grader: NamedGrader, terms: Terms) -> None:
         self._grader = grader
-        self._timeout = timeout
-        self._tick = min(TICK, timeout / 8)
-        self._arguments = (memory, tuple(transient))
+        self._terms = terms
+        self._tick = min(TICK, terms.timeout / 8)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._stopped = False
         self._lock = threading.Lock()
         """Held while the process is exchanged: `stop` comes from another thread."""
 
-    def grade(self, samples: Sequence[Any]) -> list[Answer | Lost]:
-        """The outcome of each sample, in their order. Raises GraderFailed."""
-        outcomes: list[Answer | Lost] = []
-        while len(outcomes) < len(samples):
-            outcomes += self._grade_while_alive(samples[len(outcomes) :])
-        return outcomes
+    def grade(self, calls: Sequence[Sequence[Any]]) -> list[list[Answer] | Lost]:
+        """The outcome of each call of the grader, in their order: what is said of each of its samples. Raises
+        GraderFailed."""
+        outcomes: dict[int, list[Answer] | Lost] = {}
+        while left := [position for position in range(len(calls)) if position not in outcomes]:
+            found = self._grade_while_alive([calls[position] for position in left])
+            outcomes |= {left[place]: outcome for place, outcome in found.items()}
+        return [outcomes[position] for position in range(len(calls))]
 
-    def grade_fresh(self, sample: Any) -> Answer | Lost:
-        """The outcome of one sample in a process that has seen no other."""
+    def grade_fresh(self, call: Sequence[Any]) -> list[Answer] | Lost:
+        """The outcome of one call in a process that has seen no other."""
         self.kill()
-        return self.grade([sample])[0]
+        return self.grade([call])[0]
 
-    def _grade_while_alive(self, samples: Sequence[Any]) -> list[Answer | Lost]:
-        """Outcomes up to and with the first sample that the process does not survive."""
+    def _grade_while_alive(self, calls: Sequence[Sequence[Any]]) -> dict[int, list[Answer] | Lost]:
+        """Outcomes by position, up to and with the first calls that the process does not survive."""
         connection = self.start()
-        outcomes: list[Answer | Lost] = []
+        outcomes: dict[int, list[Answer] | Lost] = {}
         lost: Lost | None = None
+        samples = max(map(len, calls))
         try:
-            self._send(connection, samples)
-            while len(outcomes) < len(samples) and lost is None:
-                lost = self._wait(connection)
+            self._send(connection, calls)
+            while len(outcomes) < len(calls) and lost is None:
+                first = next(position for position in range(len(calls)) if position not in outcomes)
+                lost = self._wait(
+                    connection, self._terms.timeout * (samples if self._terms.waits else len(calls[first]))
+                )
                 if lost is None:
-                    outcomes.append(_judged(connection.recv()))
+                    position, answers = connection.recv()
+                    lost = _machines(answers)
+                    if lost is None:
+                        outcomes[position] = answers
         except (EOFError, OSError, psutil.NoSuchProcess):
             lost = self._how_it_ended()
         if lost is not None:
             self.kill()
-            outcomes.append(lost)
+            left = (position for position in range(len(calls)) if position not in outcomes)
+            outcomes |= dict.fromkeys(islice(left, self._terms.at_once), lost)  # they are begun in their order
         return outcomes
 
-    def _wait(self, connection: Connection) -> Lost | None:
-        """Return when the next answer, or the end of the process, is there to be received; or why it has to go."""
+    def _wait(self, connection: Connection, limit: float) -> Lost | None:
+        """Return when the next answer, or the end of the process, is there to be received; or why it has to go: the
+        `limit` of seconds of its own, or twice that where it keeps it itself, is over."""
+        allowed = 2 * limit if self._terms.waits else limit
         clock: OwnTime | None = None
-        while not connection.poll(self._tick):
+        ready = select.poll()  # a connection makes a new one for every question, which is most of what an answer costs
+        ready.register(connection, select.POLLIN)
+        while not ready.poll(1000 * self._tick):
             if clock is None:
                 assert self._process is not None
                 clock = OwnTime(self._process.pid, self._tick)
@@ -135,22 +153,22 @@ class GraderProcess:
             clock.tick()
             if self._has_ended() and not connection.poll():  # what it started holds the connection open
                 return self._how_it_ended()
-            if clock.own > self._timeout:
+            if clock.own > allowed:
                 blame = Blame.SAMPLE_FOR_SURE if clock.computed > clock.rested else Blame.SAMPLE
-                return Lost(blame, f"the grader took longer than {self._timeout:g} s")
-            if clock.stopped > self._timeout:
+                return Lost(blame, too_long(limit))
+            if clock.stopped > allowed:
                 return Lost(Blame.MACHINE, f"the grader's process was stopped for {clock.stopped:.3g} s")
-            if clock.watched > self._timeout * PATIENCE:
+            if clock.watched > allowed * PATIENCE:
                 return Lost(Blame.MACHINE, f"the machine let the grader work {clock.own:.3g} of {clock.watched:.3g} s")
         return None
 
-    def _send(self, connection: Connection, samples: Sequence[Any]) -> None:
-        """Hand the samples over, or break the connection: a process that was stopped would never take them."""
-        late = threading.Timer(max(self._timeout, 1.0), self._kill_group)
+    def _send(self, connection: Connection, calls: Sequence[Sequence[Any]]) -> None:
+        """Hand the calls over, or break the connection: a process that was stopped would never take them."""
+        late = threading.Timer(max(self._terms.timeout, 1.0), self._kill_group)
         late.daemon = True
         late.start()
         try:
-            connection.send(list(samples))
+            connection.send(list(calls))
         finally:
             late.cancel()
 
@@ -200,7 +218,8 @@ class GraderProcess:
 
     def _launch(self) -> Connection:
         here, there = Pipe()
-        arguments = (there.fileno(), os.getpid(), self._grader.path, self._grader.whole_sample, *self._arguments)
+        terms = (str(self._terms.takes), *astuple(self._terms)[1:])
+        arguments = (there.fileno(), os.getpid(), self._grader.path, terms)
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from cairn.tasks.rewards.worker import main; main(*{arguments!r})"
         )
@@ -264,6 +283,6 @@ class GraderProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def _judged(answer: Answer) -> Answer | Lost:
-    _, _, error, whose = answer
-    return Lost(Blame.MACHINE, error or "") if whose is Whose.MACHINE else answer
+def _machines(answers: Sequence[Answer]) -> Lost | None:
+    """Where the machine kept a call from being graded, that."""
+    return next((Lost(Blame.MACHINE, error or "") for *_, error, whose in answers if whose is Whose.MACHINE), None)

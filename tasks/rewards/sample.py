@@ -45,6 +45,10 @@ class Sample:
     """All that came after the prompt, in order, of every trajectory; empty where the policy sampled the response at
     once."""
 
+    messages: tuple[dict[str, Any], ...] = ()
+    """The prompt as the data row has it: the messages of a chat, of a plain text one of a user. For the grader
+    `reward_model`; empty for others."""
+
     @property
     def length(self) -> int:
         """Tokens of the response."""

@@ -17,7 +17,7 @@ from bench.__main__ import BENCHMARKS
 from bench.trl_process import ENVIRONMENT
 
 BENCH = Path(__file__).parents[2] / "bench"
-ON_THE_QUICKSTART = ("seeds", "durability", "pipeline", "start", "recovery", "trl")
+ON_THE_QUICKSTART = ("seeds", "learning", "durability", "pipeline", "start", "recovery", "trl")
 """Benchmarks of a recipe's model and data."""
 
 ON_A_BUCKET = ("ledger", "write_ahead")
@@ -25,7 +25,9 @@ CHEAP = ("snapshots", "rollout", "training", "write_ahead", "ledger", "invarianc
 LONG = (
     "sql",
     "report",
+    "rescore",
     "seeds",
+    "learning",
     "orchestration",
     "sync",
     "sglang",

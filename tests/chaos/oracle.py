@@ -110,7 +110,7 @@ def not_recomputed(ledger: Ledger) -> list[str]:
     found = []
     with ExitStack() as stack:
         engines: Any = LocalFleet(config.model_copy(update={"rollout": _by_transformers(config.rollout)}))
-        graders = open_graders(config, stack)
+        graders = open_graders(config, stack, ledger.store)
         sources = Sources.open(config)
         run = sources.context(config, ledger, lambda: engines, graders, lambda event: None)
         scratch = open_store(stack.enter_context(TemporaryDirectory(prefix="cairn-oracle-")))

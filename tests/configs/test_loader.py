@@ -94,10 +94,10 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "eval.benchmarks.0.pth is not an option; did you mean eval.benchmarks.0.path?",
         ),
         (
-            "rollout.rollout_stop=[End]",
-            "rollout.rollout_stop is not an option: engines take and give token ids and no text; give the ids that end "
-            "a response, rollout.rollout_stop_token_ids",
+            "rollout.rollout_stop=['END', '']",
+            "rollout: rollout_stop has an empty string, which every text holds: leave it out",
         ),
+        ("rollout.rollout_stop=END", 'rollout.rollout_stop is "END"; it must be a valid array'),
         ("training.zzzz=1", "training.zzzz is not an option; docs/configuration.md lists all options"),
         ("rolout.num_rollout=1", "rolout is not a section; did you mean rollout?"),
         ("rollout.num_rollout=three", 'rollout.num_rollout is "three"; it must be a valid integer'),
@@ -107,7 +107,8 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         ("training.lr=.nan", "training.lr is NaN; it must be a finite number"),
         (
             "training.lr_decay_style=step",
-            "training.lr_decay_style is \"step\"; it must be 'constant', 'linear' or 'cosine'",
+            "training.lr_decay_style is \"step\"; it must be 'constant', 'linear', 'cosine', 'inverse-square-root' or "
+            "'WSD'",
         ),
         ("model.path=null", "model.path is null; it must be a valid string"),
         ("reward=math", 'reward is "math"; it must be a section with options under it'),
@@ -132,8 +133,17 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         ),
         (
             "algorithm.loss_type=sft_loss",
-            "algorithm.loss_type is sft_loss, which learns from demonstrations, and a run has none: leave it "
-            "out, or train with the engine itself as examples/quickstart/warm_start.py does",
+            "rollout.rollout_max_response_len (16) has no effect while algorithm.loss_type is sft_loss, which learns "
+            "from responses that the data holds; choose another loss, or leave it out",
+        ),
+        (
+            "data.response_key=response",
+            "data.response_key (response) has no effect while algorithm.loss_type is policy_loss, which learns from "
+            "responses that are sampled; set it to sft_loss, or leave it out",
+        ),
+        (
+            "rollout.rollout_max_response_len=0",
+            "rollout.rollout_max_response_len is missing: set it to the longest response in tokens",
         ),
         (
             "algorithm.lambd=0.9",
@@ -166,7 +176,20 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         ),
         (
             "algorithm.use_opd=true",
-            "algorithm.use_opd needs a teacher: set model.teacher_path to its folder",
+            "algorithm.use_opd needs a teacher: set model.teacher_path to its folder, or model.teacher_url",
+        ),
+        (
+            "model.teacher_name=large",
+            "model: teacher_name (large) has no effect while teacher_url is null; set teacher_url, or leave it out",
+        ),
+        (
+            "model.teacher_url=large",
+            "model: teacher_url (large) is no address such as http://host:30000",
+        ),
+        (
+            "model.teacher_url=http://large:30000",
+            "model: teacher_url (http://large:30000) needs teacher_name, the name of the model there, as /v1/models of "
+            "the server says it",
         ),
         (
             "model.teacher_path=large",
@@ -182,12 +205,76 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "out",
         ),
         (
+            "training={lr_decay_style: WSD, lr_wsd_decay_iters: 3}",
+            "training.lr_wsd_decay_iters (3) leaves of the run's 2 optimizer steps less than the warm-up takes: lower "
+            "it",
+        ),
+        (
+            "algorithm={advantage_estimator: ppo, value_clip: 0.5}",
+            "algorithm.value_clip (0.5) has no effect while training.num_steps_per_rollout is 1: the critic that is "
+            "trained is the one that the values are of; raise num_steps_per_rollout, or leave it out",
+        ),
+        (
+            "algorithm.loss_type=dpo",
+            "algorithm: loss_type (dpo) follows the advantages of pairs, and advantage_estimator is grpo; set "
+            "advantage_estimator=dpo, which names its loss, and leave loss_type out",
+        ),
+        (
+            "algorithm={advantage_estimator: dpo, get_mismatch_metrics: true}",
+            "algorithm: get_mismatch_metrics (true) has no effect while advantage_estimator is dpo; choose another "
+            "estimator, or leave it out",
+        ),
+        (
             "algorithm.tis_clip=5",
             "algorithm: tis_clip (5.0) has no effect while use_tis is false; set use_tis=true, or leave it out",
         ),
         (
             "algorithm.tis_clip_low=0.5",
             "algorithm: tis_clip_low (0.5) has no effect while use_tis is false; set use_tis=true, or leave it out",
+        ),
+        (
+            "algorithm={use_tis: true, tis_level: sequence}",
+            "algorithm: tis_level (sequence) has no effect while custom_tis_function_path is tis; set "
+            "custom_tis_function_path=mis, or leave it out",
+        ),
+        (
+            "algorithm={use_tis: true, custom_tis_function_path: mis, rs_level: sequence}",
+            "algorithm: rs_level (sequence) has no effect while use_rs is false; set use_rs=true, or leave it out",
+        ),
+        (
+            "algorithm={use_tis: true, custom_tis_function_path: mis, tis_clip_low: 0.5}",
+            "algorithm: tis_clip_low (0.5) has no effect while tis_mode is truncate; set tis_mode=clip, or leave "
+            "it out",
+        ),
+        (
+            "algorithm={use_tis: true, custom_tis_function_path: mis, use_rs: true, rs_lower_bound: 3}",
+            "algorithm: rs_lower_bound (3.0) is above rs_upper_bound (2.0), so that every token would be "
+            "rejected; by default they are tis_clip_low and tis_clip",
+        ),
+        (
+            "algorithm.tis_batch_normalize=true",
+            "algorithm: tis_batch_normalize (true) has no effect while use_tis is false; set use_tis=true, or "
+            "leave it out",
+        ),
+        (
+            "algorithm.opsm_delta=0.1",
+            "algorithm: opsm_delta (0.1) has no effect while use_opsm is false; set use_opsm=true, or leave it out",
+        ),
+        (
+            "algorithm.use_opsm=true",
+            "algorithm.use_opsm (True) has no effect while training.num_steps_per_rollout is 1 and "
+            "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are taken"
+            " against; change either, or leave it out",
+        ),
+        (
+            "algorithm.use_unbiased_kl=true",
+            "algorithm: use_unbiased_kl (true) has no effect while use_kl_loss is false; set use_kl_loss=true, or"
+            " leave it out",
+        ),
+        (
+            "algorithm={use_kl_loss: true, use_unbiased_kl: true, kl_loss_type: k2}",
+            "algorithm: kl_loss_type (k2) is no unbiased estimate, with use_unbiased_kl (true) or without; set "
+            "kl_loss_type=k3, or leave one of them out",
         ),
         (
             "algorithm.kl_loss_type=k3",
@@ -202,7 +289,17 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         (
             "algorithm={advantage_estimator: ppo, grpo_std_normalization: false}",
             "algorithm: grpo_std_normalization (false) has no effect while advantage_estimator is ppo; set "
-            "advantage_estimator=grpo, or leave it out",
+            "advantage_estimator=cispo or grpo or gspo, or leave it out",
+        ),
+        (
+            "algorithm={advantage_estimator: gspo, loss_type: cispo}",
+            "algorithm: loss_type (cispo) contradicts advantage_estimator (gspo), which is trained with the loss gspo; "
+            "leave one of them out",
+        ),
+        (
+            "algorithm={advantage_estimator: cispo, eps_clip_c: 3}",
+            "algorithm: eps_clip_c (3.0) has no effect while advantage_estimator is cispo, trained with the loss "
+            "cispo; choose another estimator, or leave it out",
         ),
         (
             "algorithm.eps_clip_high=0.28",
@@ -214,7 +311,7 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
             "algorithm={use_kl_loss: true, kl_loss_coef: 0.1, kl_loss_type: k1}",
             "algorithm: kl_loss_type (k1) has a gradient of 0 on average as a loss, so kl_loss_coef (0.1) would add "
             "noise alone; set kl_loss_type=k2, whose gradient is that of the divergence, or hold the policy to the "
-            "reference model in the rewards of advantage_estimator=ppo, by kl_coef",
+            "reference model in the rewards, by kl_coef",
         ),
         (
             "rollout.num_rollout=1000001",
@@ -412,6 +509,15 @@ def test_a_manifest_that_names_the_former_default_of_the_kl_estimator_can_be_for
     values = without_rules(recipe, kl_loss_type="k1")
     assert inherit(values, ["training.lr=1e-5"]).algorithm.kl_loss_type == "k1"
     assert in_recorded_words(load(recipe), values).model_dump(mode="json") == values
+
+
+def test_in_a_run_that_knew_of_no_graders_of_rows_they_name_none(recipe: Path) -> None:
+    values = load(recipe).model_dump(mode="json")
+    del values["reward"]["rm_type_key"]
+    assert from_manifest(values).reward.rm_type_key is None
+    assert inherit(values, ["training.lr=1e-5"]).reward.rm_type_key is None
+    assert inherit(values, ["reward.rm_type_key=rm_type"]).reward.rm_type_key == "rm_type"
+    assert in_recorded_words(load(recipe), values) == from_manifest(values)
 
 
 def test_a_recipe_that_means_another_kl_estimator_than_the_manifest_is_not_bent_to_it(recipe: Path) -> None:

@@ -55,8 +55,8 @@ def test_methods_and_properties_read_through_the_view() -> None:
 
 
 def test_a_copy_with_other_values_is_a_view_too() -> None:
-    rates = ("training.lr", "training.critic_lr", "training.critic_lr_warmup_iters", "training.lr_warmup_iters")
-    critic = seen(*rates).training.of_critic
+    rates = ("critic", "critic_lr", "critic_lr_warmup_iters", "lr", "lr_warmup_iters", "lr_warmup_fraction")
+    critic = seen(*(f"training.{name}" for name in rates)).training.of_critic
     assert critic.lr == CONFIG.training.lr
     with pytest.raises(UndeclaredRead, match=r"training\.dtype"):
         _ = critic.dtype

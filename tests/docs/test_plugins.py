@@ -47,6 +47,15 @@ def run_once(folder: Path, assets: Path, **sections: dict[str, Any]) -> Iterator
         yield run
 
 
+def tiny_rollout() -> dict[str, Any]:
+    return {"num_rollout": 3, "rollout_batch_size": 2, "n_samples_per_prompt": 4, "rollout_max_response_len": 12}
+
+
+def by_group(table: Any) -> list[list[dict[str, Any]]]:
+    rows = table.to_pylist()
+    return [[row for row in rows if row["group_id"] == id] for id in dict.fromkeys(row["group_id"] for row in rows)]
+
+
 def rewards_of(run: RunContext) -> np.ndarray:
     rewards: np.ndarray = run.read(run.committed(0, Step.ADVANTAGE)).column("reward").to_numpy()
     return rewards
@@ -58,12 +67,12 @@ def stale(run: RunContext, option: str) -> set[str]:
 
 
 def test_an_estimator(folder: Path, tiny_assets: Path) -> None:
-    option = {"advantage_estimator": f"{folder / 'rloo.py'}:estimate", "use_rollout_logprobs": True}
+    option = {"advantage_estimator": f"{folder / 'median.py'}:estimate", "use_rollout_logprobs": True}
     for run in run_once(folder, tiny_assets, algorithm=option):
         found = [values[0] for values in arrays(run.read(run.committed(0, Step.ADVANTAGE)), "advantages")]
         groups = rewards_of(run).reshape(-1, 4).astype(float)
         assert groups.std(axis=1).min() > 0
-        np.testing.assert_allclose(found, (groups - groups.mean(1, keepdims=True)).ravel() * 4 / 3, atol=1e-6)
+        np.testing.assert_allclose(found, (groups - np.median(groups, 1, keepdims=True)).ravel(), atol=1e-6)
         assert stale(run, "algorithm.advantage_estimator") == {"advantage", "train", "sync"}
 
 
@@ -110,10 +119,10 @@ def test_a_loss_that_needs_values_has_a_critic_and_one_may_read_what_losses_do_n
 
 
 def test_a_loss(folder: Path, tiny_assets: Path) -> None:
-    option = {"loss_type": f"{folder / 'gspo.py'}:loss", "use_rollout_logprobs": True}
+    option = {"loss_type": f"{folder / 'gmpo.py'}:loss", "use_rollout_logprobs": True}
     for run in run_once(folder, tiny_assets, algorithm=option):
         trained = run.committed(0, Step.TRAIN)
-        assert trained.metrics["sequence_ratio"] == pytest.approx(1, abs=1e-3)
+        assert trained.metrics["geometric_ratio"] == pytest.approx(1, abs=1e-3)
         assert trained.metrics["grad_norm"] > 0
         assert {"pg_loss", "entropy_loss", "train_rollout_logprob_abs_diff"} <= trained.metrics.keys()
         assert "pg_clipfrac" not in trained.metrics  # that of the built-in loss
@@ -135,18 +144,19 @@ def test_a_loss_that_needs_a_teacher(folder: Path, tiny_assets: Path) -> None:
 
 
 def test_an_off_policy_correction(folder: Path, tiny_assets: Path) -> None:
-    path = f"{folder / 'icepop.py'}:correct"
-    option = {"use_rollout_logprobs": False, "use_tis": True, "custom_tis_function_path": path, "tis_clip_low": 0.9}
-    none = {**option, "tis_clip_low": 1.9}
+    path = f"{folder / 'agreement.py'}:correct"
+    option = {"use_rollout_logprobs": False, "use_tis": True, "custom_tis_function_path": path}
     for run in run_once(folder, tiny_assets, algorithm=option):
         metrics = run.committed(0, Step.TRAIN).metrics
-        assert metrics["icepop_dropped"] == 0
+        assert metrics["apart"] == pytest.approx(metrics["train_rollout_logprob_abs_diff"])
+        assert metrics["apart"] > 0
         assert "tis_clipfrac" not in metrics
         assert metrics["grad_norm"] > 0
         assert stale(run, "algorithm.custom_tis_function_path") == {"train", "sync"}
-    for run in run_once(folder / "none", tiny_assets, algorithm=none):
-        metrics = run.committed(0, Step.TRAIN).metrics
-        assert (metrics["icepop_dropped"], metrics["grad_norm"]) == (pytest.approx(1), 0)
+    (folder / "none.py").write_text(EXAMPLES["agreement.py"].replace("(-apart).exp()", "0 * apart"))
+    option |= {"custom_tis_function_path": f"{folder / 'none.py'}:correct"}
+    for run in run_once(folder / "none", tiny_assets, algorithm=option):
+        assert run.committed(0, Step.TRAIN).metrics["grad_norm"] == 0
 
 
 def test_an_aggregation(folder: Path, tiny_assets: Path) -> None:
@@ -181,6 +191,28 @@ def test_a_grader(folder: Path, tiny_assets: Path) -> None:
             assert row["reward"] == pytest.approx(low - 0.01 * round((low - row["reward"]) / 0.01), abs=1e-6)
 
 
+def test_a_grader_that_waits(folder: Path, tiny_assets: Path) -> None:
+    for run in run_once(folder, tiny_assets, reward={"custom_rm_path": f"{folder / 'asked.py'}:grade"}):
+        rows = graded_rows(run)
+        assert [row["reward"] for row in rows] == [len(row["response_text"]) % 5 for row in rows]
+        assert list((folder / "store" / "answers").glob("*/*.arrow")), "they are kept"
+
+
+def test_a_grader_of_groups(folder: Path, tiny_assets: Path) -> None:
+    option = {"custom_rm_path": f"{folder / 'compared.py'}:grade", "group_rm": True}
+    for run in run_once(folder, tiny_assets, reward=option):
+        rows = graded_rows(run)
+        for row in rows:
+            lengths = [len(other["response_ids"]) for other in rows if other["group_id"] == row["group_id"]]
+            longer = sum(len(row["response_ids"]) < length for length in lengths)
+            assert row["reward"] == pytest.approx(longer / len(lengths))
+
+
+def graded_rows(run: RunContext) -> list[dict[str, Any]]:
+    rows = [run.read(run.committed(0, step, "00-000")).to_pylist() for step in (Step.ROLLOUT, Step.REWARD)]
+    return [{**sampled, **graded} for sampled, graded in zip(*rows, strict=True)]
+
+
 def test_a_data_source_whose_rows_a_run_is_held_to(folder: Path, tiny_assets: Path) -> None:
     path = str(folder / "more.jsonl")
     Path(path).write_text(json.dumps({"prompt": "Sort the digits 1 2 3", "label": "123"}) + "\n")
@@ -201,6 +233,31 @@ def test_a_data_source_whose_rows_a_run_is_held_to(folder: Path, tiny_assets: Pa
         tiny_context(str(folder / "store"), config),
     ):
         pass
+
+
+def test_a_data_source_with_a_state(folder: Path, tiny_assets: Path) -> None:
+    option = {"path": "0.3", "get_samples_path": f"{folder / 'harder.py'}:get_samples", "apply_chat_template": False}
+    for run in run_once(folder, tiny_assets, data=option):
+        assert last_selection(run, 0).values["cursor"] == {"drawn": 4, "state": {"terms": 2, "asked": 4}}
+        iteration(run, DirectSteps(run), 1)
+        terms = 3 if rewards_of(run).mean() > 0.3 else 2
+        asked = run.read(run.committed(1, Step.ROLLOUT, "00-000")).column("prompt_text").to_pylist()
+        assert {text.count("+") for text in asked} == {terms - 1}
+        assert stale(run, "data.get_samples_path") >= {"rollout", "train"}
+
+
+def test_a_curriculum(folder: Path, tiny_assets: Path) -> None:
+    (folder / "nothing.py").write_text(
+        "def grade(response, label, metadata):\n    return 0.0 if int(label) % 2 else 1.0\n"
+    )
+    data = {"path": str(tiny_assets / "train.jsonl"), "rollout_shuffle": False}
+    data |= {"curriculum": {"policy": f"{folder / 'missed.py'}:choose"}}
+    reward = {"custom_rm_path": f"{folder / 'nothing.py'}:grade"}
+    for run in run_once(folder, tiny_assets, data=data, reward=reward):
+        iteration(run, DirectSteps(run), 1)
+        shard = run.read(run.committed(1, Step.ROLLOUT, "00-000"))
+        assert shard.column("prompt_index").to_pylist()[::4] == [1, 3, 4, 5]
+        assert stale(run, "data.curriculum.policy") >= {"rollout", "train"}
 
 
 def test_a_filter(folder: Path, tiny_assets: Path) -> None:
@@ -246,6 +303,45 @@ def test_a_buffer_policy(folder: Path, tiny_assets: Path) -> None:
             ages += [row["age"] for row in rows]
         assert max(ages) == 1, "groups of the first iteration compete in the second"
         assert stale(run, "rollout.buffer_filter_path") >= {"filter", "advantage", "train", "sync"}
+
+
+def test_a_filter_of_samples(folder: Path, tiny_assets: Path) -> None:
+    sections = {"dynamic_sampling_filter": f"{folder / 'answered.py'}:keep", "rollout_stop_token_ids": [*range(3, 10)]}
+    for run in run_once(folder, tiny_assets, rollout={**tiny_rollout(), **sections, "max_refill_rounds": 2}):
+        selection = last_selection(run, 0)
+        rows = {row["group_id"]: row for row in run.read(selection).to_pylist()}
+        reasons = [row["reason"] for row in rows.values()]
+        for commit in (one for one in run.ledger.commits(0) if one.step is Step.ROLLOUT):
+            for group in by_group(run.read(commit)):
+                cut = sum(row["finish_reason"] == "length" for row in group)
+                row = rows[group[0]["group_id"]]
+                assert (row["reason"] == "cut" or row["disposition"] == "train") == (2 * cut > 4 or row["kept"])
+                assert row["priority"] == -sum(len(sample["response_ids"]) for sample in group) / 4
+        assert selection.metrics.get("dynamic_filter/drop_cut", 0) <= reasons.count("cut")
+        assert stale(run, "rollout.dynamic_sampling_filter") >= {"filter", "advantage", "train"}
+
+
+def test_a_sample_filter(folder: Path, tiny_assets: Path) -> None:
+    """Three samples in four say nothing, so that several are the same."""
+    sections = {"rollout_sample_filter_path": f"{folder / 'once.py'}:remove", "rollout_max_response_len": 1}
+    for run in run_once(folder, tiny_assets, rollout={**tiny_rollout(), **sections, "n_samples_per_prompt": 48}):
+        selection = last_selection(run, 0)
+        rollouts, _ = trained_shards(run, selection)
+        trained = train_batch(run, selection, rollouts)
+        removed = {row["group_id"]: row["removed"] for row in run.read(selection).to_pylist()}
+        assert selection.metrics["sample_filter/removed"] == sum(map(len, removed.values())) > 0
+        seen: set[tuple[int, ...]] = set()
+        for place, (group, ids, mask) in enumerate(
+            zip(trained.groups, trained.input_ids, trained.loss_mask, strict=True)
+        ):
+            sample = (group, *ids.tolist())
+            assert (sample in seen) == (place % 48 in removed[group]) == (not mask.any())
+            seen.add(sample)
+        advantages = arrays(run.read(run.committed(0, Step.ADVANTAGE)), "advantages")
+        rewards = rewards_of(run).reshape(-1, 48).astype(float)
+        expected = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose([one[0] for one in advantages], expected.ravel(), atol=1e-5)
+        assert stale(run, "rollout.rollout_sample_filter_path") >= {"filter", "advantage", "train"}
 
 
 def test_a_benchmark_metric(folder: Path, tiny_assets: Path) -> None:

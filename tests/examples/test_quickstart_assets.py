@@ -10,11 +10,18 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.configs.schema.data import RowFormat
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.store import open_store
 from cairn.tasks.data import PromptData, draw
 from cairn.tasks.rewards.exact_match import grade
 from cairn.tasks.rewards.sample import Sample
 from examples.quickstart import build as builder
 from examples.quickstart.task import demonstration, is_held_out, problems
+from examples.quickstart.warm_start import RUN, config
+from tests.examples.conftest import warm_start
+from tests.tiny_run import DirectSteps, tiny_context
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -85,15 +92,30 @@ def test_a_second_build_does_nothing_and_another_seed_builds_again(built):
     assert builder._read_stamp(built) != builder._stamp(seed=1, steps=20)
 
 
-def test_a_build_that_fails_leaves_the_old_folder_and_nothing_else(built, monkeypatch):
-    def fails(*_: object) -> None:
+def test_a_build_whose_warm_start_is_lost_goes_on_with_it(tmp_path):
+    folder = tmp_path / "quickstart"
+
+    def dies(folder: Path, steps: int) -> None:
+        with tiny_context(str(folder), config(folder, steps), RUN) as (run, _):
+            iteration(run, DirectSteps(run), 0)
         raise RuntimeError("no space left")
 
-    monkeypatch.setattr("examples.quickstart.warm_start.warm_start", fails)
     with pytest.raises(RuntimeError, match="no space left"):
-        builder.build(built, seed=1, steps=20)
-    assert [path.name for path in built.parent.iterdir()] == [built.name]
-    assert not builder.build(built, steps=20)
+        builder.build(folder, steps=20, train=dies)
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert not (folder / "model").exists()
+    begun = (folder / "untrained" / "model.safetensors").stat().st_mtime_ns
+    assert builder.build(folder, steps=20, train=warm_start)
+    assert (folder / "untrained" / "model.safetensors").stat().st_mtime_ns == begun
+    ledger = Ledger.open(open_store(str(folder)), RUN)
+    assert [commit.epoch for index in (0, 1) for commit in ledger.commits(index) if commit.step is Step.TRAIN] == [1, 2]
+    assert not builder.build(folder, steps=20)
+
+
+def test_of_a_pair_the_right_answer_is_preferred(built):
+    for row in rows(built / "preferences.jsonl"):
+        label = " ".join(sorted(filter(str.isdigit, row["prompt"])))
+        assert [grade(Sample(row[name], label)) for name in ("chosen", "rejected")] == [1, 0]
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason=f"needs {GSM8K}, the GSM8K training set")

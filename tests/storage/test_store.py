@@ -1,13 +1,16 @@
 """The promises of `cairn.storage.store.Store`, on every kind of store."""
 
+import gc
 import hashlib
 import os
 import pickle
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from s3fs import S3FileSystem
 
 from cairn.storage.errors import NoSpace
 from cairn.storage.store import Store, open_store, probe
@@ -92,6 +95,21 @@ def test_a_pickled_store_opens_connections_of_its_own(store: Store) -> None:
     copy = pickle.loads(pickle.dumps(store))
     assert copy.read("file") == b"x"
     assert open_store(store.url).read("file") == b"x"
+
+
+def test_a_store_that_nobody_holds_any_more_is_gone_with_its_connections(store: Store) -> None:
+    opened = open_store(store.url)
+    opened.write("file", b"x")
+    held = [weakref.ref(opened), *(weakref.ref(value) for value in vars(opened).values() if is_connection(value))]
+    assert len(held) == 2
+    del opened
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+
+
+def is_connection(value: object) -> bool:
+    """Whether it is what a store reaches its files by: a client, or threads."""
+    return isinstance(value, (S3FileSystem, ThreadPoolExecutor))
 
 
 def test_the_probe_accepts_the_store_and_leaves_nothing_behind(store: Store) -> None:

@@ -1,10 +1,13 @@
 """On-policy distillation, from the teacher's folder to the advantages."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from transformers import AutoTokenizer
 
+from cairn.engines.fleet.fleet import _with_absolute_paths
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
@@ -45,3 +48,32 @@ def test_advantages_are_lowered_by_the_reverse_kl_and_then_normalised(tiny_asset
     ledger = Ledger.open(open_store(str(tmp_path / "store")), "tiny")
     stale = {step for _, step, _, _ in stale_steps(ledger, config, {"teacher_model": "0" * 64})}
     assert stale == {"score", "advantage", "train", "sync"}
+
+
+@pytest.mark.parametrize(
+    ("model", "rollout", "says"),
+    [
+        ({"teacher_path": "large"}, {}, "are two teachers: leave one out"),
+        (
+            {},
+            {"rollout_temperature": 0.7},
+            "gives log-probs at temperature 1 over the whole vocabulary, and the policy",
+        ),
+        ({}, {"rollout_top_p": 0.9}, "leave out rollout.rollout_temperature, rollout_top_p and rollout_top_k"),
+    ],
+)
+def test_a_server_gives_log_probs_of_what_the_policy_samples_from_or_is_refused(
+    tiny_assets: Path, model: dict[str, Any], rollout: dict[str, Any], says: str
+) -> None:
+    whole = tiny_config(tiny_assets).rollout.model_dump()
+    served = {"path": "m", "teacher_url": "http://large:30000/v1", "teacher_name": "large"}
+    sections = {"model": served | model, "rollout": whole | rollout, "algorithm": {"use_opd": True}}
+    with pytest.raises(ValueError, match=says):
+        tiny_config(tiny_assets, **sections)
+
+
+def test_actors_are_given_the_teachers_address_and_whole_paths_of_folders(tiny_assets: Path) -> None:
+    served = {"path": "m", "teacher_url": "http://large:30000/v1", "teacher_name": "large"}
+    model = _with_absolute_paths(tiny_config(tiny_assets, model=served, algorithm={"use_opd": True})).model
+    assert model.path == str(Path.cwd() / "m")
+    assert model.model_copy(update={"path": "m"}).model_dump(exclude_unset=True) == served

@@ -1,6 +1,6 @@
 """One update a train step, whatever is lost between the update and its commit; and replay to the same weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,46 @@ def check_that_a_train_step_is_one_update(
     with tiny_context(str(store), config, fleet=fleet) as (run, _):
         trained = [run.committed(index, Step.TRAIN) for index in range(3)]
     assert [(commit.weight_version_in, commit.weight_version_out) for commit in trained] == [(0, 2), (2, 4), (4, 6)]
+
+
+@pytest.mark.parametrize("save_interval", [2, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_a_reference_that_follows_the_policy_is_the_same_after_a_kill(
+    tiny_assets: Path, tmp_path: Path, engine: str, save_interval: int | None
+) -> None:
+    """Killed with all its engines where the update that makes the policy the reference is done and not committed, and
+    again after a step that was held against the new one."""
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.5, "ref_update_interval": 2}
+    rollout = {"num_rollout": 5, "rollout_batch_size": 2, "n_samples_per_prompt": 4, "rollout_max_response_len": 4}
+    config = tiny_config(
+        tiny_assets,
+        algorithm={**kl, "use_rollout_logprobs": False},
+        rollout=rollout,
+        training={"lr": 1e-2, "num_threads": 1, "engine": engine, "num_steps_per_rollout": 2},
+        checkpoint={"save_interval": save_interval},
+    )
+    undisturbed = run_iterations(tmp_path / "undisturbed", config, 5)
+    with tiny_context(str(tmp_path / "undisturbed"), config) as (run, _):
+        scored = [run.read(run.committed(index, Step.SCORE)).to_pylist() for index in range(5)]
+    apart = [max(abs(a - b) for row in rows for a, b in pairs_of(row)) for rows in scored]
+    assert max(apart[index] for index in (0, 2, 4)) < 1e-5  # the reference is the policy
+    assert min(apart[index] for index in (1, 3)) > 1e-3
+
+    def strike() -> None:
+        raise KeyboardInterrupt
+
+    for index in (1, 4):
+        fleet = LocalFleet(config)
+        run_iterations(tmp_path / "killed", config, index, fleet)
+        with tiny_context(str(tmp_path / "killed"), config, fleet=fleet) as (run, _):
+            lose(run, fleet, "updated", strike)
+            with pytest.raises(KeyboardInterrupt):
+                iteration(run, DirectSteps(run), index)
+    assert run_iterations(tmp_path / "killed", config, 5) == undisturbed
+
+
+def pairs_of(row: dict[str, Any]) -> Iterator[tuple[float, float]]:
+    return zip(row["log_probs"], row["ref_log_probs"], strict=True)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ UNREAD = CHANGES_NO_BITS | {
     "tracking": "what is told to people",
     "eval.eval_interval": "which iterations have the step",
     "eval.skip_eval_before_train": "which iterations have the step",
+    "rollout.num_epoch": "how many iterations there are, which num_rollout says too where a run is made",
     "rollout.num_engines": "each serves what was published, and that it does is verified",
     "rollout.over_sampling_batch_size": "an argument of the step: how many groups a shard has",
     "rollout.shards_per_round": "an argument of the step: how groups are cut into shards",

@@ -12,6 +12,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.flows.iteration import iteration, last_selection
 from cairn.flows.reading.samples import iteration_samples
+from cairn.flows.report.data import read_samples, read_tokens
 from cairn.storage.commits import Step
 from cairn.storage.schemas import EVAL, MEASURED, ROLLOUT, TRAJECTORIES
 from cairn.storage.verification import verify
@@ -104,6 +105,8 @@ def test_a_run_of_them_that_is_killed_in_between_ends_in_the_undisturbed_weights
         assert shown[key].reward == sum(last) % 7
         assert shown[key].response_tokens == len(row["response_ids"])
 
+    check_report_of(whole, 0)
+
     fleet = dying_after(LocalFleet(config), 16 + 12 + 6)  # all first and second turns, and some third ones
     store = str(tmp_path / "killed")
     with tiny_context(store, config, fleet=fleet) as (run, _), pytest.raises(KeyboardInterrupt):
@@ -115,6 +118,21 @@ def test_a_run_of_them_that_is_killed_in_between_ends_in_the_undisturbed_weights
         assert again.drop_columns([*MEASURED]).equals(table.drop_columns([*MEASURED]))
         assert train_digests(run, [0]) == expected
         check_continued(run, again)
+
+
+def check_report_of(run: RunContext, index: int) -> None:
+    """It shows a log-prob of the tokens that the policy sampled, and of no others."""
+    samples = read_samples(run.ledger, lambda *told: None)
+    tokens = read_tokens(run.ledger, samples, range(samples.rows.num_rows), lambda *told: None)
+    rows = [row for _, row in sorted(rows_of(run, index).items())]
+    sampled = [
+        segment["call"] is not None
+        for row in rows
+        for segment in row["segments"] or [{"call": "", "tokens": len(row["response_ids"])}]
+        for _ in range(segment["tokens"])
+    ]
+    assert not all(sampled)
+    assert tokens.column("log_prob").is_valid().to_pylist() == sampled
 
 
 def check_continued(run: RunContext, table: pa.Table) -> None:

@@ -17,6 +17,7 @@ def completion(
     seconds: float,
     *,
     may_abort: bool,
+    stop: tuple[str, ...] = (),
     with_kept: bool = False,
 ) -> Completion:
     """One sample of the reply to a `/generate`.
@@ -24,6 +25,7 @@ def completion(
     Args:
         content: the reply's JSON.
         may_abort: an abort was asked for, so a part will do.
+        stop: the stop strings that were asked for.
         with_kept: what its tokens were drawn from was asked for.
 
     Raises:
@@ -36,9 +38,9 @@ def completion(
     if reason is None or (reason == FinishReason.ABORT and not may_abort):
         at_fault = finish.get("status_code") not in (None, 503)
         raise (GenerationFailed if at_fault else EngineError)(f"a generation ended by {finish}")
-    # No stop string was given: SGLang says so where it drew a token that there is not.
-    if isinstance(finish.get("matched"), str):
-        raise GenerationFailed(f"a generation ended by {finish['matched']!r}: the weights give no finite logits")
+    matched = finish.get("matched")
+    if isinstance(matched, str) and matched not in stop:  # SGLang's words where it drew a token that there is not
+        raise GenerationFailed(f"a generation ended by {matched!r}: the weights give no finite logits")
     ids = np.asarray(content["output_ids"], np.int32)
     kept = None
     if with_kept:

@@ -35,8 +35,8 @@ class SGLangEngine:
 
     Args:
         model_path: folder in Hugging Face format.
-        config: of it, `dtype`, `num_threads`, `max_running_requests`, `timeout` and the health checks are read, and
-            `sglang` where there is no plan.
+        config: of it, `dtype`, `num_threads`, `max_running_requests`, `timeout` and the health checks are read, whether
+            there is a `rollout_stop`, for which the server has a tokenizer, and `sglang` where there is no plan.
         device: "cpu" or "cuda".
         log: file that the server's output is appended to.
         start_timeout: seconds until the server must serve.

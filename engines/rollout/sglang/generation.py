@@ -209,6 +209,7 @@ class Generation:
                 content,
                 time.perf_counter() - began,
                 may_abort=self._aborted,
+                stop=params.stop,
                 with_kept=params.cuts_vocabulary and params.return_kept,
             )
 
@@ -217,6 +218,8 @@ class Generation:
 
         A 500 of a router may only mean that a server is gone, so the request is at fault where all of them answer."""
         params, given = request.sampling_params, len(request.input_ids)
+        # Text is what a server makes of all tokens, and no token is taken back.
+        stop = {"stop": list(params.stop), "no_stop_trim": True, "skip_special_tokens": False} if params.stop else {}
         body = {
             "rid": rid,
             "input_ids": [*map(int, request.input_ids)],
@@ -227,6 +230,7 @@ class Generation:
                 "top_k": params.top_k,
                 "stop_token_ids": list(params.stop_token_ids),
                 "sampling_seed": request.seed % 2**31,
+                **stop,
             },
             "return_logprob": True,
             "return_sampling_mask": params.cuts_vocabulary and params.return_kept,

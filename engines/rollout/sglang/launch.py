@@ -51,6 +51,11 @@ def launch(
         external.wait_ready(start_timeout)
         if why := takes_no_weights(external.options()):
             raise EngineError(f"the server at {external.url} of rollout.external_urls has {why}")
+        if config.rollout_stop and external.options().get("skip_tokenizer_init"):
+            raise EngineError(
+                f"the server at {external.url} of rollout.external_urls has no tokenizer (skip_tokenizer_init), which "
+                "rollout.rollout_stop needs: start it with one, or leave the strings out"
+            )
         return Launched(external, Worker(external.url), external.is_deterministic(), external.environment())
     if (problem := code_problem(model_path, plan.options)) is not None:
         raise EngineError(problem)
@@ -63,7 +68,7 @@ def launch(
         "max_running_requests": config.max_running_requests,
         "host": place.host,
         "port": port,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not config.rollout_stop,
         "skip_server_warmup": True,
         "weight_version": "0",
         "uvicorn_access_log_exclude_prefixes": POLLED,

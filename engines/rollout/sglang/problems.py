@@ -11,6 +11,9 @@ from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
 from cairn.engines.rollout.sglang.launch_plan import plan_problems
 from cairn.engines.rollout.sglang.model_code import code_problem
 
+MOST_STOP_STRINGS = 32
+"""Of a request (`MAX_STOP_COUNT` in SGLang's sampling parameters)."""
+
 
 def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
     """Sentences on servers, router and model. `tells_kept`: servers are asked what each token was drawn from, where
@@ -19,6 +22,8 @@ def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
     yield from plan_problems(rollout)
     if tells_kept:
         yield from kept_problems(rollout)
+    if (count := len(rollout.rollout_stop)) > MOST_STOP_STRINGS:
+        yield f"rollout.rollout_stop has {count} strings, and SGLang takes {MOST_STOP_STRINGS} at most: give fewer"
     yield from _served_otherwise(config.model.path)
     if rollout.external_urls and rollout.router is None:  # nothing is launched here
         return

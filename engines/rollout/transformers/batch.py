@@ -4,7 +4,7 @@ Rows stay dense, so that a step runs over the first ones of everything.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.rollout.transformers.sampling import sample, uniforms
+from cairn.engines.rollout.transformers.stop_strings import StopWatch
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, KeptTokens
 
 
@@ -24,6 +25,8 @@ class Sample:
     """[L] int64: what it goes on from."""
     start: bytes
     """The same as a key: samples with equal ones have equal keys and values to begin with."""
+    watch: StopWatch | None = None
+    """For the strings that end it, where it has some."""
     began: float = 0.0
     """When it was admitted, by `time.perf_counter`."""
     kept: list[np.ndarray] = field(default_factory=list)
@@ -35,8 +38,10 @@ class Sample:
         return self.request.sampling_params.max_new_tokens - self.request.position
 
 
-def samples_of(requests: Sequence[GenerateRequest]) -> list[Sample]:
-    """Of valid requests, in their order."""
+def samples_of(
+    requests: Sequence[GenerateRequest], watch: Callable[[GenerateRequest], StopWatch | None] = lambda request: None
+) -> list[Sample]:
+    """Of valid requests, in their order. `watch`: for what ends each but its tokens."""
     seen: dict[int, tuple[np.ndarray, bytes]] = {}
     samples = []
     for request in requests:
@@ -44,7 +49,8 @@ def samples_of(requests: Sequence[GenerateRequest]) -> list[Sample]:
         if found is None:
             tokens = np.asarray(request.input_ids, np.int64)
             found = seen[id(request.input_ids)] = tokens, tokens.tobytes()
-        samples.append(Sample(request, *found))
+        tokens, start = found
+        samples.append(Sample(request, tokens, start, watch(request)))
     return samples
 
 
@@ -79,7 +85,7 @@ class Batch:
         self._stop_sets = np.zeros(0, dtype=np.int64)
         self._stop_rows: dict[tuple[int, ...], int] = {}
         self._stops = np.zeros((0, self._vocab_size), dtype=bool)
-        self._any_greedy = self._any_temperature = self._any_truncated = False
+        self._any_greedy = self._any_temperature = self._any_truncated = self._any_watched = False
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -118,6 +124,7 @@ class Batch:
         self._any_greedy |= any(p.temperature == 0 for p in params)
         self._any_temperature |= any(p.temperature not in (0, 1) for p in params)
         self._any_truncated |= any(p.top_p < 1 or 0 < p.top_k < self._vocab_size for p in params)
+        self._any_watched |= any(sample.watch is not None for sample in samples)
         now = time.perf_counter()
         for one in samples:
             one.began = now
@@ -138,7 +145,13 @@ class Batch:
         self.tokens[:rows] = tokens
         self.positions[:rows] += 1
         generated += 1
-        return np.flatnonzero(self._stops[self._stop_sets[:rows], tokens] | (generated >= self._limits[:rows]))
+        ended = self._stops[self._stop_sets[:rows], tokens] | (generated >= self._limits[:rows])
+        if self._any_watched:
+            watches = [sample.watch for sample in self.samples]
+            ended |= [
+                watch is not None and watch.completes(int(token)) for watch, token in zip(watches, tokens, strict=True)
+            ]
+        return np.flatnonzero(ended)
 
     def results(
         self, rows: np.ndarray, weight_version: int, *, aborted: bool = False
@@ -158,7 +171,8 @@ class Batch:
                 f"The weights of version {weight_version} give logits that are not finite (request "
                 f"{'/'.join(map(str, id))}): the policy has diverged; go back to an earlier checkpoint."
             )
-        stopped = self._stops[self._stop_sets[row], self.tokens[row]]
+        found = ended.watch is not None and ended.watch.found
+        stopped = found or self._stops[self._stop_sets[row], self.tokens[row]]
         return ended, Completion(
             request_id=id,
             response_ids=self._responses[row, : self._generated[row]].copy(),

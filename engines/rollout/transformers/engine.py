@@ -17,6 +17,7 @@ from cairn.engines.rollout.transformers import checks
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.experts import named_weights
 from cairn.engines.rollout.transformers.loop import DecodeLoop
+from cairn.engines.rollout.transformers.stop_strings import StopStrings
 from cairn.engines.rollout.transformers.weights import WeightUpdate
 from cairn.engines.types import GenerateRequest
 from cairn.engines.weights.checksum import weights_checksum
@@ -32,7 +33,7 @@ class TransformersEngine:
     that holds here.
 
     Args:
-        model_path: folder in Hugging Face format; no tokenizer is needed.
+        model_path: folder in Hugging Face format; a tokenizer is needed for stop strings alone.
         config: of it, `num_threads`, `dtype` and `max_running_requests` are read.
         device: "cpu", "cuda" or "cuda:N".
 
@@ -46,7 +47,9 @@ class TransformersEngine:
         self._model = load_causal_lm(model_path, getattr(torch, config.dtype), device).requires_grad_(False)
         self._decoder = Decoder(self._model, config.max_running_requests)
         self._occupancy = Occupancy()
-        self._loop = DecodeLoop(self._decoder, eos_token_ids(self._model), self._serving, self._occupancy)
+        self._loop = DecodeLoop(
+            self._decoder, eos_token_ids(self._model), self._serving, self._occupancy, StopStrings(model_path)
+        )
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
         self._apart: set[str] = set()

@@ -15,6 +15,7 @@ from cairn.engines.rollout.requests import validate_requests
 from cairn.engines.rollout.transformers.batch import Sample, samples_of
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.decoding import Decoding
+from cairn.engines.rollout.transformers.stop_strings import StopStrings
 from cairn.engines.types import Completion, GenerateRequest
 
 Result = Completion | Exception
@@ -27,15 +28,22 @@ class DecodeLoop:
         end_ids: token ids that end every response, besides each request's own.
         version: that of the weights; raises EngineError where none can be generated with.
         occupancy: of the engine.
+        stop_strings: of its requests.
     """
 
     def __init__(
-        self, decoder: Decoder, end_ids: frozenset[int], version: Callable[[], int], occupancy: Occupancy
+        self,
+        decoder: Decoder,
+        end_ids: frozenset[int],
+        version: Callable[[], int],
+        occupancy: Occupancy,
+        stop_strings: StopStrings,
     ) -> None:
         self._decoder = decoder
         self._end_ids = end_ids
         self._version = version
         self._occupancy = occupancy
+        self._stop_strings = stop_strings
         self.decoding = Decoding(decoder, end_ids)
         """What is decoded, or was the last time that there was something to do."""
         self._changed = threading.Condition()
@@ -62,7 +70,7 @@ class DecodeLoop:
     def submit(self, asker: "_Asker", requests: Sequence[GenerateRequest]) -> None:
         """See `Stream.submit`."""
         validate_requests(requests, self._decoder.context_length, self._decoder.vocab_size)
-        samples = samples_of(requests)
+        samples = samples_of(requests, self._stop_strings.watch)
         self._occupancy.enter(len(samples))
         try:
             version = self._version()

@@ -8,7 +8,7 @@ from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.losses.limits import bounded
 
 
-@plugin(reads={"tis_clip", "tis_clip_low"})
+@plugin(reads={"tis_clip", "tis_clip_low", "tis_batch_normalize"})
 def correct(tokens: Tokens, config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """[T] `importance_weights`; of the metrics, `tis` is the ratio before it is clipped."""
     weights, ratio = importance_weights(

@@ -6,7 +6,9 @@ from cairn.configs.schema.algorithm import KLType
 from cairn.engines.training.losses.limits import LARGEST_LOG_RATIO, bounded
 
 
-def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType) -> torch.Tensor:
+def kl_divergence(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType, old_log_probs: torch.Tensor | None = None
+) -> torch.Tensor:
     """[T] estimate for each token, in nats: J. Schulman, "Approximating KL Divergence" (2020).
 
     With d = log_probs - ref_log_probs, k1 = d, k2 = d² / 2 and k3 = exp(-d) - 1 + d, with d of the exponential held
@@ -15,12 +17,21 @@ def kl_divergence(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KL
     As a loss, over tokens that the policy π itself sampled, the expected gradients are those of: k1, nothing (it is
     E[∇ log π] = 0); k2, KL(π ‖ reference), since E[d ∇ log π] is its gradient; k3, KL(reference ‖ π). Tang and Munos,
     "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
+
+    With the log-probs of the policy π_old that sampled, the estimate is multiplied by π / π_old, through which the
+    gradient flows: for k1 and k3 the expectation over π_old is then KL(π ‖ reference), and that of the gradient is its
+    gradient, however far the two are apart. DeepSeek-AI, "DeepSeek-V3.2" (2025), section 3.1, "Unbiased KL estimate".
     """
-    difference = log_probs - ref_log_probs
+    estimate = _estimate(log_probs - ref_log_probs, kind)
+    if old_log_probs is not None:
+        estimate = torch.exp(bounded(log_probs - old_log_probs)) * estimate
+    return estimate.clamp(-10, 10) if kind == "low_var_kl" else estimate
+
+
+def _estimate(difference: torch.Tensor, kind: KLType) -> torch.Tensor:
     if kind == "k1":
         return difference
     if kind == "k2":
         return difference.square() / 2
     # Where the exponential is held, so is the other term: alone, its gradient would push the policy further away.
-    k3 = torch.expm1(bounded(-difference)) + difference.clamp(min=-LARGEST_LOG_RATIO)
-    return k3.clamp(-10, 10) if kind == "low_var_kl" else k3
+    return torch.expm1(bounded(-difference)) + difference.clamp(min=-LARGEST_LOG_RATIO)

@@ -16,6 +16,8 @@ from cairn.engines.training.log_probs import entropy, token_log_probs
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.limits import bounded
 from cairn.engines.training.losses.metrics import LARGEST
+from cairn.engines.training.losses.mismatch import mismatch
+from cairn.engines.training.losses.opsm import masked
 from cairn.engines.training.losses.protocol import Loss
 from cairn.engines.training.needs import is_policy_gradient
 
@@ -59,15 +61,23 @@ def loss_and_metrics(
         return loss, {"loss": loss.detach(), **_means(observed, tokens)}
     old = given(tokens.old_log_probs)
     metrics: Metrics = {}
+    trainer = current if algorithm.use_rollout_logprobs else old
+    if algorithm.use_opsm:
+        observed["opsm_clipfrac"] = masked(current, tokens, algorithm)
+        token_losses = token_losses * (1 - observed["opsm_clipfrac"])
     if algorithm.use_tis:
-        weights, corrected = _correction(tokens, algorithm)
+        weights, corrected = correction_weights(tokens, algorithm)
+        if tokens.mean_correction is not None:
+            weights = weights / tokens.mean_correction
+            corrected["tis_batch_norm"] = torch.full_like(weights, tokens.mean_correction)
         token_losses = token_losses * weights.detach()
         observed |= {**corrected, "ois": torch.exp(bounded(current - old))}
     if tokens.rollout_log_probs is not None:
-        trainer = current if algorithm.use_rollout_logprobs else old
         difference = (trainer - tokens.rollout_log_probs).abs()
         observed["train_rollout_logprob_abs_diff"] = difference
         metrics["train_rollout_logprob_abs_diff" + LARGEST] = functional.pad(difference, (0, 1)).amax()
+    if algorithm.get_mismatch_metrics:
+        observed |= mismatch(trainer, tokens, algorithm)
 
     loss = tokens.weighted_sum(token_losses)
     metrics["pg_loss"] = loss.detach()
@@ -76,7 +86,8 @@ def loss_and_metrics(
         loss = loss - algorithm.entropy_coef * tokens.weighted_sum(entropies)
     if algorithm.use_kl_loss:
         learned = log_probs if algorithm.kl_loss_coef > 0 else current
-        kl = kl_divergence(learned, given(tokens.ref_log_probs), algorithm.kl_estimator)
+        sampled = old if algorithm.use_unbiased_kl else None
+        kl = kl_divergence(learned, given(tokens.ref_log_probs), algorithm.kl_estimator, sampled)
         metrics["kl_loss"] = tokens.mean(kl.detach())
         if algorithm.kl_loss_coef > 0:
             loss = loss + algorithm.kl_loss_coef * tokens.weighted_sum(kl)
@@ -85,14 +96,12 @@ def loss_and_metrics(
 
 
 def _token_losses(log_probs: torch.Tensor, tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
-    """[T] by `algorithm.loss_type`, and the metrics of each token. Raises BadPlugin where it returns anything else."""
-    function: Loss = LOSS.load(algorithm.loss_type)
-    return _per_token(
-        function(log_probs, tokens, algorithm), len(log_probs), f"the loss {algorithm.loss_type!r}", "losses"
-    )
+    """[T] by `algorithm.loss`, and the metrics of each token. Raises BadPlugin where it returns anything else."""
+    function: Loss = LOSS.load(algorithm.loss)
+    return _per_token(function(log_probs, tokens, algorithm), len(log_probs), f"the loss {algorithm.loss!r}", "losses")
 
 
-def _correction(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
+def correction_weights(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Metrics]:
     """[T] by `algorithm.custom_tis_function_path`, and metrics. Raises BadPlugin as `_token_losses` does."""
     name = algorithm.custom_tis_function_path
     function: Correction = CORRECTION.load(name)

@@ -4,6 +4,7 @@
                                                                     read again by any layout of ranks. Of these only
                                                                     tensors are ever read: see metadata.py
 <folder>/critic/…               the same of the critic, where there is one
+<folder>/reference/…            the weights of the reference, where it becomes the policy at an interval
 <folder>/megatron_state.json    format, weight version, state digest, and of every file its size and SHA-256; carries
                                 its own digest; written last
 
@@ -14,6 +15,7 @@ while it writes the next. A file is hashed on its way and not read back.
 import queue
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,17 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint import CheckpointException
 
 from cairn.engines.errors import EngineError
-from cairn.engines.training.checkpoint import Described, read_sealed, write_sealed
+from cairn.engines.training.checkpoint import (
+    REFERENCE,
+    Described,
+    check_reference,
+    check_trained,
+    read_sealed,
+    write_sealed,
+)
 from cairn.engines.training.megatron.learner import MegatronLearner
 from cairn.engines.training.megatron.metadata import forget_writing
+from cairn.engines.training.megatron.reference import Reference
 from cairn.engines.training.megatron.transfer import CheckpointFile, Uploads, fetched
 from cairn.engines.training.sharding import raise_together
 from cairn.storage.errors import Damaged
@@ -56,25 +66,36 @@ class MegatronState(Described):
     use_distributed_optimizer: bool
     """Which writes master weights apart, also in float32; a state is read with the same setting."""
     files: list[CheckpointFile]
+    frozen: tuple[str, ...] = ()
+    """Hugging Face tensors of the actor that have no moments."""
 
     def files_of(self, role: str) -> list[CheckpointFile]:
-        """Those of the actor or of the critic."""
-        return [file for file in self.files if file.name.startswith("critic/") == (role == "critic")]
+        """Those of the actor, of the critic or of the reference."""
+        return [file for file in self.files if (file.name.rpartition("/")[0] or "actor") == role]
 
 
 def save(
-    store: Store, folder: str, learners: Mapping[str, MegatronLearner], *, weight_version: int, state_digest: str
+    store: Store,
+    folder: str,
+    learners: Mapping[str, MegatronLearner],
+    reference: Reference | None = None,
+    *,
+    weight_version: int,
+    state_digest: str,
 ) -> list[StoredFile]:
-    """Write the state of actor and critic; all ranks take part. Returns all files on rank 0, none elsewhere. Raises
-    what the store raises."""
+    """Write the state of actor and critic, and a reference that changes; all ranks take part. Returns all files on rank
+    0, none elsewhere. Raises what the store raises."""
     device = next(learners["actor"].chunks[0].parameters()).device
     error: Exception | None = None
     mine: list[CheckpointFile] = []
-    for role, learner in learners.items():
+    parts: dict[str, MegatronLearner | Reference] = {**learners}
+    if reference is not None:
+        parts[REFERENCE] = reference
+    for role, part in parts.items():
         with tempfile.TemporaryDirectory(prefix="cairn-megatron-") as local, Uploads(store, folder, role) as uploads:
             try:
                 with naming_full(local):
-                    _write(_sharded_state(learner, loading=False), Path(local), uploads.begin)
+                    _write(_to_save(part), Path(local), uploads.begin)
                     if dist.get_rank() == 0:
                         forget_writing(Path(local))
                 mine += uploads.end(Path(local))
@@ -93,6 +114,7 @@ def save(
                 state_digest=state_digest,
                 use_distributed_optimizer=learners["actor"].optimizer.config.use_distributed_optimizer,
                 files=files,
+                frozen=tuple(sorted(learners["actor"].state.frozen)),
             )
             stored = [StoredFile(f"{folder}/{file.name}", file.bytes, file.sha256) for file in files]
             stored.append(write_sealed(store, f"{folder}/{STATE}", state))
@@ -102,13 +124,15 @@ def save(
     return stored
 
 
-def read_description(store: Store, folder: str, learners: Mapping[str, MegatronLearner]) -> MegatronState:
+def read_description(
+    store: Store, folder: str, learners: Mapping[str, MegatronLearner], reference: Reference | None = None
+) -> MegatronState:
     """What a folder says it holds, if these learners can take it.
 
     Raises:
         Damaged: the description is missing or altered.
         EngineError: it was written with another setting of `use_distributed_optimizer`, or only one of the two has a
-            critic.
+            critic, or a reference that changes, or a parameter frozen.
     """
     state = _read(store, folder)
     own = learners["actor"].optimizer.config.use_distributed_optimizer
@@ -123,11 +147,18 @@ def read_description(store: Store, folder: str, learners: Mapping[str, MegatronL
             f"checkpoint {folder} has {holds} critic, and algorithm.advantage_estimator asks for {wants}: load it with "
             "the algorithm of the run that wrote it"
         )
+    check_reference(folder, bool(state.files_of(REFERENCE)), reference is not None)
+    check_trained(folder, learners["actor"].state.frozen ^ set(state.frozen))
     return state
 
 
 def load(
-    store: Store, folder: str, state: MegatronState, learners: Mapping[str, MegatronLearner], device: torch.device
+    store: Store,
+    folder: str,
+    state: MegatronState,
+    learners: Mapping[str, MegatronLearner],
+    reference: Reference | None,
+    device: torch.device,
 ) -> None:
     """Replace weights and moments by saved ones, of any layout of ranks; all ranks take part. Options of the optimizer
     stay those of the configuration, and its count of steps is to be set.
@@ -138,12 +169,16 @@ def load(
     for role, learner in learners.items():
         learner.set_steps(1)  # Megatron leaves a count of 0 out, and torch's Adam does not load without one
         wanted = _sharded_state(learner, loading=True)
-        # How many optimizers a model has depends on the layout, so everything but tensors is this rank's own. The name
-        # keeps it apart from the saved options, which Megatron would merge into it.
-        wanted["own optimizer"] = dict_list_map_inplace(_own, wanted.pop("optimizer"))
+        # How many optimizers a model has depends on the layout, so everything but tensors is this rank's own, and
+        # stays here: of what it is given Megatron drops what is empty. The name keeps the tensors apart from the saved
+        # options, which Megatron would merge with them.
+        optimizer, wanted["tensors"] = _apart(wanted.pop("optimizer"))
         loaded = _tensors_of(store, folder, state.files_of(role), wanted, device)
         _fill(learner.chunks, loaded)
-        learner.optimizer.load_state_dict(loaded["own optimizer"])
+        learner.optimizer.load_state_dict(_together(optimizer, loaded.get("tensors", {})))
+    if reference is not None:
+        weights = _sharded_weights(reference.chunks)
+        _fill(reference.chunks, _tensors_of(store, folder, state.files_of(REFERENCE), weights, device))
 
 
 def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch.device) -> None:
@@ -192,8 +227,32 @@ def _fill(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
         chunk.load_state_dict(loaded[name])
 
 
-def _own(value: Any) -> Any:
-    return value if isinstance(value, ShardedBase | LocalNonpersistentObject) else LocalNonpersistentObject(value)
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor belongs."""
+
+    number: int
+
+
+def _apart(tree: Any) -> tuple[Any, dict[int, ShardedBase]]:
+    """A tree of dicts and lists with places for what is to be read, and that by its places. Changes the tree."""
+    sharded: dict[int, ShardedBase] = {}
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, LocalNonpersistentObject):
+            return value.unwrap()
+        if not isinstance(value, ShardedBase):
+            return value
+        place = _Place(len(sharded))
+        sharded[place.number] = value
+        return place
+
+    return dict_list_map_inplace(taken, tree), sharded
+
+
+def _together(tree: Any, values: Mapping[int, Any]) -> Any:
+    """A tree with values in their places. Changes the tree."""
+    return dict_list_map_inplace(lambda value: values[value.number] if isinstance(value, _Place) else value, tree)
 
 
 def _own_object(value: Any) -> Any:
@@ -201,17 +260,23 @@ def _own_object(value: Any) -> Any:
     return LocalNonpersistentObject(value.data) if isinstance(value, ShardedObject) else value
 
 
-def _sharded_weights(chunks: Sequence[Any]) -> dict[str, Any]:
+def _sharded_weights(chunks: Sequence[Any], **metadata: bool) -> dict[str, Any]:
     return {
-        name: chunk.sharded_state_dict(metadata=dict(_METADATA))
+        name: chunk.sharded_state_dict(metadata={**_METADATA, **metadata})
         for name, chunk in zip(_names(chunks), chunks, strict=True)
     }
 
 
+def _to_save(part: MegatronLearner | Reference) -> dict[str, Any]:
+    return _sharded_weights(part.chunks) if isinstance(part, Reference) else _sharded_state(part, loading=False)
+
+
 def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]:
     state = _sharded_weights(learner.chunks)
-    state["optimizer"] = learner.optimizer.sharded_state_dict(state, is_loading=loading, metadata=dict(_METADATA))
-    return state
+    # All layers' tensors of a kind are one tensor of a checkpoint, which must be whole: not where some are frozen.
+    of_moments = _sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
+    optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=loading, metadata=dict(_METADATA))
+    return {**state, "optimizer": optimizer}
 
 
 def _names(chunks: Sequence[Any]) -> list[str]:

@@ -24,6 +24,7 @@ from cairn.engines.training.megatron.model import join_groups, load_model
 from cairn.engines.training.megatron.offload import Memory
 from cairn.engines.training.megatron.packing import padded_length
 from cairn.engines.training.megatron.passes import Passes
+from cairn.engines.training.megatron.reference import Reference
 from cairn.engines.training.megatron.value_head import read_values
 from cairn.engines.training.megatron.vocabulary import Policy
 from cairn.engines.training.needs import has_critic
@@ -77,11 +78,15 @@ class MegatronEngine(ExactlyOnceEngine):
             self._learners["critic"] = MegatronLearner(critic, value, read_values, training.of_critic, "critic.")
             self._scorers["critic"] = self._learners["critic"].score
         self._frozen: list[torch.Tensor] = []
+        self._reference: Reference | None = None
+        """The one that becomes the actor at an interval, and so is part of the state."""
         self._frozen_memory = Memory(self._device)
         for role, path in untrained_models(model, algorithm).items():
             frozen = load_model(Path(path), training, backend, trained=False)
             passes = Passes(frozen.config, frozen.chunks, self._device)
             self._frozen += [parameter.value for parameter in frozen.parameters]
+            if role == "ref" and algorithm.ref_update_interval is not None:
+                self._reference = Reference(frozen)
             self._scorers[role] = partial(passes.score_responses, reading=Policy(frozen.vocabulary, temperature).read)
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -104,19 +109,24 @@ class MegatronEngine(ExactlyOnceEngine):
     def save(self, store: Store, folder: str) -> list[StoredFile]:
         self._require_ready()
         return checkpoint.save(
-            store, folder, self._learners, weight_version=self._version, state_digest=self.state_digest()
+            store,
+            folder,
+            self._learners,
+            self._reference,
+            weight_version=self._version,
+            state_digest=self.state_digest(),
         )
 
     def load(self, store: Store, folder: str) -> None:
         self._require_onloaded()
         error = None
         try:
-            state = checkpoint.read_description(store, folder, self._learners)
+            state = checkpoint.read_description(store, folder, self._learners, self._reference)
         except Exception as failure:  # raised below, once every rank has come here
             error = failure
         raise_together(error, self._world_size, self._device)
         self._interrupted = "load"
-        checkpoint.load(store, folder, state, self._learners, self._device)
+        checkpoint.load(store, folder, state, self._learners, self._reference, self._device)
         self._end_load(folder, weight_version=state.weight_version, state_digest=state.state_digest)
 
     def offload(self) -> None:
@@ -140,8 +150,14 @@ class MegatronEngine(ExactlyOnceEngine):
 
     def _compute_digest(self) -> str:
         parts = [learner.state.fingerprints() for learner in self._learners.values()]
+        if self._reference is not None:
+            parts.append(self._reference.fingerprints())
         entries = [entry for part, _ in parts for entry in part]
         return digest(entries, torch.cat([sums for _, sums in parts]), f"weight_version {self._version}")
+
+    def _update_reference(self) -> None:
+        if self._reference is not None:
+            self._reference.become(self._actor.state)
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
         """This rank's micro-batches, as many as all others' and, in a pipeline, a multiple of its stages."""
@@ -150,5 +166,11 @@ class MegatronEngine(ExactlyOnceEngine):
         if limit is not None:
             limit *= training.context_parallel_size
         padded = {sample: padded_length(length, self._actor.alignment) for sample, length in lengths.items()}
-        plan = pack_micro_batches(padded, limit, training.data_parallel_size, training.pipeline_model_parallel_size)
+        plan = pack_micro_batches(
+            padded,
+            limit,
+            training.data_parallel_size,
+            training.pipeline_model_parallel_size,
+            most_samples=training.micro_batch_size,
+        )
         return plan[parallel_state.get_data_parallel_rank()]

@@ -2,7 +2,7 @@
 reads of the Hugging Face tensors where it holds them adds up to `cairn.engines.weights.checksum.fingerprint` of the
 whole."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -29,18 +29,26 @@ Fingerprints = tuple[list[tuple[str, tuple[int, ...], str]], torch.Tensor]
 
 
 def sharded_fingerprints(
-    pieces: Iterable[Piece], kinds: Iterable[str], ownership: Ownership, dtype: str, device: torch.device
+    pieces: Iterable[Piece],
+    kinds: Mapping[str, Collection[str]],
+    ownership: Ownership,
+    dtype: str,
+    device: torch.device,
 ) -> Fingerprints:
     """Of every whole tensor of every kind; all ranks take part.
 
     Args:
-        kinds: prefixes of the tensors' names, such as "exp_avg."; every piece is of one of them.
+        kinds: prefixes of the tensors' names, such as "exp_avg.", and the names that each goes with; every piece is of
+            one of them.
         dtype: that all tensors count as.
         device: over which ranks add up.
     """
     tensors = ownership.tensors()
     entries = [
-        (f"{kind}{name}", ownership.shape(parts[0][1]), dtype) for kind in kinds for name, parts in tensors.items()
+        (f"{kind}{name}", ownership.shape(parts[0][1]), dtype)
+        for kind, names in kinds.items()
+        for name, parts in tensors.items()
+        if name in names
     ]
     index = {name: place for place, (name, _, _) in enumerate(entries)}
     sums = torch.zeros(len(entries), 2, dtype=torch.int64, device=device)

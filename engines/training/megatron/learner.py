@@ -46,10 +46,13 @@ class MegatronLearner:
         self._norm = math.inf if overflowed else float(self.optimizer.get_grad_norm())
         return self._norm
 
-    def step(self, lr: float) -> None:
-        self.state.set_learning_rate(lr)
+    def step(self, lr: float, weight_decay: float) -> None:
+        self.state.set_rates(lr, weight_decay)
         clip_gradients(self.optimizer, self._norm)
         self.optimizer.step_with_ready_grads()
+
+    def forget_moments(self) -> None:
+        self.state.forget_moments()
 
     def set_steps(self, steps: int) -> None:
         self.state.set_steps(steps)

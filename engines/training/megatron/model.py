@@ -1,6 +1,6 @@
 """Megatron's process groups, model and optimizer for a configuration: what config.json says is not typed again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -25,6 +26,7 @@ from cairn.engines.models import check_model_folder, weight_files
 from cairn.engines.training.megatron.backend import Backend
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.families.base import Family
+from cairn.engines.training.megatron.freezing import frozen_tensors
 from cairn.engines.training.megatron.options import options_of
 from cairn.engines.training.megatron.post_norm import PostNorm
 from cairn.engines.training.megatron.value_head import ValueHead, source_in_critic
@@ -124,8 +126,11 @@ def load_model(
     if critic:
         given = dict(zip(("lm_head.weight", "lm_head.bias"), value_head(folder, hf.hidden_size), strict=True))
     load_weights(parameters, open_files(map(str, weight_files(folder))), given)
-    for chunk in bare:
-        chunk.requires_grad_(trained)
+    frozen = frozen_tensors(family, hf, training) if trained and not critic else frozenset()
+    for parameter in parameters:
+        parameter.value.requires_grad_(trained and not frozen.issuperset(parameter.names))
+    if frozen:
+        _let_gradients_through(bare, config)
     chunks = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in bare]
     return Model(config, chunks, parameters, sizes.vocabulary)
 
@@ -158,15 +163,17 @@ def build_optimizer(training: TrainingConfig, model: Model, wrapped: list[Any]) 
             **options_of("optimizer", training.megatron),
         }
     )
-    # Without these everything decays; and only Megatron's own scheduler, which is not used, applies `wd_mult`.
+    # Without these overrides everything decays.
     optimizer = get_megatron_optimizer(
         options, wrapped, get_standard_config_overrides(options), use_gloo_process_groups=False
     )
-    for group in optimizer.param_groups:
-        group["weight_decay"] = training.weight_decay * group["wd_mult"]
+    # That of all but experts, where experts alone are trained, is none on all ranks.
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     for part in optimizer.chained_optimizers:
         for buffer in getattr(part, "buffers", ()):
             _count_padding(buffer)
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+            _let_count_steps(part)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])
@@ -180,6 +187,14 @@ def _count_padding(buffer: Any) -> None:
     buffer.numel_unpadded = buffer.numel
     for bucket in buffer.buckets:
         bucket.numel_unpadded = bucket.grad_data.numel()
+
+
+def _let_count_steps(part: Any) -> None:
+    """0.16.1, with torch's Adam, reads the number of steps from a parameter's state and fails on a rank that trains
+    none, as one that holds frozen layers alone: it gets one without elements, in no buffer and without a gradient."""
+    groups = part.optimizer.param_groups
+    if not any(group["params"] for group in groups):
+        groups[0]["params"].append(torch.nn.Parameter(torch.zeros(0)))
 
 
 def clip_gradients(optimizer: Any, norm: float) -> None:
@@ -226,6 +241,16 @@ def _build(
             chunk.output_layer = ValueHead(config)
         chunks.append(chunk.to(backend.device))
     return chunks
+
+
+def _let_gradients_through(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
+    """Have a gradient asked for at a frozen embedding, where layers are recomputed: Megatron gives none to the
+    parameters of one whose input needs none."""
+    if config.recompute_granularity is None:
+        return
+    for chunk in chunks:
+        if chunk.pre_process and not chunk.embedding.word_embeddings.weight.requires_grad:
+            chunk.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
 
 
 def _block_spec(

@@ -10,13 +10,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from cairn.engines.training.megatron.fingerprints import Fingerprints, Piece, sharded_fingerprints
 from cairn.engines.training.megatron.model import replicas
 from cairn.engines.training.megatron.offload import Memory
-from cairn.engines.training.megatron.weights import Ownership, Parameter, gather
+from cairn.engines.training.megatron.weights import Block, Ownership, Parameter, gather
 from cairn.engines.training.optimizer import MOMENTS
 from cairn.engines.weights.checksum import digest
 
 
 class State:
-    """Master weights and moments, float32, of this rank's parameters."""
+    """Master weights and moments, float32, of this rank's parameters; what is frozen has neither."""
 
     def __init__(self, parameters: Sequence[Parameter], optimizer: Any, prefix: str) -> None:
         """All ranks take part.
@@ -33,11 +33,22 @@ class State:
         self._memory = Memory(self._device)
         self._create_moments()
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The Hugging Face tensors, of all ranks, that no update changes."""
+        return self._ownership.frozen
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """This rank's parameters, in the number format of the passes."""
+        return [parameter.value.detach() for parameter in self._parameters]
+
     def fingerprints(self) -> Fingerprints:
         """Of all whole tensors, as `cairn.engines.training.digest.state_digest` names them; all ranks take part."""
-        return sharded_fingerprints(
-            self._pieces(), self._kinds.values(), self._ownership, "torch.float32", self._device
-        )
+        tensors = self._ownership.tensors().keys()
+        trained = tensors - self.frozen
+        kinds = {kind: tensors if name == "param" else trained for name, kind in self._kinds.items()}
+        return sharded_fingerprints(self._pieces(), kinds, self._ownership, "torch.float32", self._device)
 
     def weights_checksum(self, dtypes: Sequence[torch.dtype]) -> str:
         """`weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn; all ranks take part."""
@@ -47,10 +58,10 @@ class State:
                 values = parameter.value.detach()
                 for dtype in (*dtypes, torch.float32):
                     values = values.to(dtype)
-                blocks = [block for block in parameter.blocks if self._ownership.owner(block) == self._rank]
-                yield Piece("", values.reshape(-1), 0, blocks)
+                yield Piece("", values.reshape(-1), 0, self._owned(parameter))
 
-        return digest(*sharded_fingerprints(pieces(), ("",), self._ownership, "float32", self._device))
+        kinds = {"": self._ownership.tensors()}
+        return digest(*sharded_fingerprints(pieces(), kinds, self._ownership, "float32", self._device))
 
     def gather_weights(self, dtype: torch.dtype, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights one after the other, on the CPU of rank 0 or on every rank's device, offloaded or not; see
@@ -60,16 +71,26 @@ class State:
     def offload(self) -> None:
         """Move weights, master weights and moments to the host's memory. Gradients are dropped."""
         self._optimizer.zero_grad()
-        values: list[Any] = [parameter.value for parameter in self._parameters]
+        values: list[Any] = [parameter.value for parameter in self._parameters if parameter.trained]
         self._memory.give(self._tensors(), (value.main_grad for value in values))
 
     def onload(self) -> None:
         """Move them back; gradients are zero."""
         self._memory.take()
 
-    def set_learning_rate(self, lr: float) -> None:
+    def set_rates(self, lr: float, weight_decay: float) -> None:
+        """Learning rate and weight decay of the next step: only Megatron's own scheduler, which is not used, applies
+        `wd_mult`, by which nothing but matrices decays."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+            group["weight_decay"] = weight_decay * group["wd_mult"]
+
+    def forget_moments(self) -> None:
+        """Make them zero."""
+        for part in self._optimizer.chained_optimizers:
+            for state in part.optimizer.state.values():
+                for name in MOMENTS:
+                    state[name].zero_()
 
     def set_steps(self, steps: int) -> None:
         """Tell the optimizer how many steps it has taken, from which it corrects the bias of its moments."""
@@ -106,6 +127,11 @@ class State:
         """What this rank answers for. With the distributed optimizer that is its own part of what its replicas hold in
         common, else all of what it owns."""
         by_parameter: dict[torch.Tensor, Parameter] = {p.value: p for p in self._parameters}
+        for parameter in self._parameters:
+            if not parameter.trained:
+                yield Piece(
+                    self._kinds["param"], parameter.value.detach().float().reshape(-1), 0, self._owned(parameter)
+                )
         for part in self._optimizer.chained_optimizers:
             if isinstance(part, DistributedOptimizer):
                 for value in part.model_param_group_index_map:
@@ -120,10 +146,15 @@ class State:
                         tensors = {"param": main, **part.optimizer.state[main]}
                         yield from self._pieces_of(parameter, tensors, 0, [self._rank])
 
+    def _owned(self, parameter: Parameter, answering: Sequence[int] | None = None) -> list[Block]:
+        """The blocks for which one of some ranks answers, by default this one."""
+        ranks = [self._rank] if answering is None else answering
+        return [block for block in parameter.blocks if self._ownership.owner(block) in ranks]
+
     def _pieces_of(
         self, parameter: Parameter, tensors: dict[str, torch.Tensor], start: int, answering: Sequence[int]
     ) -> Iterator[Piece]:
-        blocks = [block for block in parameter.blocks if self._ownership.owner(block) in answering]
+        blocks = self._owned(parameter, answering)
         for name, kind in self._kinds.items():
             yield Piece(kind, tensors[name].detach().reshape(-1), start, blocks)
 

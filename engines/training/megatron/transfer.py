@@ -25,7 +25,7 @@ UPLOADS_AT_A_TIME = 4
 class CheckpointFile(BaseModel):
     """One file."""
 
-    name: str = Field(pattern=r"^(critic/)?(\.metadata|[A-Za-z0-9_][A-Za-z0-9_.]*)$")
+    name: str = Field(pattern=r"^((critic|reference)/)?(\.metadata|[A-Za-z0-9_][A-Za-z0-9_.]*)$")
     bytes: int
     sha256: str
 

@@ -39,9 +39,16 @@ class Parameter:
     """A parameter of this rank."""
 
     value: torch.nn.Parameter
+    names: tuple[str, ...]
+    """Of the Hugging Face tensors that it is made of."""
     blocks: list[Block]
     expert: bool
     vector: bool = field(default=False)
+
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer changes it."""
+        return self.value.requires_grad
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -83,7 +90,7 @@ def parameters_of(
             expert = ".experts." in name
             source = source_of(name)
             blocks = list(_blocks(source.layout, source.names, tuple(as_matrix(value).shape), sizes, *_part(expert)))
-            parameters.append(Parameter(value, blocks, expert, value.dim() == 1))
+            parameters.append(Parameter(value, source.names, blocks, expert, value.dim() == 1))
     return parameters
 
 
@@ -197,21 +204,25 @@ class Ownership:
     owners: dict[tuple[str, int, int], tuple[int, Block]]
     """By name, row and column: the lowest rank that holds the block, and the block as it has it."""
     vectors: frozenset[str]
+    frozen: frozenset[str]
+    """The tensors that no optimizer changes."""
 
     @classmethod
     def agree(cls, parameters: Iterable[Parameter]) -> "Ownership":
         """All ranks take part and come to the same."""
-        mine = [(block, parameter.vector) for parameter in parameters for block in parameter.blocks]
+        mine = [(block, parameter.vector, parameter.trained) for parameter in parameters for block in parameter.blocks]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         owners: dict[tuple[str, int, int], tuple[int, Block]] = {}
-        vectors = set()
+        vectors, frozen = set(), set()
         for rank, blocks in enumerate(every):
-            for block, vector in blocks:
+            for block, vector, trained in blocks:
                 owners.setdefault((block.name, block.row, block.column), (rank, block))
                 if vector:
                     vectors.add(block.name)
-        return cls(owners, frozenset(vectors))
+                if not trained:
+                    frozen.add(block.name)
+        return cls(owners, frozenset(vectors), frozenset(frozen))
 
     def owner(self, block: Block) -> int:
         return self.owners[block.name, block.row, block.column][0]

@@ -10,13 +10,16 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
-from cairn.configs.schema.lora import LoraConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models import load_causal_lm
 from cairn.engines.training.batching import MicroBatch, plan_micro_batches
 from cairn.engines.training.checkpoint import (
+    REFERENCE,
     NamedTensors,
+    check_reference,
+    check_trained,
+    frozen_in,
     gather_files,
     in_buckets,
     read_description,
@@ -29,8 +32,9 @@ from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic
 from cairn.engines.training.process import prepare_process
-from cairn.engines.training.sharding import raise_together, shard_model, whole
+from cairn.engines.training.sharding import copy_part, raise_together, shard_model, whole
 from cairn.engines.training.torch.export import save_model_folder, whole_parameters
+from cairn.engines.training.torch.freezing import freeze
 from cairn.engines.training.torch.learner import TorchLearner
 from cairn.engines.training.torch.lora import adapters_off, add_adapters, merged_parameters, save_adapters
 from cairn.engines.training.torch.offload import offload, onload
@@ -72,12 +76,14 @@ class TorchEngine(ExactlyOnceEngine):
         self._temperature = temperature
         prepare_process(training, self._device)
         # Weights that are not trained need no more bits than the passes read.
-        self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training.lora)
+        self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training)
         actor = TorchLearner(
             self._model, partial(objective, algorithm=algorithm, temperature=temperature), training, world_size
         )
         self._learners: dict[str, TorchLearner] = {"actor": actor}
         self._frozen: list[PreTrainedModel] = []
+        self._reference: PreTrainedModel | None = None
+        """The one that becomes the actor at an interval, and so is part of the state."""
         self._scorers = {"actor": partial(self._log_probs, self._model)}
         for role, path in untrained_models(model, algorithm).items():
             if role == "ref" and training.lora.r and model.ref_path is None:
@@ -85,11 +91,13 @@ class TorchEngine(ExactlyOnceEngine):
                 continue
             frozen = self._load_model(path, self._dtype).requires_grad_(False)
             self._frozen.append(frozen)
+            if role == "ref" and algorithm.ref_update_interval is not None:
+                self._reference = frozen
             self._scorers[role] = partial(self._log_probs, frozen)
         if has_critic(algorithm):
             critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
             self._learners["critic"] = TorchLearner(
-                critic, partial(value_objective, value_clip=algorithm.value_clip), training, world_size
+                critic, partial(value_objective, value_clip=algorithm.value_clip), training.of_critic, world_size
             )
             self._scorers["critic"] = partial(self._responses, critic, read_values)
 
@@ -139,6 +147,9 @@ class TorchEngine(ExactlyOnceEngine):
         error = None
         try:
             state = read_description(store, folder)
+            check_reference(folder, REFERENCE in {file.kind for file in state.files}, self._reference is not None)
+            actor = self._learners["actor"]
+            check_trained(folder, (frozen_in(state) ^ actor.frozen) & actor.names)
             self._interrupted = "load"
             with torch.no_grad():
                 read_state(store, folder, state, self._state())
@@ -191,11 +202,14 @@ class TorchEngine(ExactlyOnceEngine):
         with adapters_off(self._model):
             return self._log_probs(self._model, batch, micro_batches)
 
-    def _load_model(self, path: str, parameters: torch.dtype, lora: LoraConfig | None = None) -> PreTrainedModel:
-        """Load a model that computes in the training's number format, whatever its parameters are held in."""
+    def _load_model(self, path: str, parameters: torch.dtype, trained: TrainingConfig | None = None) -> PreTrainedModel:
+        """Load a model that computes in the training's number format, whatever its parameters are held in. `trained`:
+        how, where it is the actor: what is frozen must be before ranks share it."""
         model = load_causal_lm(path, parameters)
-        if lora is not None and lora.r:
-            add_adapters(model, lora)
+        if trained is not None and trained.lora.r:
+            add_adapters(model, trained.lora)
+        elif trained is not None:
+            freeze(model, trained)
         return self._placed(model)
 
     def _placed(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -205,7 +219,10 @@ class TorchEngine(ExactlyOnceEngine):
         return model
 
     def _plan(self, lengths: dict[int, int]) -> list[MicroBatch]:
-        return plan_micro_batches(lengths, self._training.max_tokens_per_gpu, self._world_size)[self._rank]
+        training = self._training
+        return plan_micro_batches(
+            lengths, training.max_tokens_per_gpu, self._world_size, most_samples=training.micro_batch_size
+        )[self._rank]
 
     def _state(self) -> dict[str, NamedTensors]:
         """Every tensor of the state, by its kind; the critic's names begin with `critic.`."""
@@ -214,7 +231,17 @@ class TorchEngine(ExactlyOnceEngine):
             prefix = "" if role == "actor" else f"{role}."
             for kind, tensors in learner.state().items():
                 kinds.setdefault(kind, []).extend((prefix + name, tensor) for name, tensor in tensors)
+        if self._reference is not None:
+            kinds[REFERENCE] = [(name, value.detach()) for name, value in self._reference.named_parameters()]
         return kinds
+
+    @torch.no_grad()
+    def _update_reference(self) -> None:
+        if self._reference is None:
+            return
+        actor = dict(self._model.named_parameters())
+        for name, value in self._reference.named_parameters():
+            copy_part(value, whole(actor[name].detach()))
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters in the training's number format, copied to the CPU; on rank 0 alone, gathered from all."""

@@ -10,7 +10,7 @@ from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.checkpoint import NamedTensors
 from cairn.engines.training.losses.metrics import merge_over_ranks
-from cairn.engines.training.optimizer import MOMENTS, build_optimizer, set_learning_rate, set_position
+from cairn.engines.training.optimizer import MOMENTS, build_optimizer, set_position, set_rates
 from cairn.engines.training.sharding import recompute_activations, whole
 from cairn.engines.training.torch.passes import Objective, accumulate_gradients
 from cairn.engines.types import TrainBatch
@@ -29,7 +29,11 @@ class TorchLearner:
         self._clip_grad, self._world_size = training.clip_grad, world_size
         if training.gradient_checkpointing:
             recompute_activations(model)
-        self._trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        named = list(model.named_parameters())
+        self._trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self._kept = self._trained if training.lora.r else named
+        self.names = {name for name, _ in self._kept}
+        self.frozen = self.names - {name for name, _ in self._trained}
         self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
 
     def accumulate_gradients(
@@ -44,16 +48,22 @@ class TorchLearner:
         self._norm = torch.nn.utils.get_total_norm(gradients)
         return whole(self._norm).item()
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, weight_decay: float) -> None:
         if self._clip_grad > 0:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained], self._clip_grad, self._norm)
-        set_learning_rate(self.optimizer, lr)
+        set_rates(self.optimizer, lr, weight_decay)
         self.optimizer.step()
+
+    def forget_moments(self) -> None:
+        for state in self.optimizer.state.values():
+            for kind in MOMENTS:
+                state[kind].zero_()
 
     def set_steps(self, steps: int) -> None:
         set_position(self.optimizer, steps)
 
     def state(self) -> dict[str, NamedTensors]:
-        """Every tensor of the state, by its kind: trained parameters and the optimizer's moments of each."""
+        """Every tensor of the state, by its kind: parameters, frozen ones too but for those beside adapters, and the
+        optimizer's moments of each that is trained."""
         moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in self._trained] for kind in MOMENTS}
-        return {"parameters": [(name, p.detach()) for name, p in self._trained], **moments}
+        return {"parameters": [(name, p.detach()) for name, p in self._kept], **moments}

@@ -33,7 +33,7 @@ class Reader {
     const facts = [
       ["reward", number(value("reward"), 3)],
       ["advantage", number(value("advantage"), 3)],
-      ["mean log-prob", number(value("log_prob"), 3)],
+      ["mean log-prob", Number.isNaN(value("log_prob")) ? null : number(value("log_prob"), 3)],
       ["tokens", `${count(value("response_tokens"))} after ${count(value("prompt_tokens"))}`],
       ["fate", samples.fate(row)],
       ["end", value("status") === "completed" ? value("finish_reason") : `${value("status")}, ${value("finish_reason")}`],

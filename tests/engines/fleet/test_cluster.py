@@ -20,7 +20,7 @@ import pytest
 
 from cairn.engines.fleet import cluster
 from cairn.engines.fleet.cluster import Cluster, ClusterError
-from cairn.engines.fleet.reaper import end_processes_with_files_in, processes_with_files_in
+from cairn.engines.fleet.reaper import end_processes_writing_in, processes_writing_in
 from cairn.engines.fleet.watching import HEAD
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import ray_head
@@ -83,7 +83,7 @@ def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_folder(model:
         (session,) = Path(folder).glob("cairn-*")
         started = [*psutil.Process(killed.process.pid).children(recursive=True)]
         assert {state["rollout"], state["training"]} < {process.pid for process in started}
-        assert {state["rollout"], state["training"]} < set(processes_with_files_in(str(session)))
+        assert {state["rollout"], state["training"]} < set(processes_writing_in(str(session)))
         os.kill(state["rollout"], signal.SIGSTOP)  # it cannot see that its driver is gone
         killed.process.kill()
         killed.process.wait(60)
@@ -107,7 +107,7 @@ def test_a_process_that_is_ended_with_its_cluster_leaves_no_shared_memory(tmp_pa
     try:
         wait_for(lambda: (tmp_path / "out").read_text() != "")
         (segment,) = (name for name in segments() - before if name.startswith(f"torch_{process.pid}_"))
-        end_processes_with_files_in(str(tmp_path))
+        end_processes_writing_in(str(tmp_path))
         assert process.wait(60) == -signal.SIGKILL
         assert segment not in segments()
     finally:
@@ -223,7 +223,7 @@ def test_a_process_has_one_cluster_which_ends_with_its_last_user(ray_cluster: Cl
     assert again is ray_cluster
     again.close()
     assert ray_cluster.folder is not None
-    assert processes_with_files_in(str(ray_cluster.folder))
+    assert processes_writing_in(str(ray_cluster.folder))
 
 
 def resources_in_use(address: str) -> dict[str, float]:
@@ -261,6 +261,21 @@ def test_a_part_of_the_head_that_ended_before_it_was_watched_is_missed(
     assert started.lost == f"the Ray cluster of this driver is gone: its {head} died, and all engines with it"
 
 
+def test_who_reads_a_log_of_an_ended_cluster_is_left_alone(tmp_path: Path) -> None:
+    log = tmp_path / "session_1" / "logs" / "raylet.err"
+    log.parent.mkdir(parents=True)
+    log.write_text("an error\n")
+    with log.open("a") as written, subprocess.Popen(["tail", "--follow", log], stdout=subprocess.PIPE) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == b"an error\n"
+        with subprocess.Popen(["sleep", "600"], stdout=written) as writer:
+            written.close()
+            end_processes_writing_in(str(tmp_path))
+            assert writer.wait() == -signal.SIGKILL
+        assert reader.poll() is None
+        reader.kill()
+
+
 def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_removed(tmp_path: Path) -> None:
     with subprocess.Popen(["true"]) as ended, subprocess.Popen(["sleep", "600"]) as other:
         ended.wait()
@@ -272,7 +287,7 @@ def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_remove
         left.touch()
         kept.touch()
         try:
-            end_processes_with_files_in(str(tmp_path))
+            end_processes_writing_in(str(tmp_path))
             assert not left.exists()
             assert kept.exists()
             assert other.poll() is None

@@ -25,7 +25,7 @@ from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster, ClusterError
 from cairn.engines.fleet.fleet import Fleet
 from cairn.engines.fleet.rollout import RolloutHandle
-from cairn.engines.models import folder_digest
+from cairn.engines.model_files import folder_digest
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine

@@ -1,6 +1,9 @@
 """What a sample asks while others are decoded joins them, and whatever joins when, each comes out the same."""
 
+import gc
+import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -13,7 +16,7 @@ import torch
 from cairn.engines.rollout.samples import SampleEngine, beside
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.rollout.user_code import GenerateFunction
+from cairn.engines.rollout.user_code import GenerateFunction, UserCode
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import GenerateRequest, SamplingParams
 from tests.engines.rollout import agents
@@ -152,3 +155,22 @@ def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, functi
     assert found.pop((0, 0)).error == told
     assert {key: bits(sample) for key, sample in found.items()} == {key: bits(expected[key]) for key in found}
     assert found.keys() == {(0, 1), (0, 2)}
+
+
+def test_the_process_of_user_code_is_killed_once_for_its_number_may_then_be_anothers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed, killpg = [], os.killpg
+
+    def note_and_kill(group: int, signum: int) -> None:
+        killed.append(group)
+        killpg(group, signum)
+
+    monkeypatch.setattr(os, "killpg", note_and_kill)
+    user_code = UserCode(users())
+    process = user_code._process
+    user_code.kill()
+    user_code.kill()
+    del user_code
+    gc.collect()
+    assert (process.returncode, killed) == (-signal.SIGKILL, [process.pid])

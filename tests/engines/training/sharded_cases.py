@@ -13,6 +13,7 @@ import torch.distributed as dist
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.storage.errors import StoreRefused
 from cairn.storage.store import Store, open_store
+from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_batch, make_engine, part_of, weights_of
 
 EPS = 1e-5
@@ -21,6 +22,8 @@ ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=T
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
 PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo"})
 SEQUENCES = ALGORITHM.model_copy(update={"loss_type": f"{Path(__file__).parent / 'gspo.py'}:loss"})
+FROZEN = ("embed_tokens", r"layers\.0\.", "k_norm")
+"""A whole layer, and a part of another one."""
 BATCH = dataclasses.replace(make_batch(14, old=True, rollout=True, ref=True), groups=[i // 4 for i in range(14)])
 """Cut into an odd number of micro-batches of uneven sizes by 120 tokens."""
 
@@ -83,15 +86,19 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
 
     variants: dict[str, dict[str, Any]] = {
         "per token": {"algorithm": PER_TOKEN},
+        "frozen": {"algorithm": ALGORITHM, "clip_grad": CLIP, "weight_decay": 0.1, "freeze_params_name_list": FROZEN},
         "loss of sequences": {"algorithm": SEQUENCES, "clip_grad": CLIP},
         "recomputed": {"algorithm": ALGORITHM, "gradient_checkpointing": True},
         "bfloat16": {"algorithm": ALGORITHM, "dtype": "bfloat16"},
+        **{name: {"algorithm": algorithm} for name, algorithm in ALGORITHMS.items()},
     }
     for name, options in variants.items():
         variant = make_engine(folder, max_tokens_per_gpu=120, adam_eps=EPS, **options, **ranks)
         report[name] = variant.train(BATCH, num_steps=2, expected_version=0, input_digest="d").metrics
         if name == "loss of sequences":
             report["weights after it"] = {name: tensor.tolist() for name, tensor in weights_of(variant).items()}
+        if name == "frozen":
+            report["frozen weights"] = {name: tensor.tolist() for name, tensor in weights_of(variant).items()}
     if (work / "store" / "ranks-1").is_dir():
         engine.load(store, "ranks-1")
         report["digest loaded from one rank"] = engine.position().state_digest

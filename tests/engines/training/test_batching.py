@@ -71,6 +71,20 @@ def test_packed_samples_count_exactly_once_within_the_budget_and_ranks_run_equal
         assert all(len(samples) == 1 or sum(lengths[i] for i in samples) <= max_tokens for samples in counted)
 
 
+@given(LENGTHS, st.integers(1, 7), st.integers(1, 5), st.integers(1, 4))
+def test_micro_batches_of_so_many_samples_hold_no_more_and_every_sample_once(
+    lengths: dict[int, int], most: int, ranks: int, multiple: int
+) -> None:
+    for plan in (
+        plan_micro_batches(lengths, None, ranks, most_samples=most),
+        pack_micro_batches(lengths, None, ranks, multiple, most_samples=most),
+    ):
+        counted = [micro_batch.samples for rank in plan for micro_batch in rank if micro_batch.counted]
+        assert sorted(i for samples in counted for i in samples) == sorted(lengths)
+        assert max(map(len, counted)) <= most
+        assert len({len(rank) for rank in plan}) == 1
+
+
 def test_packed_micro_batches_are_full_and_ranks_have_alike_many_tokens_and_squares() -> None:
     lengths = {i: 20 + i * i % 199 for i in range(200)}
     plan = pack_micro_batches(lengths, 1000, 4)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,10 +35,10 @@ def batch() -> TrainBatch:
     return make_batch(old=True)
 
 
-def critic_of(folder: Path, critic: Path, **options: float) -> TorchEngine:
+def critic_of(folder: Path, critic: Path, /, **options: Any) -> TorchEngine:
     return TorchEngine(
         ModelConfig(path=str(folder), critic_path=str(critic)),
-        TrainingConfig(num_threads=1, **options),  # type: ignore[arg-type]
+        TrainingConfig(num_threads=1, **options),
         PPO,
         temperature=0.5,
         total_steps=10,
@@ -85,13 +86,23 @@ def test_a_head_of_another_shape_is_refused(folder: Path, tmp_path: Path) -> Non
         load_value_model(tmp_path, torch.float32)
 
 
+@pytest.mark.parametrize("own", [False, True])
 def test_updates_of_the_critic_equal_those_written_out_in_plain_pytorch(
-    folder: Path, tmp_path: Path, batch: TrainBatch
+    folder: Path, tmp_path: Path, batch: TrainBatch, own: bool
 ) -> None:
     path, model = classifier_folder(tmp_path / "critic", folder)
-    engine = critic_of(folder, path, lr=LR, critic_lr=CRITIC_LR, clip_grad=CLIP, max_tokens_per_gpu=120)
+    options: dict[str, Any] = {"lr": LR, "critic_lr": CRITIC_LR, "clip_grad": CLIP, "max_tokens_per_gpu": 120}
+    if own:
+        critic = {"clip_grad": CLIP, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6, "weight_decay": 0.1}
+        options |= {"clip_grad": 1e-3, "critic": critic}
+    engine = critic_of(folder, path, **options)
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=CRITIC_LR, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.0)
+    betas, eps, decay = ((0.8, 0.95), 1e-6, 0.1) if own else ((0.9, 0.98), 1e-8, 0.0)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=CRITIC_LR, betas=betas, eps=eps)
     for version in range(3):
         result = engine.train(batch, num_steps=1, expected_version=version, input_digest="d")
         losses = []

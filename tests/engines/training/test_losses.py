@@ -77,8 +77,29 @@ def test_the_expected_gradient_of_an_estimator_as_a_loss_is_that_of_the_divergen
     assert torch.allclose(found, expected, atol=1e-14)
 
 
+@pytest.mark.parametrize("kind", ["k1", "k3", "low_var_kl"])
+def test_with_the_ratio_value_and_gradient_are_the_divergences_own_however_far_the_policy_has_moved(
+    kind: KLType,
+) -> None:
+    """Exact over a vocabulary of six: Σ π_old(a) π(a)/π_old(a) estimate(a)."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=draw, dtype=torch.float64, requires_grad=True)
+    reference, old = torch.randn(2, 6, generator=draw, dtype=torch.float64).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    sampled = (old.exp() * kl_divergence(log_probs, reference, kind, old)).sum()
+    divergence = (log_probs.exp() * (log_probs - reference)).sum()
+    assert sampled.item() == pytest.approx(divergence.item(), rel=1e-12)
+    (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence, logits)
+    assert torch.allclose(found, expected, atol=1e-14)
+    without = (old.exp() * kl_divergence(log_probs, reference, kind)).sum()
+    assert abs(without.item() - divergence.item()) > 0.05
+
+
 def test_the_default_of_the_kl_loss_has_the_gradient_of_the_divergence() -> None:
     assert AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1).kl_estimator == "k2"
+    assert AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True).kl_estimator == "k3"
+    assert AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, use_unbiased_kl=True, kl_loss_type="k1")
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
@@ -86,6 +107,8 @@ def test_gradients_of_the_estimators_are_those_of_finite_differences(kind: KLTyp
     reference = torch.tensor([-2.0, -1.0, -0.5, -3.0], dtype=torch.float64)
     log_probs = torch.tensor([-0.1, -1.5, -2.5, -3.1], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind), log_probs)
+    old = torch.tensor([-0.5, -1.0, -2.0, -3.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind, old), log_probs)
 
 
 def test_gradients_of_the_policy_loss_are_those_of_finite_differences() -> None:

@@ -1,10 +1,14 @@
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.optimizer import build_optimizer, learning_rate
+from cairn.engines.training.megatron.backend import backend_for
+from cairn.engines.training.optimizer import build_optimizer, learning_rate, set_rates, weight_decay
 
 
 def rates(config: TrainingConfig, steps: range, total_steps: int = 10) -> list[float]:
@@ -36,8 +40,104 @@ def test_a_run_no_longer_than_its_warm_up_never_decays_below_the_least_rate() ->
 
 def test_weight_decay_touches_matrices_alone() -> None:
     matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer([matrix, vector], TrainingConfig(lr=0.1, weight_decay=0.5))
+    optimizer = build_optimizer([matrix, vector], TrainingConfig())
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
+    set_rates(optimizer, 0.1, 0.5)
     optimizer.step()
     assert torch.allclose(matrix, torch.full((2, 2), 0.95))
     assert torch.equal(vector, torch.ones(2))
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "constant": {},
+    "linear": {"lr_decay_style": "linear"},
+    "cosine": {"lr_decay_style": "cosine", "lr_decay_iters": 20},
+    "inverse square root": {"lr_decay_style": "inverse-square-root", "lr_decay_iters": 25},
+    **{
+        f"WSD, {style}": {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 8, "lr_wsd_decay_style": style}
+        for style in ("exponential", "linear", "cosine", "minus_sqrt")
+    },
+}
+TOTAL = 30
+
+
+@pytest.mark.parametrize("warmup", [{}, {"lr_warmup_iters": 5, "lr_warmup_init": 1e-4}, {"lr_warmup_fraction": 0.13}])
+@pytest.mark.parametrize("decay", [{}, {"weight_decay_incr_style": "linear"}, {"weight_decay_incr_style": "cosine"}])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rates_are_those_of_megatrons_own_scheduler(
+    schedule: str, decay: dict[str, Any], warmup: dict[str, Any]
+) -> None:
+    """At the same count of steps; in the warm-up at one more, so that its first step is not taken at a rate of 0."""
+    backend_for(torch.device("cpu"))  # before anything imports megatron-core
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    given = {"start_weight_decay": 0.01, "end_weight_decay": 0.1} if decay else {"weight_decay": 0.05}
+    config = TrainingConfig(lr=1e-2, min_lr=1e-3, **SCHEDULES[schedule], **warmup, **decay, **given)
+    last = config.lr_decay_iters or TOTAL
+    rising = config.lr_warmup_iters or (config.lr_warmup_fraction or 0) * last
+    group = {"lr": 0.0, "weight_decay": 0.0}
+    theirs = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=rising,
+        lr_decay_steps=last,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay if config.start_weight_decay is None else config.start_weight_decay,
+        end_wd=config.weight_decay if config.end_weight_decay is None else config.end_weight_decay,
+        wd_incr_steps=TOTAL,
+        wd_incr_style=config.weight_decay_incr_style,
+        wsd_decay_steps=config.lr_wsd_decay_iters,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )
+    expected = []
+    for _ in range(TOTAL + 5):
+        expected.append(dict(group))
+        theirs.step(1)
+    for taken in range(TOTAL + 4):
+        ahead = taken + (taken + 1 <= rising)
+        if ahead < rising and ahead == taken:  # what is left of a warm-up that ends within a step
+            assert learning_rate(config, taken, TOTAL) == config.lr
+        else:
+            assert learning_rate(config, taken, TOTAL) == pytest.approx(expected[ahead]["lr"], rel=1e-14)
+        assert weight_decay(config, taken, TOTAL) == pytest.approx(expected[taken]["weight_decay"], rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 2}, r"lr_warmup_fraction \(0.1\) and lr_warmup_iters \(2\)"),
+        ({"lr_warmup_init": 1e-7}, r"lr_warmup_init \(1e-07\) has no effect without a warm-up"),
+        ({"lr_warmup_init": 1.0, "lr_warmup_iters": 2}, "is above lr"),
+        ({"lr_wsd_decay_iters": 2}, "no effect while lr_decay_style is constant"),
+        ({"lr_decay_style": "WSD"}, "needs lr_wsd_decay_iters"),
+        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 9, "lr_decay_iters": 10, "lr_warmup_iters": 2}, "lower it"),
+        ({"end_weight_decay": 0.1}, "no effect while weight_decay_incr_style is constant"),
+        ({"weight_decay_incr_style": "linear"}, "needs start_weight_decay and end_weight_decay"),
+        (
+            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            "weight decay only rises",
+        ),
+        ({"critic": {"lr_decay_style": "WSD"}}, "of the critic, with what training.critic says: lr_decay_style is WSD"),
+        ({"critic": {"min_lr": 1.0}}, r"critic\.min_lr \(1\.0\) is above lr"),
+        (
+            {"critic_lr_warmup_iters": 5, "critic": {"lr_decay_iters": 2}},
+            r"critic_lr_warmup_iters \(5\) must be below critic\.lr_decay_iters \(2\)",
+        ),
+        ({"critic": {"lr_warmup_init": 1e-7}}, "without a warm-up; set critic_lr_warmup_iters"),
+        ({"micro_batch_size": 2, "max_tokens_per_gpu": 64}, r"micro_batch_size \(2\) and max_tokens_per_gpu \(64\)"),
+    ],
+)
+def test_options_that_contradict_each_other_or_have_no_effect_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        TrainingConfig(**options)
+
+
+def test_a_critic_may_leave_out_what_the_schedules_of_the_actor_need() -> None:
+    falling = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 5, "lr": 1e-3, "min_lr": 1e-4, "critic_lr": 1e-5}
+    rising = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 1.0}
+    steady = {"lr_decay_style": "constant", "min_lr": 0.0, "weight_decay_incr_style": "constant", "weight_decay": 0.1}
+    critic = TrainingConfig(**falling, **rising, critic=steady).of_critic  # type: ignore[arg-type]
+    assert [learning_rate(critic, taken, 10) for taken in (0, 9)] == [1e-5, 1e-5]
+    assert [weight_decay(critic, taken, 10) for taken in (0, 9)] == [0.1, 0.1]

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cairn.engines.models import load_causal_lm
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.storage.store import open_store
+from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.ranks import run_ranks
-from tests.engines.training.sharded_cases import ALGORITHM, CLIP, PPO, launched, run_cases
+from tests.engines.training.sharded_cases import ALGORITHM, CLIP, FROZEN, PPO, launched, run_cases
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch
 
@@ -59,10 +62,20 @@ def test_a_loss_of_sequences_from_outside_the_tree_is_that_of_one_rank(one: Repo
         np.testing.assert_allclose(two["weights after it"][name], expected, atol=1e-5, rtol=0, err_msg=name)
 
 
+def test_two_ranks_leave_what_is_frozen_as_it_is_and_train_the_rest_as_one(
+    one: Report, two: Report, folder: Path
+) -> None:
+    before = dict(load_causal_lm(folder, torch.float32).named_parameters())
+    for name, weights in two["frozen weights"].items():
+        frozen = any(re.search(pattern, name) for pattern in FROZEN)
+        assert torch.tensor(weights).equal(before[name]) == frozen, name
+        np.testing.assert_allclose(weights, one["frozen weights"][name], atol=1e-5, rtol=0, err_msg=name)
+
+
 def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneven(one: Report, two: Report) -> None:
     for expected, found in zip(one["metrics"], two["metrics"], strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    for case in ("per token", "recomputed", "single sample"):
+    for case in ("per token", "frozen", "recomputed", "single sample", *ALGORITHMS):
         assert two[case] == pytest.approx(one[case], rel=1e-4, abs=1e-6)
     assert two["bfloat16"]["loss"] == pytest.approx(one["bfloat16"]["loss"], rel=1e-2)
     assert two["bfloat16"]["grad_norm"] == pytest.approx(one["bfloat16"]["grad_norm"], rel=1e-2)
@@ -71,7 +84,8 @@ def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneve
 def test_ranks_agree_on_everything_they_report(both: list[Report]) -> None:
     first, second = both
     differing = {name for name in first if first[name] != second[name]}
-    assert differing == {"weights", "weights after it", "failed save"}  # weights are exported by rank 0 alone
+    exported = {"weights", "weights after it", "frozen weights"}  # by rank 0 alone
+    assert differing == {*exported, "failed save"}
 
 
 def test_digest_and_checksum_of_equal_bits_do_not_depend_on_the_layout(one: Report, two: Report) -> None:

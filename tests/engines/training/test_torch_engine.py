@@ -417,3 +417,19 @@ def test_the_loss_of_a_uniform_policy_is_known_in_closed_form(folder: Path, tmp_
     model.save_pretrained(tmp_path)
     engine = make_engine(tmp_path, algorithm=AlgorithmConfig(loss_type="sft_loss"))
     assert train(engine, batch)["loss"] == pytest.approx(math.log(321), rel=1e-6)
+
+
+def test_with_moments_reset_an_iteration_is_that_of_a_new_optimizer(folder: Path, tmp_path: Path) -> None:
+    """Two steps each: from the second iteration's weights on, a fresh engine does the same."""
+    batch = make_batch(old=True)
+    engine = make_engine(folder, reset_optimizer_states=True)
+    engine.train(batch, num_steps=2, expected_version=0, input_digest="first")
+    engine.export_hf(tmp_path)
+    fresh = make_engine(tmp_path)
+    fresh.train(batch, num_steps=2, expected_version=0, input_digest="second")
+    engine.train(batch, num_steps=2, expected_version=2, input_digest="second")
+    assert engine.weights_checksum() == fresh.weights_checksum()
+    kept = make_engine(folder)
+    for version in (0, 2):
+        kept.train(batch, num_steps=2, expected_version=version, input_digest="d")
+    assert kept.weights_checksum() != engine.weights_checksum()

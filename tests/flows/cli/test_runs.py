@@ -14,15 +14,17 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli import app
 from cairn.flows.driver.sources import input_digests
 from cairn.flows.driver.validation import load_tokenizer
+from cairn.flows.iteration import collect, iteration
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.tasks.data import PromptData
 from tests.background import in_background
-from tests.tiny_run import tiny_config
+from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context
 
 CAIRN = Path(sys.executable).with_name("cairn")
 DEADLINE = 600
@@ -115,6 +117,37 @@ def test_a_run_that_was_interrupted_or_failed_says_how_to_go_on_and_does(
 
     again = read("train", "short.yaml")
     assert (again.exit_code, again.stderr) == (0, "run short has all its iterations; nothing is left to do\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learns", ["demonstrations", "preferences"])
+def test_a_run_that_learns_from_its_data_goes_on_where_it_was_interrupted(
+    learns: str, tiny_assets: Path, folder: Path, api_url: str
+) -> None:
+    rows = [{"prompt": prompt, "response": "7 7", "chosen": "7 7", "rejected": "1 2 3"} for prompt in PROMPTS]
+    (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = learns == "demonstrations"
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(tiny_assets / "model")},
+            "data": {"path": "responses.jsonl"} | ({"response_key": "response"} if given else {}),
+            "rollout": {"num_rollout": 3, "rollout_batch_size": 4},
+            "algorithm": {"loss_type": "sft_loss"} if given else {"advantage_estimator": "dpo"},
+            "training": {"lr": 1e-4, "num_threads": 1},
+            "checkpoint": {"save_interval": 2},
+            "tracking": {"tensorboard_dir": None},
+        }
+    )
+    with tiny_context(str(folder), config, learns) as (driver, _):
+        iteration(driver, DirectSteps(driver), 0)
+        collect(driver, DirectSteps(driver), 1)
+    assert (status(learns)["state"], status(learns)["iterations"]) == ("interrupted", 1)
+    resumed = run("resume", learns, PREFECT_API_URL=api_url)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"run {learns}: going on at iteration 1 of 3" in resumed.stdout
+    assert [index for index in range(3) if f"\n[{index + 1}/3] iteration {index}  " in resumed.stdout] == [1, 2]
+    assert (status(learns)["state"], status(learns)["weight_version"]) == ("completed", 3)
+    assert read("verify", learns).exit_code == 0
 
 
 @pytest.mark.slow

@@ -113,6 +113,7 @@ def test_a_store_may_set_what_only_changes_what_is_computed(tiny_assets: Path, s
             "num_engines": 2,
             "server_groups": [{"num_engines": 2, "overrides": {"tp_size": 2}}],
             "rollout_stop_token_ids": [7],
+            "rollout_stop": ["</answer>"],
         },
         data={"path": "s3://bucket/train.parquet@[0:9]", "apply_chat_template_kwargs": {"enable_thinking": False}},
         training={"engine": "megatron", "world_size": 2, "megatron": {"tensor_model_parallel_size": 2}},

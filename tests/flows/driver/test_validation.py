@@ -107,6 +107,19 @@ def test_adapters_of_layers_that_the_model_lacks_are_named(model: Path, data: Pa
     assert setup_problems(config(model, data, training={"lora": {"r": 4}})) == []
 
 
+def test_parameters_that_an_engine_cannot_freeze_are_named(model: Path, data: Path) -> None:
+    def problems(engine: str, *patterns: str) -> str:
+        return " ".join(
+            setup_problems(config(model, data, training={"engine": engine, "freeze_params_name_list": patterns}))
+        )
+
+    for engine in ("torch", "megatron"):
+        assert problems(engine, "embed_tokens") == ""
+        assert "freeze_params_name_list has 'indexer'" in problems(engine, "indexer")
+    assert problems("torch", "q_proj") == ""
+    assert "Megatron holds them in one tensor" in problems("megatron", "q_proj")
+
+
 def test_a_model_folder_without_tokenizer_is_an_error(model: Path, tmp_path: Path, data: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*", "special*"))

@@ -15,6 +15,7 @@ from cairn.flows.cli import app
 from cairn.flows.evaluation.asking import benchmarks_of
 from cairn.flows.evaluation.evaluating import Found, evaluate_models
 from cairn.flows.evaluation.models import benchmarks_of_run, models_of
+from cairn.flows.evaluation.own import own_benchmarks
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Commit, Step
 from cairn.storage.evals import claimant, folders, read_samples
@@ -109,6 +110,27 @@ def results_of(store: Store) -> list[str]:
 def same(ours: Commit, our_rows: pa.Table, theirs: Commit, their_rows: pa.Table) -> bool:
     """Whether two steps committed the same, bit for bit, but for what was measured and where it came from."""
     return (ours.metrics, ours.environment) == (theirs.metrics, theirs.environment) and our_rows.equals(their_rows)
+
+
+def test_stop_strings_end_the_responses_of_a_run_and_of_its_benchmarks(
+    tiny_assets: Path, config: RunConfig, tmp_path: Path
+) -> None:
+    stopping = config_of(tiny_assets, rollout={"num_rollout": 1, "rollout_stop": ("e", "t", "<|im_st")})
+    with tiny_context(str(tmp_path), stopping) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        commits = [one for one in run.ledger.commits(0) if one.step in (Step.ROLLOUT, Step.EVAL)]
+        stopped = {Step.ROLLOUT: 0, Step.EVAL: 0}
+        for commit in commits:
+            for row in run.read(commit).to_pylist():
+                before, text = (run.tokenizer.decode(ids) for ids in (row["response_ids"][:-1], row["response_ids"]))
+                assert not any(string in before for string in stopping.rollout.rollout_stop)
+                if any(string in text for string in stopping.rollout.rollout_stop):
+                    assert row["finish_reason"] == "stop"
+                    stopped[commit.step] += 1
+        assert all(stopped.values())
+        settings = [own_benchmarks(one)["heldout"].questions(run.tokenizer).settings for one in (config, stopping)]
+        assert dict(settings[1]) == {**settings[0], "stop_strings": ["e", "t", "<|im_st"]}
+        assert not evaluated(run.ledger.store, "tiny@0").computed
 
 
 @pytest.mark.usefixtures("no_engine")

@@ -144,6 +144,12 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
         algorithm={
             "use_rollout_logprobs": False,
             "use_tis": True,
+            "custom_tis_function_path": "mis",
+            "use_rs": True,
+            "rs_veto_threshold": 1e-4,
+            "tis_batch_normalize": True,
+            "get_mismatch_metrics": True,
+            "use_opsm": True,
             "use_kl_loss": True,
             "advantage_estimator": "ppo",
             "kl_coef": 0.1,
@@ -163,12 +169,17 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     families = {
         "rollout/zero_std/count_<reward>",
         "rollout/dynamic_filter/drop_<reason>",
+        "rollout/source/<source>/raw_reward",
+        "rollout/source/<source>/samples",
         "eval/<benchmark>/metric/<name>",
     }
     asked_for = {"alarm/<name>", "perf/mfu"}
     servers = {"perf/cache_hit_rate"}
+    demonstrations = {"rollout/cut_rows", *(metric.name for metric in METRICS if "/dpo/" in metric.name)}
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
-    assert {metric.name for metric in METRICS} - written - families - asked_for - servers - failures == set()
+    assert {
+        metric.name for metric in METRICS
+    } - written - families - asked_for - servers - demonstrations - failures == set()
 
 
 def test_utilization_is_the_work_per_second_of_what_a_device_can_do(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
 from cairn.flows.deployments import flows as deployed
+from cairn.flows.driver import validation
 from cairn.flows.rescore.rescored import RESCORED
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
@@ -132,12 +133,55 @@ def test_another_grader_changes_every_reward_and_a_sample_that_failed_stays_fail
     assert UNFINISHED not in {row["group_id"] for row in rows}
 
 
+def test_a_grader_is_named_in_a_word(folder: Path) -> None:
+    for named, option in (("graders.py:wrong", "custom_rm_path"), ("random", "rm_type")):
+        found = answer("toy@0:1", "--reward", named)
+        assert found == answer("toy@0:1", "--set", f"reward.{option}={named}")
+        assert found["grader"] == named
+
+
+def test_what_length_costs_is_counted_again(folder: Path) -> None:
+    """Responses have 2, 3 and 4 tokens by group, where 8 are the longest."""
+    found = answer("toy@1", "--set", "reward.overlong_buffer_len=8", "--write", "shaped.parquet")
+    assert found["overall"]["changed"] == 4
+    for row in pq.read_table(folder / "shaped.parquet").to_pylist():
+        cost = (row["group_id"] % 3 + 2) / 8
+        assert row["reward_after"] == pytest.approx(row["reward_before"] - cost)
+
+
 def test_a_grader_gets_whole_samples_and_what_it_fails_over_is_counted(folder: Path) -> None:
     """Group g has responses of g + 2 tokens: 2, 3 and 4, of which the last raise."""
     result = cairn("toy@2", "--set", "reward.custom_rm_path=graders.py:length")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[1].split() == ["2", "6", "0.5000", "2.5000", "6", "0", "2"]
     assert "6 of 6 samples of run toy get another reward" in result.stdout
+
+
+def test_a_grader_of_texts_needs_no_tokenizer_unless_thoughts_end_with_a_special_token(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(path: str) -> Any:
+        raise LookupError(path)
+
+    rollout_table = written_runs.rollout_table
+    with monkeypatch.context() as patch:
+        patch.setattr(validation, "load_tokenizer", load)
+        assert answer("toy@1", "--reward", "exact_match")["overall"] == figures(4, 0, (1 / 2, 1 / 2), (0, 0))
+    tokenizer = build_tokenizer(["2 + 2 = 4"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    ids = tokenizer.encode(r"\boxed{5}</think>It is 4.")
+
+    def thought(*place: Any) -> pa.Table:
+        told = {"response_text": r"\boxed{5}It is 4.", "response_ids": ids}
+        per_token = {"log_probs": [-0.5] * len(ids), "loss_mask": [1] * len(ids), "weight_versions": [0] * len(ids)}
+        return rows_with(rollout_table(*place), ROLLOUT, {}, **told, **per_token)
+
+    monkeypatch.setattr(written_runs, "rollout_table", thought)
+    monkeypatch.chdir(tmp_path)
+    written_runs.write_run(written_runs.new_run("store"), 1)
+    assert answer("toy", "--reward", "exact_match")["overall"]["mean_after"] == 1.0
 
 
 def test_what_is_redacted_or_retired_is_passed_over_with_its_number(folder: Path) -> None:

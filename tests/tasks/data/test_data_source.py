@@ -57,5 +57,7 @@ def test_a_source_that_gives_something_else_is_named(tmp_path, tokenizer, body, 
 
 def test_an_unknown_source_is_named_beside_ours(tmp_path, tokenizer):
     format = RowFormat(apply_chat_template=False, data_source_path="file")
-    with pytest.raises(BadPlugin, match="there is no data source 'file': use one of csv, files, package"):
+    with pytest.raises(
+        BadPlugin, match="there is no data source 'file': use one of csv, files, reasoning_gym, package"
+    ):
         PromptData.open(format, "anything", tokenizer)

@@ -97,6 +97,23 @@ def test_a_string_becomes_one_user_message_of_the_chat_template(tmp_path, tokeni
     assert len(row.prompt_ids) == len("<user>hé?<assistant thinks>".encode())
 
 
+def test_columns_of_json_strings_say_what_plain_ones_do(tmp_path, tokenizer):
+    """As dapo-math-17k and slime's data have them: Parquet files whose columns hold JSON."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    plain = [{"prompt": messages, "label": "4", "metadata": {"n": 1}, "tools": [{"name": "add"}]}]
+    written = [{name: v if name == "label" else json.dumps(v) for name, v in row.items()} for row in plain]
+    format = RowFormat(tool_key="tools")
+    expected = PromptData.open(format, write_jsonl(tmp_path / "rows.jsonl", plain), tokenizer).row(0)
+    for path in (write_jsonl(tmp_path / "text.jsonl", written), write_parquet(tmp_path / "text.parquet", written)):
+        assert PromptData.open(format, path, tokenizer).row(0) == expected
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", '[{"role": "user"', "[]", '["role"]'])
+def test_a_prompt_that_only_looks_like_messages_is_a_prompt(tmp_path, tokenizer, text):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": text, "label": "x"}])
+    assert PromptData.open(RowFormat(), path, tokenizer).row(0).prompt == text
+
+
 @pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
 def test_messages_and_tools_reach_the_template_and_tools_the_metadata(tmp_path, tokenizer, writer):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi", "name": "ann"}]
@@ -157,6 +174,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ([GOOD], {"label_pattern": "#(.)"}, r"line 1: 'label' has no match for label_pattern '#\(\.\)'"),
         ([{**GOOD, "label": None}], {"label_pattern": "(.)"}, r"line 1: 'label' has no match"),
         ([{**GOOD, "metadata": [1]}], {}, r"line 1: 'metadata' is no mapping"),
+        ([GOOD, {**GOOD, "metadata": "{"}], {}, r"line 2: 'metadata' is a string and no JSON object \(.*\): correct"),
+        ([GOOD, {**GOOD, "metadata": "[1]"}], {}, r"line 2: 'metadata' is no mapping"),
         ([{**GOOD, "tools": "[1"}], {"tool_key": "tools"}, r"line 1: 'tools' is no list"),
         ([], {}, r"has no rows"),
     ],

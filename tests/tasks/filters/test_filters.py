@@ -75,7 +75,7 @@ def test_a_filter_that_says_nothing_is_named(tmp_path: Path) -> None:
         keep(np.zeros(2))
 
 
-@pytest.mark.parametrize("code", ["def keep(args, samples):\n    pass\n", "async def keep(rewards):\n    pass\n"])
+@pytest.mark.parametrize("code", ["def keep(group, rewards):\n    pass\n", "async def keep(rewards):\n    pass\n"])
 def test_a_filter_of_another_kind_is_refused_before_anything_starts(tmp_path: Path, code: str) -> None:
     with pytest.raises(BadPlugin, match=r"let it (take \(rewards\)|be a plain)"):
         own_filter(tmp_path, code)

@@ -12,6 +12,7 @@ from cairn.configs.kinds import (
     KINDS,
     OPTIONS,
     REWARD,
+    STATEFUL_SOURCE,
     Kind,
     declared,
     named,
@@ -23,7 +24,7 @@ from cairn.configs.kinds import (
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.training.needs import has_critic, scores_needed
+from cairn.engines.training.needs import has_critic, loss_needs, scores_needed
 from cairn.flows.driver.validation import setup_problems
 from cairn.tasks.advantages import ScoredBatch, estimate
 from tests.tiny_run import tiny_config
@@ -37,7 +38,7 @@ def written(folder: Path, code: str, function: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_ours_are_the_files_of_the_folder_and_each_is_what_its_kind_is(kind) -> None:  # type: ignore[no-untyped-def]
-    assert kind.ours()
+    assert kind.ours() or kind is STATEFUL_SOURCE  # of which there is none but the user's
     assert "__init__" not in kind.ours()
     for name in kind.ours():
         function = kind.load(name)
@@ -52,8 +53,9 @@ def test_the_names_that_ledgers_record_are_there() -> None:
 
 
 def test_an_option_of_some_estimators_is_known_by_those_that_read_it() -> None:
-    assert readers(ESTIMATOR)["gamma"] == ["ppo"]
-    assert readers(ESTIMATOR)["rewards_normalization"] == ["grpo"]
+    assert readers(ESTIMATOR)["lambd"] == ["ppo"]
+    assert readers(ESTIMATOR)["gamma"] == ["ppo", "reinforce_plus_plus"]
+    assert {"cispo", "grpo", "gspo"} <= {*readers(ESTIMATOR)["rewards_normalization"]}
 
 
 def test_what_names_code_counts_where_it_is_read(tiny_assets: Path) -> None:
@@ -108,8 +110,11 @@ def test_other_arguments_and_another_sort_of_function_are_refused(kind: Kind, tm
     path = written(tmp_path, f"{start}def mine(): ...\n", "mine")
     with pytest.raises(BadPlugin, match=re.escape(f"takes (): let it take ({') or ('.join(ways)})") + "$"):
         kind.load(path)
-    (tmp_path / "other.py").write_text(f"{'' if kind.waits else 'async '}def mine({ways[0]}): ...\n")
-    wanted = "a coroutine function" if kind.waits else "a plain function and return its result"
+    body = "yield" if kind.waits is None else "..."
+    (tmp_path / "other.py").write_text(f"{'' if kind.waits else 'async '}def mine({ways[0]}): {body}\n")
+    wanted = {None: "a plain or a coroutine function", True: "a coroutine function", False: "a plain function"}[
+        kind.waits
+    ]
     with pytest.raises(BadPlugin, match=f"^the {kind.name} .* function: let it be {wanted}"):
         kind.load(f"{tmp_path / 'other.py'}:mine")
 
@@ -163,7 +168,9 @@ def test_options_that_are_not_there_and_a_teacher_that_is_missing_are_told_befor
     (tmp_path / "taught.py").write_text(code % "needs={'teacher_log_probs'}")
     algorithm = {"advantage_estimator": f"{tmp_path / 'taught.py'}:mine"}
     (problem,) = setup_problems(tiny_config(tiny_assets, algorithm=algorithm))
-    assert problem.endswith("mine needs the log-probs of a teacher: set model.teacher_path to its folder")
+    assert problem.endswith(
+        "mine needs the log-probs of a teacher: set model.teacher_path to its folder, or model.teacher_url"
+    )
     model = str(tiny_assets / "model")
     taught = tiny_config(tiny_assets, algorithm=algorithm, model={"teacher_path": model})
     assert setup_problems(taught) == []
@@ -193,6 +200,33 @@ def test_from_what_an_estimator_declares_follows_what_is_scored(tmp_path: Path) 
     assert declared(ESTIMATOR.load("ppo")).needs == {"values"}
     assert scores_needed(AlgorithmConfig()) == {}
     assert scores_needed(AlgorithmConfig(), num_steps=2) == {"old_log_probs": "actor"}
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_an_estimator_may_say_which_loss_goes_with_it(name: str, tmp_path: Path) -> None:
+    algorithm = AlgorithmConfig(advantage_estimator=name)
+    assert algorithm.loss == name
+    assert AlgorithmConfig(loss_type=name).loss == name
+    assert AlgorithmConfig(advantage_estimator=name, loss_type=name).loss == name
+    assert loss_needs(algorithm) == loss_needs(AlgorithmConfig(loss_type=name))
+    assert scores_needed(algorithm) == {}
+    assert scores_needed(algorithm, num_steps=2) == {"old_log_probs": "actor"}
+    batch = ScoredBatch(np.array([1.0, 0.0, 0.5]), [3], [np.ones(2, np.uint8)] * 3)
+    for found, expected in zip(estimate(batch, algorithm), estimate(batch, AlgorithmConfig()), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    code = f"import cairn\n\n@cairn.plugin(loss={name!r})\ndef mine(batch, config):\n    pass\n"
+    mine = written(tmp_path, code, "mine")
+    assert AlgorithmConfig(advantage_estimator=mine).loss == name
+    assert AlgorithmConfig(advantage_estimator=mine, loss_type="sft_loss").loss == "sft_loss"
+
+
+def test_a_loss_that_cannot_go_with_what_declares_it_is_refused(tmp_path: Path) -> None:
+    code = "import cairn\n\n@cairn.plugin(loss=%r)\ndef mine(%s):\n    pass\n"
+    with pytest.raises(BadPlugin, match=r"the loss 'gpso', which cannot go with it: name one of cispo, dpo, gspo"):
+        ESTIMATOR.load(written(tmp_path, code % ("gpso", "batch, config"), "mine"))
+    (tmp_path / "other.py").write_text(code % ("gspo", "rewards"))
+    with pytest.raises(BadPlugin, match=r"the filter .* declares the loss 'gspo', which cannot go with it: leave it"):
+        FILTER.load(f"{tmp_path / 'other.py'}:mine")
 
 
 @pytest.mark.parametrize("returned", ["None", "batch.rewards, batch.rewards", "batch.spread(batch.rewards)"])

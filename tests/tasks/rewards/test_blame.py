@@ -16,12 +16,13 @@ import pytest
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
-from cairn.tasks.rewards import get_grader
+from cairn.tasks.rewards import Takes, get_grader
 from cairn.tasks.rewards import pool as pool_module
 from cairn.tasks.rewards.clock import OwnTime, _thread_states
 from cairn.tasks.rewards.pool import FRESH, KILLED, Graded, GraderFailed, GraderPool, GraderUnavailable
 from cairn.tasks.rewards.process import GraderProcess
 from cairn.tasks.rewards.sample import Sample
+from cairn.tasks.rewards.worker import Terms
 from tests.waiting import wait_for
 
 GRADER = """
@@ -170,7 +171,8 @@ def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytes
 
 def test_a_process_whose_pool_died_before_it_heard_of_it_ends_without_a_word() -> None:
     here, there = Pipe()
-    words = (there.fileno(), os.getpid(), "cairn.tasks.rewards.exact_match.grade", True, None, ())
+    terms = ("sample", False, 1.0, 1, None)
+    words = (there.fileno(), os.getpid(), "cairn.tasks.rewards.exact_match.grade", terms)
     code = f"from cairn.tasks.rewards.worker import main; main(*{words!r})"
     with there:
         process = subprocess.Popen(
@@ -297,8 +299,7 @@ def test_a_grader_of_other_arguments_is_refused_before_anything_starts(tmp_path:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("async def grade(sample):\n    return 1.0\n", "is a coroutine function: let it be a plain function"),
-        ("class Judge:\n    async def __call__(self, sample):\n        return 1.0\ngrade = Judge()\n", "coroutine"),
+        ("async def grade(sample):\n    yield 1.0\n", "is an asynchronous generator function: let it be a plain or a"),
         ("def grade(sample):\n    yield 1.0\n", "is a generator function"),
     ],
 )
@@ -394,6 +395,6 @@ def test_a_process_that_ended_before_it_had_a_group_of_its_own_is_ended_without_
 
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", killed_between_fork_and_exec)
-    process = GraderProcess(get_grader(RewardConfig(rm_type="exact_match")), 1.0, None, ())
+    process = GraderProcess(get_grader(RewardConfig(rm_type="exact_match")), Terms(Takes.SAMPLE, False, 1.0, 1, None))
     with process._launch():
         process.stop()

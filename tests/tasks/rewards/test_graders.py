@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
 from cairn.tasks.rewards import aime, exact_match, get_grader, gsm8k, gsm8k_strict, math, multiple_choice, random
@@ -155,6 +156,12 @@ def test_every_built_in_grader_has_a_version_and_can_be_loaded():
         assert load_callable(grader.path)(Sample("1", "1")) in (0.0, 1.0)
 
 
+def test_the_page_on_rewards_has_every_grader_of_ours():
+    page = Path(__file__).parents[3] / "docs" / "rewards.md"
+    table = page.read_text(encoding="utf-8").partition("| `rm_type` |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == REWARD.ours()
+
+
 def test_a_grader_of_ones_own_has_the_version_of_its_source(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def grade(response, label, metadata):\n    return 1.0\n")
@@ -167,7 +174,7 @@ def test_a_grader_of_ones_own_has_the_version_of_its_source(tmp_path):
 
 
 def test_an_unknown_grader_is_named_beside_the_known_ones():
-    with pytest.raises(BadPlugin, match=r"no grader 'maths': set rm_type to one of aime, .*, math, .*random, or"):
+    with pytest.raises(BadPlugin, match=r"no grader 'maths': set rm_type to one of aime, .*, math, .*random, .*, or"):
         get_grader(RewardConfig(rm_type="maths"))
 
 

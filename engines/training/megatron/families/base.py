@@ -4,7 +4,7 @@ The mapping is our own and not Megatron-Bridge's: see docs/engines/megatron.md f
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -99,6 +99,15 @@ class Family:
             raise KeyError(name)
         source = self._layer_parameter(match[2])
         return Source(source.layout, tuple(f"model.layers.{match[1]}.{part}" for part in source.names))
+
+    def held_together(self, layers: int) -> Iterator[tuple[str, ...]]:
+        """Names of the Hugging Face tensors that are parts of one Megatron parameter, but for experts'. A model may
+        lack some of these parameters."""
+        for layer in range(layers):
+            for name in _LAYER:
+                source = self.parameter(f"decoder.layers.{layer}.{name}")
+                if len(source.names) > 1:
+                    yield source.names
 
     def _layer_parameter(self, name: str) -> Source:
         """The source of a layer's parameter; names on both sides without the layer's prefix. Raises KeyError."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from cairn.engines.errors import EngineError, RequestRefused
 from cairn.engines.rollout.sglang.engine import SGLangEngine
@@ -88,6 +88,33 @@ def test_stop_tokens_end_a_response_and_are_its_last_token(engine: SGLangEngine)
     assert stopped
     assert all(c.response_ids[-1] % 2 == 0 for c in stopped)
     assert all((c.response_ids[:-1] % 2 == 1).all() for c in stopped)
+
+
+@pytest.mark.slow
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+    engine_with_tokenizer: SGLangEngine, sglang_model: Path
+) -> None:
+    strings, tokenizer = ("7", "e"), AutoTokenizer.from_pretrained(sglang_model)
+    asked = requests(6, stop=strings, max_new_tokens=64)
+    plain = {c.request_id: c for c in generate(engine_with_tokenizer, requests(6, max_new_tokens=64))}
+    done = generate(engine_with_tokenizer, asked)
+    ends: set[str] = set()
+    for completion in done:
+        ids = completion.response_ids
+        assert len(ids) == len(completion.log_probs)
+        before, text = tokenizer.decode(ids[:-1]), tokenizer.decode(ids)
+        assert not any(string in before for string in strings)
+        found = [string for string in strings if string in text]
+        if found:
+            assert completion.finish_reason == FinishReason.STOP
+        ends.update(found)
+    assert ends
+    assert any(len(plain[c.request_id].response_ids) > len(c.response_ids) for c in done)
+
+
+def test_a_server_without_a_tokenizer_refuses_stop_strings(engine: SGLangEngine) -> None:
+    with pytest.raises(RequestRefused, match="requires tokenizer"):
+        generate(engine, requests(1, 1, stop=("END",)))
 
 
 def test_new_weights_are_served_under_their_version(engine: SGLangEngine, model: PreTrainedModel) -> None:

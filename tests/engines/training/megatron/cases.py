@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,8 +37,16 @@ TRAINING: dict[str, Any] = {
     "adam_eps": 1e-5,
     "clip_grad": 0.1,
     "weight_decay": 0.01,
+    "critic": {"adam_beta2": 0.9, "weight_decay": 0.1, "clip_grad": 0.3},
 }
+RECOMPUTED = {"gradient_checkpointing": True}
+THREES = {"max_tokens_per_gpu": None, "micro_batch_size": 3}
 LAYERS = 4
+Lists = tuple[tuple[str, Any], ...]
+"""Options that say what is trained, with their patterns."""
+FROZEN: Lists = (("freeze_params_name_list", ("embed_tokens", r"layers\.[01]\.", "k_norm", r"3\.mlp")),)
+"""All that the first of two pipeline stages holds, and parts of the other's layers."""
+EXPERTS_ALONE: Lists = (("only_train_params_name_list", ("experts",)),)
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class Case:
     """Whether most tokens were drawn from a part of the vocabulary."""
     sequences: bool = False
     """Whether the loss is one of sequences, from outside the tree; some samples then have several."""
+    frozen: Lists = ()
+    """What is frozen, or trained alone."""
     training: dict[str, Any] = field(default_factory=dict)
     quick: bool = False
     """Whether `make test` runs it too: all kinds of parallelism and of losses, and most families, are among these."""
@@ -67,9 +78,16 @@ class Case:
         return self.dtype == "bfloat16"
 
     @property
-    def reference(self) -> tuple[str, bool, bool, bool, bool, bool]:
+    def reference(self) -> tuple[Any, ...]:
         """Cases that have it in common are held against the same updates."""
-        return self.family, self.per_token, self.bfloat16, self.critic, self.cut, self.sequences
+        return self.family, self.per_token, self.bfloat16, self.critic, self.cut, self.sequences, self.frozen
+
+    def freezes(self, name: str) -> bool:
+        """Whether a tensor is to stay as it is."""
+        return any(
+            any(re.search(pattern, name) for pattern in patterns) == option.startswith("freeze")
+            for option, patterns in self.frozen
+        )
 
     @property
     def algorithm(self) -> AlgorithmConfig:
@@ -79,6 +97,7 @@ class Case:
 TP, PP, CP, EP = (
     {f"{kind}_parallel_size": 2} for kind in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
+EP_ONE = {**EP, "expert_tensor_parallel_size": 1}
 SP = {**TP, "sequence_parallel": True}
 VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
 ZERO = {"use_distributed_optimizer": True}
@@ -90,12 +109,12 @@ CASES = [
     Case("one rank, Llama 3", 1, family="llama"),
     Case("one rank, Qwen3-MoE", 1, family="qwen3_moe", quick=True),
     Case("one rank, GLM-4", 1, family="glm4"),
-    Case("one rank, recompute, top-p", 1, cut=True, training={"gradient_checkpointing": True}),
+    Case("one rank, recompute, top-p", 1, cut=True, training=RECOMPUTED),
     Case("TP 2", 2, TP),
     Case("TP 2, SP, top-p", 2, SP, cut=True, quick=True),
-    Case("TP 2, SP, Qwen2.5", 2, SP, family="qwen2"),
+    Case("TP 2, SP, Qwen2.5, micro-batches of 3", 2, SP, family="qwen2", training=THREES),
     Case("TP 2, Llama 3", 2, TP, family="llama"),
-    Case("TP 2, SP, recompute", 2, SP, training={"gradient_checkpointing": True}),
+    Case("TP 2, SP, recompute", 2, SP, training=RECOMPUTED),
     Case("TP 2, SP, GLM-4", 2, SP, family="glm4"),
     Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}),
     Case("DP 2, distributed optimizer, bfloat16", 2, ZERO, training={"dtype": "bfloat16"}),
@@ -116,10 +135,15 @@ CASES = [
     Case("DP 2, distributed optimizer, PPO", 2, ZERO, critic=True),
     Case("CP 2, PPO", 2, CP, critic=True),
     Case("EP 2, alltoall", 2, EP, family="qwen3_moe"),
-    Case("TP 2, SP, EP 2", 2, {**SP, **EP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
+    Case("TP 2, SP, EP 2", 2, {**SP, **EP_ONE}, family="qwen3_moe"),
     Case("TP 2, SP, ETP 2", 2, SP, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
     Case("EP 2, Qwen3-MoE without norm_topk_prob", 2, EP, family="qwen3_moe_raw"),
+    Case("TP 2, SP, frozen layers", 2, {**SP, **ZERO}, frozen=FROZEN),
+    Case("PP 2, distributed optimizer, frozen layers", 2, {**PP, **ZERO}, frozen=FROZEN, quick=True),
+    Case("DP 2, distributed optimizer, recompute, frozen layers", 2, ZERO, frozen=FROZEN, training=RECOMPUTED),
+    Case("CP 2, PPO, frozen layers", 2, CP, critic=True, frozen=FROZEN),
+    Case("TP 2, SP, EP 2, experts alone", 2, {**SP, **EP_ONE}, family="qwen3_moe", frozen=EXPERTS_ALONE),
     Case("TP 2 × PP 2", 4, {**SP, **PP}),
     Case("TP 2 × PP 2, VPP 2", 4, {**SP, **VPP}),
     Case("TP 2 × DP 2", 4, {**SP, **ZERO}),
@@ -153,7 +177,10 @@ def five_updates(engine: Any, case: Case) -> dict[str, Any]:
 
 def training_of(case: Case) -> TrainingConfig:
     return TrainingConfig(
-        engine="megatron", world_size=case.ranks, megatron=case.megatron, **{**TRAINING, **case.training}
+        engine="megatron",
+        world_size=case.ranks,
+        megatron=case.megatron,
+        **{**TRAINING, **dict(case.frozen), **case.training},
     )
 
 

@@ -19,7 +19,21 @@ from cairn.engines.errors import EngineError
 from cairn.engines.types import TrainBatch
 from cairn.storage.errors import StoreRefused
 from cairn.storage.store import Store, open_store
-from tests.engines.training.megatron.cases import ALGORITHM, BATCH, CP, EP, PP, PPO, SP, TRAINING, VPP, ZERO
+from tests.engines.training.megatron.cases import (
+    ALGORITHM,
+    BATCH,
+    CP,
+    EP,
+    EXPERTS_ALONE,
+    FROZEN,
+    PP,
+    PPO,
+    SP,
+    TRAINING,
+    VPP,
+    ZERO,
+    Lists,
+)
 from tests.engines.training.sharded_cases import raised
 
 DISTILLED = ALGORITHM.model_copy(update={"use_opd": True})
@@ -28,19 +42,35 @@ HANDED_ON: dict[str, list[dict[str, Any]]] = {
     "whole": [EP, VPP, EP],
     "distributed": [{**EP, **ZERO}, {**CP, **ZERO}, {**EP, **ZERO}],
 }
+NORM_ALONE: Lists = (("only_train_params_name_list", (r"model\.norm",)),)
+"""One parameter of the last of two pipeline stages."""
+FREEZING: dict[str, tuple[str, dict[str, Any], Lists]] = {
+    "a stage, whole": ("deep", PP, FROZEN),
+    "a stage": ("deep", {**PP, **ZERO}, FROZEN),
+    "layers": ("deep", ZERO, FROZEN),
+    "parts of layers": ("deep", {**SP, **ZERO}, FROZEN),
+    "all but a norm, bfloat16": ("deep", PP, (*NORM_ALONE, ("dtype", "bfloat16"))),
+    "all but experts": ("experts", {**EP, **ZERO}, EXPERTS_ALONE),
+}
+"""What is frozen → model, layout and options."""
 STAGING = "staging"
 """Folder with a disk too small for a checkpoint, where there can be one."""
 WITHOUT_RESPONSES = TrainBatch([np.arange(n, dtype=np.int32) for n in (3, 1)], [0, 0], [np.zeros(0, np.uint8)] * 2)
 
 
 def engine_of(
-    folder: Path, megatron: dict[str, Any], rank: int, algorithm: AlgorithmConfig = PPO, teacher: Path | None = None
+    folder: Path,
+    megatron: dict[str, Any],
+    rank: int,
+    algorithm: AlgorithmConfig = PPO,
+    teacher: Path | None = None,
+    lists: Lists = (),
 ) -> Any:
     from cairn.engines.training.factory import make_engine
 
     return make_engine(
         ModelConfig(path=str(folder), teacher_path=str(teacher) if teacher else None),
-        TrainingConfig(engine="megatron", world_size=2, megatron=megatron, **TRAINING),
+        TrainingConfig(engine="megatron", world_size=2, megatron=megatron, **TRAINING, **dict(lists)),
         algorithm,
         temperature=1.0,
         total_steps=100,
@@ -154,9 +184,41 @@ def handed_on(folder: Path, store: Store, rank: int, optimizer: str) -> dict[str
     return report
 
 
+def frozen(work: Path, store: Store, rank: int) -> dict[str, Any]:
+    """An update, and another one, which is then made again from a checkpoint between the two; and that checkpoint read
+    by the layout after it, where that freezes the same with the same optimizer."""
+    report: dict[str, Any] = {}
+    for name, (model, megatron, lists) in FREEZING.items():
+        engine = engine_of(work / model, megatron, rank, ALGORITHM, lists=lists)
+        train(engine, 0, 1)
+        engine.save(store, name)
+        saved = engine.state_digest()
+        metrics = train(engine, 1, 1)
+        ended = engine.state_digest()
+        engine.load(store, name)
+        engine.offload()
+        engine.onload()
+        report[name] = {
+            "read": engine.state_digest() == saved != ended,
+            "metrics": train(engine, 1, 1) == metrics,
+            "digest": engine.state_digest() == ended,
+            "weights": {
+                key: value.tolist() for bucket in engine.export_weights(1 << 30) for key, value in bucket.items()
+            },
+        }
+        if name in ("layers", "parts of layers"):
+            before = list(FREEZING)[list(FREEZING).index(name) - 1]
+            engine.load(store, before)
+            report[name]["of another layout"] = engine.state_digest() == report[before]["saved"]
+        report[name]["saved"] = saved
+    report["of other lists"] = refusal(lambda: engine_of(work / "deep", ZERO, rank, ALGORITHM).load(store, "layers"))
+    return report
+
+
 def cases(folder: Path, work: Path, rank: int) -> dict[str, Any]:
     store = open_store(str(work / "store"))
     report: dict[str, Any] = {}
+    report["frozen"] = frozen(work, store, rank)
     for optimizer in HANDED_ON:
         report[optimizer] = handed_on(work / "experts", store, rank, optimizer)
     for layout in LAYOUTS:

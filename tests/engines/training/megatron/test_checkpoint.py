@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
-from tests.engines.training.megatron.checkpoint_cases import HANDED_ON, LAYOUTS, STAGING, launched
+from tests.engines.training.megatron.checkpoint_cases import FREEZING, HANDED_ON, LAYOUTS, STAGING, launched
 from tests.engines.training.ranks import run_ranks
 from tests.small_disk import small_disk, why_not
 
@@ -31,6 +31,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports(work: Path) -> list[dict[str, Any]]:
     folder = model_folder(work / "model")
     model_folder(work / "teacher", "llama", layers=3)
+    model_folder(work / "deep", layers=LAYERS)
     model_folder(work / "experts", "qwen3_moe", layers=LAYERS)
     with nullcontext() if why_not() else small_disk(work / STAGING, 2**16):
         run_ranks(launched, folder, work, world_size=2)
@@ -47,6 +48,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bitwise_at_the_same_layout(re
     assert report["tensor"]["resumed"] == report["tensor"]["metrics"]
     assert report["plain resumed"] == report["plain"]
     assert report["data"]["metrics by data"] == report["data"]["metrics"]
+
+
+@pytest.mark.parametrize("what", FREEZING)
+def test_a_resumed_run_of_a_model_that_is_frozen_in_part_equals_an_uninterrupted_one_bitwise(
+    reports: list[dict[str, Any]], what: str, work: Path
+) -> None:
+    model, _, lists = FREEZING[what]
+    ((option, patterns), *_) = lists
+    for report in reports:
+        found = report["frozen"][what]
+        assert (found["read"], found["metrics"], found["digest"]) == (True, True, True)
+        assert found.get("of another layout", True)
+        assert "differs in whether model." in report["frozen"]["of other lists"]
+    before = load_file(work / model / "model.safetensors")
+    after = reports[0]["frozen"][what]["weights"]
+    assert after.keys() == before.keys()
+    for name, weights in after.items():
+        named = any(re.search(pattern, name) for pattern in patterns)
+        start = before[name].bfloat16().float() if "bfloat16" in what else before[name]
+        assert torch.tensor(weights).equal(start) == (named == option.startswith("freeze")), name
 
 
 def test_equal_states_are_equal_files(report: dict[str, Any]) -> None:

@@ -1,0 +1,35 @@
+"""The reward model as the driver sees it."""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.handles import Actor, ModelHandle
+from cairn.engines.scoring.reward_model import Answered, Score
+
+ENGINE = "cairn.engines.scoring.reward_model:RewardModel"
+
+
+class RewardModelHandle(ModelHandle):
+    """See cairn.engines.scoring.reward_model for what its calls do; all may raise EngineDied and EngineTimeout."""
+
+    def __init__(self, name: str, actor: Actor, config: RunConfig, digests: Mapping[str, str]) -> None:
+        assert config.reward.reward_model is not None
+        self._options = config.reward.reward_model
+        super().__init__(name, [actor], config.fleet, {"reward_model": self._options.path}, digests)
+        self._actor = actor
+        self._each = config.reward.rm_timeout
+        self._turn = threading.Lock()
+
+    def score(self, answered: Sequence[Answered]) -> list[Score]:
+        """Scores, in order, by an engine that is made again where it is dead; within `fleet.call_timeout` seconds, or
+        `reward.rm_timeout` for each if that is more. Threads take turns, and wait for theirs beside their deadlines."""
+        with self._turn:
+            self.ensure_alive()
+            deadline = Deadline(max(self._fleet.call_timeout, self._each * len(answered)))
+            found: list[Score] = self._result(self._actor.call("score", answered), deadline, self._actor, "score")
+            return found
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        self._result(self._actor.call("make", ENGINE, self._options), deadline, self._actor, "make")

@@ -1,0 +1,160 @@
+"""A model behind a server, asked for the log-probs of tokens that it is given.
+
+| what the server answers | what becomes of it |
+|---|---|
+| nothing: no connection, or silence | asked again, `ATTEMPTS` times in all; then EngineDied or EngineTimeout |
+| 408, 429 or 5xx | asked again as often; then EngineError |
+| anything else but 200 | TeacherUnusable at once |
+| log-probs of other tokens, too few, or none | TeacherUnusable at once |
+
+Sequences are asked for side by side, a bounded number at a time; the first that fails ends all of them.
+"""
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import aiohttp
+import numpy as np
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, TeacherUnusable
+from cairn.engines.scoring.formats import Format, NotAsAsked, Spell
+from cairn.engines.scoring.openai import OpenAI
+from cairn.engines.scoring.sglang import SGLang
+from cairn.engines.types import TrainBatch
+
+ATTEMPTS = 5
+"""Times that a sequence is asked for."""
+KEY = "CAIRN_TEACHER_API_KEY"
+"""Environment variable of the driver with the key that the server wants, if it wants one."""
+FORMATS: dict[str, Format] = {"sglang": SGLang(), "openai": OpenAI()}
+_PASSING = (408, 429)
+_CONNECT_TIMEOUT = 10.0
+_LONGEST_WAIT = 10.0
+
+
+class ServedModel:
+    """A model behind a server."""
+
+    def __init__(self, url: str, api: str, name: str, *, timeout: float, concurrency: int, spell: Spell) -> None:
+        """
+        Args:
+            url: of the server, with or without `/v1`.
+            api: `sglang` or `openai`.
+            name: under which it serves the model.
+            timeout: seconds for one sequence, each time that it is asked for.
+            concurrency: sequences asked for at a time.
+            spell: the text of a token id, by the tokenizer that the model must have.
+        """
+        self._url, self._format, self._name = url.rstrip("/").removesuffix("/v1"), FORMATS[api], name
+        self._timeout, self._concurrency, self._spell = timeout, concurrency, spell
+        self._lock = threading.Lock()
+        self._runs: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._aborted = False
+
+    def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:
+        """[R_i] float32 of each sequence's response tokens. Raises as the table at the head says, and CancelledError
+        after `abort`."""
+        return asyncio.run(self._abortable(batch))
+
+    def abort(self) -> None:
+        """From another thread: let `log_probs` end, whatever the server is at."""
+        with self._lock:
+            self._aborted = True
+            if self._runs is not None:
+                loop, task = self._runs
+                loop.call_soon_threadsafe(task.cancel)
+
+    async def _abortable(self, batch: TrainBatch) -> list[np.ndarray]:
+        task = asyncio.create_task(self._all(batch))
+        with self._lock:
+            self._runs = asyncio.get_running_loop(), task
+            if self._aborted:
+                task.cancel()
+        try:
+            return await task
+        finally:
+            with self._lock:
+                self._runs = None
+
+    async def _all(self, batch: TrainBatch) -> list[np.ndarray]:
+        timeout = aiohttp.ClientTimeout(total=self._timeout, sock_connect=_CONNECT_TIMEOUT)
+        key = os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        places = asyncio.Semaphore(self._concurrency)
+        async with aiohttp.ClientSession(
+            timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0)
+        ) as http:
+            await self._require_served(http)
+
+            async def one(ids: np.ndarray, scored: int) -> np.ndarray:
+                if scored == 0:
+                    return np.zeros(0, np.float32)
+                async with places:
+                    return await self._one(http, ids.tolist(), scored)
+
+            pairs = zip(batch.input_ids, batch.response_lengths, strict=True)
+            tasks = [asyncio.create_task(one(ids, scored)) for ids, scored in pairs]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _require_served(self, http: aiohttp.ClientSession) -> None:
+        answer = await self._ask(http, "/v1/models", None)
+        try:
+            names = [model["id"] for model in answer["data"]]
+        except (KeyError, TypeError):
+            raise TeacherUnusable(f"/v1/models of {self._url} does not say which models it serves") from None
+        if self._name not in names:
+            raise TeacherUnusable(
+                f"the server at {self._url} serves {', '.join(map(repr, names)) or 'no model'} and not {self._name!r}: "
+                "set model.teacher_name"
+            )
+
+    async def _one(self, http: aiohttp.ClientSession, ids: list[int], scored: int) -> np.ndarray:
+        path = self._format.path
+        answer = await self._ask(http, path, self._format.body(self._name, ids, scored))
+        try:
+            return self._format.read(answer, len(ids), scored).of(ids[-scored:], self._spell)
+        except NotAsAsked as error:
+            raise TeacherUnusable(f"what {path} of {self._url} answers {error}") from None
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise TeacherUnusable(
+                f"what {path} of {self._url} answers has no log-probs of the tokens that it was given "
+                f"({type(error).__name__}: {error})"
+            ) from None
+
+    async def _ask(self, http: aiohttp.ClientSession, path: str, body: dict[str, Any] | None) -> Any:
+        """The JSON of the answer to a POST, or to a GET where there is no body."""
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(EngineError),
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=wait_random_exponential(multiplier=0.2, max=_LONGEST_WAIT),
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                return await self._once(http, path, body)
+        raise AssertionError("unreachable")
+
+    async def _once(self, http: aiohttp.ClientSession, path: str, body: dict[str, Any] | None) -> Any:
+        method, at = ("GET" if body is None else "POST"), f"{path} of {self._url}"
+        try:
+            async with http.request(method, f"{self._url}{path}", json=body, allow_redirects=False) as reply:
+                if reply.status == 200:
+                    return await reply.json(content_type=None)
+                told = f"{at} answers {reply.status}: {(await reply.text())[:500]}"
+        except TimeoutError:
+            raise EngineTimeout(f"{at} did not answer within {self._timeout:g} s (model.teacher_timeout)") from None
+        except aiohttp.ClientError as error:
+            raise EngineDied(f"{at}: {error}") from error
+        except ValueError as error:  # it is not JSON
+            raise TeacherUnusable(f"{at} does not answer in JSON: {error}") from None
+        if reply.status in _PASSING or reply.status >= 500:
+            raise EngineError(told)
+        raise TeacherUnusable(told)

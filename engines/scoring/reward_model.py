@@ -1,0 +1,184 @@
+"""A reward model: a sequence classifier with one label, whose value is the score of a prompt and its response.
+
+| its tokenizer has | what it reads |
+|---|---|
+| a chat template | the prompt's messages and the response as the assistant's, by that template |
+| none | the prompt and the response behind it, with the special tokens that the tokenizer puts around a text |
+
+A score is the same in whichever company: sequences are padded on the right, behind the last token that attention looks
+at, and transformers reads the value at the last token that is no padding.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from cairn.configs.schema.graders import RewardModelConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.fingerprint import TORCH, engine_environment
+from cairn.engines.models import check_reward_model_folder, context_length, load_reward_model
+from cairn.storage.commits import Environment
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What is scored."""
+
+    messages: tuple[dict[str, Any], ...]
+    """The prompt as a chat."""
+    text: str
+    """The prompt as a text, for a model without a chat template."""
+    response: str
+    """Without special tokens."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What the model says of it."""
+
+    value: float | None
+    """None where it says nothing, for the reason in `error`."""
+    tokens: int
+    """That it read, or would have had to read."""
+    error: str | None = None
+
+
+class RewardModel:
+    """The engine. Runs in any process; it computes with its own number of threads and leaves the process's as it was.
+
+    Args:
+        options: of the model, see `RewardModelConfig`.
+
+    Raises:
+        BadModel: the folder cannot be used, or it wants a GPU where there is none.
+    """
+
+    def __init__(self, options: RewardModelConfig) -> None:
+        self._options = options
+        device = "cuda" if options.num_gpus else "cpu"
+        if options.num_gpus and not torch.cuda.is_available():
+            raise BadModel(
+                f"reward.reward_model.num_gpus is {options.num_gpus:g}, and this process sees no GPU: set it to 0"
+            )
+        self._device = torch.device(device)
+        self._tokenizer = load_reward_tokenizer(options.path)
+        self._model = load_reward_model(options.path, getattr(torch, options.dtype), device).requires_grad_(False)
+        self._longest = longest_sequence(options)
+        self._padding = self._model.config.get_text_config().pad_token_id
+        self.scored = 0
+        """Sequences that it scored."""
+
+    def score(self, answered: Sequence[Answered]) -> list[Score]:
+        """Scores in the order of what was answered. One that is longer than `max_length`, that the chat template
+        refuses, or whose value is not finite, has none."""
+        found: list[Score | None] = []
+        ids: list[list[int]] = []
+        for one in answered:
+            try:
+                read = self._ids(one)
+            except TemplateError as error:
+                found.append(Score(None, 0, f"the reward model's chat template refuses the chat: {error}"))
+                read = []
+            else:
+                found.append(self._refused(read))
+            ids.append(read)
+        left = sorted((i for i, score in enumerate(found) if score is None), key=lambda i: len(ids[i]))
+        size = 1 if self._padding is None else self._options.batch_size  # without padding there are no batches
+        for start in range(0, len(left), size):
+            batch = left[start : start + size]
+            for i, value in zip(batch, self._values([ids[i] for i in batch]), strict=True):
+                finite = isfinite(value)
+                problem = None if finite else f"the reward model's score is {value}"
+                found[i] = Score(value if finite else None, len(ids[i]), problem)
+        self.scored += len(left)
+        return [score for score in found if score is not None]
+
+    def environment(self) -> Environment:
+        """What it computes on."""
+        with self._threads():
+            return engine_environment(self._device, TORCH)
+
+    def health(self) -> dict[str, Any]:
+        """Keys: model, dtype, device, num_threads, max_length (in tokens), scored (sequences so far)."""
+        return {
+            "model": self._options.path,
+            "dtype": self._options.dtype,
+            "device": str(self._device),
+            "num_threads": self._options.num_threads,
+            "max_length": self._longest,
+            "scored": self.scored,
+        }
+
+    def _ids(self, one: Answered) -> list[int]:
+        if not self._tokenizer.chat_template:
+            return list(self._tokenizer(one.text + one.response, verbose=False)["input_ids"])
+        chat = [*one.messages, {"role": "assistant", "content": one.response}]
+        text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _refused(self, ids: Sequence[int]) -> Score | None:
+        if not ids:
+            return Score(None, 0, "prompt and response are empty")
+        if self._longest is not None and len(ids) > self._longest:
+            return Score(
+                None,
+                len(ids),
+                f"prompt and response are {len(ids)} tokens to the reward model, which reads {self._longest}",
+            )
+        return None
+
+    def _values(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """Of a batch."""
+        longest = max(map(len, sequences))
+        ids = torch.full((len(sequences), longest), self._padding or 0)
+        mask = torch.zeros_like(ids)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+            mask[row, : len(sequence)] = 1
+        with self._threads(), torch.inference_mode():
+            logits = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits
+        return [float(value) for value in logits[:, 0].float().cpu()]
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._options.num_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def longest_sequence(options: RewardModelConfig) -> int | None:
+    """In tokens: `max_length`, or what the model's context holds; None where its config says neither. Raises
+    BadModel."""
+    if options.max_length is not None:
+        return options.max_length
+    try:
+        return context_length(check_reward_model_folder(options.path))
+    except BadModel:
+        return None
+
+
+def load_reward_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a reward model's folder. Raises BadModel."""
+    check_reward_model_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        words = tokenizer("0")["input_ids"]
+    # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
+    except Exception as error:
+        why = str(error).partition("\n")[0].rstrip(": ")
+        raise BadModel(
+            f"{path} has no tokenizer that can be loaded ({why}): put the reward model's own there"
+        ) from error
+    if not words:  # without files the library makes up a tokenizer without words
+        raise BadModel(f"{path} has no tokenizer: put the reward model's own there, beside its weights")
+    return tokenizer

@@ -1,0 +1,32 @@
+"""Clipped importance sampling policy optimization (MiniMax 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently
+with Lightning Attention", equations 4 and 5).
+
+With r_t = π(y_t) / π_old(y_t), whose logarithm is held within `limits`, and sg what is not differentiated:
+
+    L_t = -sg(clip(r_t, 1 - eps_clip, 1 + eps_clip_high)) A_t log π(y_t)
+
+No token loses its gradient by being clipped, as the rare ones that turn a chain of thought would in PPO. The paper sets
+no lower bound, which is `eps_clip` = 1, and a wide upper one; it averages over all tokens, which is
+`calculate_per_token_loss`.
+"""
+
+import torch
+
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.losses.protocol import TokenLosses
+
+
+@plugin(needs={"advantages", "old_log_probs"}, reads={"eps_clip", "eps_clip_high"})
+def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
+    """[T]; of the metrics, `ppo_kl` is how far the policy has moved."""
+    ppo_kl = (given(tokens.old_log_probs) - log_probs).detach()
+    ratio = torch.exp(bounded(-ppo_kl))
+    high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
+    clipped = ratio.clamp(1 - config.eps_clip, 1 + high)
+    return -clipped * given(tokens.advantages) * log_probs, {
+        "pg_clipfrac": (clipped != ratio).float(),
+        "ppo_kl": ppo_kl,
+    }

@@ -1,0 +1,60 @@
+"""Parameters of a Hugging Face model that stay as they are, in the tensors that Megatron makes of them.
+
+Names are judged on the whole model as the library builds it, so that both engines freeze the same, and every rank comes
+to the same by itself, whatever part of the model it holds.
+"""
+
+from collections.abc import Collection
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.models import check_model_folder
+from cairn.engines.rollout.transformers.experts import expert_views
+from cairn.engines.training.frozen import frozen_names
+from cairn.engines.training.megatron.families import family_of
+from cairn.engines.training.megatron.families.base import Family
+
+
+def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
+    """Sentences on names that the model in a folder does not have, or that Megatron cannot freeze by themselves; loads
+    no weights."""
+    try:
+        config = check_model_folder(path)
+        frozen_tensors(family_of(config), config, training)
+    except BadModel as error:
+        return [str(error)]
+    return []
+
+
+def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingConfig) -> frozenset[str]:
+    """The tensors of a model's weight files that stay as they are, experts one by one.
+
+    Raises:
+        BadModel: of tensors that Megatron holds in one, only some are frozen; or see
+            `cairn.engines.training.frozen.frozen_names`.
+    """
+    if not (training.only_train_params_name_list or training.freeze_params_name_list):
+        return frozenset()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    names = [name for name, _ in model.named_parameters()]
+    frozen = frozen_names(names, training)
+    _check_whole(family, config.num_hidden_layers, names, frozen)
+    apart = expert_views(model)
+    return frozenset(part for name in frozen for part in apart.get(name, (name,)))
+
+
+def _check_whole(family: Family, layers: int, names: Collection[str], frozen: Collection[str]) -> None:
+    for together in family.held_together(layers):
+        parts = [name for name in together if name in names]
+        stay = [name for name in parts if name in frozen]
+        if stay and stay != parts:
+            go = [name for name in parts if name not in frozen]
+            raise BadModel(
+                f"training.only_train_params_name_list or freeze_params_name_list freezes {' and '.join(stay)} but not "
+                f"{' and '.join(go)}, and Megatron holds them in one tensor: freeze all of them or none, or set "
+                "training.engine to torch"
+            )

@@ -1,0 +1,14 @@
+"""The reward: half for the share of digits in their right places, half for a wholly right answer."""
+
+import re
+
+import cairn
+
+
+def grade(sample: cairn.Sample) -> dict[str, float]:
+    """Of a response that is the box alone; `exact` is what evaluations count."""
+    found = re.fullmatch(r"\\boxed\{([\d ]*)\}", sample.response.strip())
+    given, wanted = found[1].split() if found else [], str(sample.label).split()
+    right = sum(a == b for a, b in zip(given, wanted, strict=False)) / max(len(wanted), len(given))
+    exact = float(given == wanted)
+    return {"reward": (right + exact) / 2, "exact": exact}

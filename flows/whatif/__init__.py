@@ -1,0 +1,1 @@
+"""Advantages that another algorithm would have given."""

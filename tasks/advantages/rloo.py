@@ -1,0 +1,34 @@
+"""REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning
+from Human Feedback in LLMs", section 3.3; Kool et al. 2019).
+
+    R_i     = r_i - kl_coef · Σ_t KL_{i,t}                         over the trained tokens of the sample
+    A_{i,t} = R_i - 1/(k-1) · Σ_{j≠i} R_j                          over the k samples of i's group
+
+The baseline of a sample does not depend on it, so the gradient is unbiased. A sample whose group has no other one has
+nothing to be compared with, and advantage 0.
+"""
+
+import numpy as np
+
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch
+from cairn.tasks.advantages.grpo import centre
+from cairn.tasks.advantages.tokens import TrainedTokens
+
+
+@plugin(reads={"kl_coef"})
+def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    """Every token of a sample gets the sample's advantage, which is its return too."""
+    rewards = batch.rewards.astype(np.float64)
+    if config.kl_coef > 0:
+        assert batch.kl is not None
+        tokens = TrainedTokens(batch.loss_masks)
+        rewards -= config.kl_coef * np.bincount(tokens.samples, tokens.of(batch.kl), len(rewards))
+    advantages = batch.spread(np.concatenate([against_the_others(rewards[group]) for group in batch.groups]))
+    return advantages, advantages
+
+
+def against_the_others(rewards: np.ndarray) -> np.ndarray:
+    """[k] rewards of one group → [k] float64: each less the mean of the others."""
+    return centre(rewards) * (len(rewards) / max(len(rewards) - 1, 1))

@@ -1,0 +1,66 @@
+"""A run as its ledger has it: what its steps have left, without its engines."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from cairn.configs.schema.run import RunConfig
+from cairn.storage.commits import Commit, OutputFile, Step
+from cairn.storage.errors import Damaged
+from cairn.storage.ledger import Ledger
+from cairn.storage.snapshots import read_table
+
+TABLE_BYTES_KEPT = 2 << 30
+"""Of snapshots that stay in memory after they were written or read, since later steps of the iteration read them again;
+beyond it, the one that was asked for longest ago goes."""
+
+
+class RecordedRun:
+    """Commits and tables of a run, each read once. Thread-safe."""
+
+    def __init__(self, config: RunConfig, ledger: Ledger) -> None:
+        self.config = config
+        self.ledger = ledger
+        self._lock = threading.Lock()
+        self._commits: dict[tuple[int, Step, str | None], Commit] = {}
+        self._tables: OrderedDict[str, pa.Table] = OrderedDict()
+
+    def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
+        """The step's commit if there is one. Commits never change, so one that was seen is not read again."""
+        key = (iteration, step, shard)
+        if key not in self._commits:
+            commit = self.ledger.find(iteration, step, shard)
+            if commit is None:
+                return None
+            self._commits[key] = commit
+        return self._commits[key]
+
+    def committed(self, iteration: int, step: Step, shard: str | None = None) -> Commit:
+        """The step's commit. Raises Damaged where it must be and is not."""
+        commit = self.find(iteration, step, shard)
+        if commit is None:
+            name = f"{iteration:06d}/{step}" + (f".{shard}" if shard else "")
+            raise Damaged(f"the commit {name} of run {self.ledger.run} is missing, but later steps were made from it")
+        return commit
+
+    def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
+        """The Parquet snapshot of a commit that has exactly one, checked against its digest."""
+        (output,) = commit.outputs
+        with self._lock:
+            table = self._tables.get(output.sha256)
+            if table is not None:
+                self._tables.move_to_end(output.sha256)
+        if table is None:
+            table = read_table(self.ledger.store, commit.run, output)
+            self.remember(output, table)
+        return table if columns is None else table.select(list(columns))
+
+    def remember(self, output: OutputFile, table: pa.Table) -> None:
+        """Keep a snapshot that was just written: the next steps read it."""
+        with self._lock:
+            self._tables[output.sha256] = table
+            self._tables.move_to_end(output.sha256)
+            while sum(kept.nbytes for kept in self._tables.values()) > TABLE_BYTES_KEPT:
+                self._tables.popitem(last=False)

@@ -1,0 +1,87 @@
+r"""What follows the last `Answer:` is the label, an integer, once both are written alike: +1, else −1.
+
+It is the reward of DAPO (Yu et al. 2025, arXiv:2503.14476, equation 7), as slime and verl compute it: of the last 300
+characters, what stands behind `Answer:` up to the end of its line, normalised as for Minerva (Lewkowycz et al. 2022,
+arXiv:2206.14858, appendix D.1), compared as text.
+
+| | slime, verl | here |
+|---|---|---|
+| `Answer:` in thoughts | counts | does not |
+| the line of the answer, where a response was cut off in it | counts | does not: `18` might have become 185 |
+| a label that is no number | ends the run | fails the sample |
+| a label with decimals, as `18.5` | is cut to 18 | fails the sample; `18.0` is 18 |
+| a label beyond 2⁵³ | loses its last digits | keeps them |
+| special tokens in the text | two are removed by name | the text is without them |
+"""
+
+import re
+from decimal import Decimal
+from typing import Any
+
+from cairn.tasks.rewards.boxed import answer_of
+from cairn.tasks.rewards.sample import Sample
+
+_LAST = 300
+"""Characters. The longest answer of MATH-500 has 159."""
+_ANSWER = re.compile(r"Answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_NONE = "[INVALID]"
+_REPLACED = {
+    "an ": "",
+    "a ": "",
+    ".$": "$",
+    r"\$": "",
+    r"\ ": "",
+    " ": "",
+    "mbox": "text",
+    r",\text{and}": ",",
+    r"\text{and}": ",",
+    r"\text{m}": r"\text{}",
+}
+_REMOVED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
+    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+
+
+def grade(sample: Sample) -> dict[str, Any]:
+    """+1 or −1, the same as `score`; `acc`, whether it is right; `pred`, the answer as it was compared. ValueError
+    without an integer as the label."""
+    expected = _integer(sample.label)
+    final = answer_of(sample)
+    if sample.truncated:
+        final = final[: final.rfind("\n") + 1]
+    answers = _ANSWER.findall(final[-_LAST:])
+    answer = normalised(answers[-1] if answers else _NONE)
+    score = 1.0 if answer == expected else -1.0
+    return {"reward": score, "score": score, "acc": answer == expected, "pred": answer}
+
+
+def normalised(answer: str) -> str:
+    """An answer in Minerva's one way of writing it: what follows its last `=`, without words, units and LaTeX that only
+    sets it, with the braces of fractions and roots."""
+    answer = answer.rpartition("=")[2]
+    for written, read in _REPLACED.items():
+        answer = answer.replace(written, read)
+    for text in _REMOVED:
+        answer = answer.replace(text, "")
+    answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
+    for command in ("text", "textbf", "overline"):
+        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
+    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
+    answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
+    answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
+    digits = answer.replace(",", "")
+    return (digits if digits.isdigit() else answer).strip()
+
+
+def _integer(label: str | None) -> str:
+    written = normalised(label or "")
+    try:
+        value = Decimal(written)
+        if value == int(value):
+            return str(int(value))
+    except (ArithmeticError, ValueError):
+        pass
+    raise ValueError(f"dapo needs an integer as the label, and the row has {label!r}")

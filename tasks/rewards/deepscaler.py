@@ -1,0 +1,40 @@
+r"""The box behind the thoughts is mathematically equal to the label: DeepScaleR's rule (Luo et al. 2025), slime's
+`deepscaler`. A response that marks no end of its thoughts, by `</think>` or `###Response`, earns 0 whatever it says,
+and so does one without a box behind the mark.
+
+What is equal is for math-verify to say, as in the grader `math`:
+
+| | slime: Hendrycks's `is_equiv`, then sympy | here |
+|---|---|---|
+| `2/4`, label `1/2` | wrong: fractions have to be reduced | right |
+| `36/2`, label `18` | wrong: where the label is an integer nothing is computed | right |
+| `\{2, 1\}`, label `\{1, 2\}` | wrong | right |
+| `y = 3x = 18`, label `18` | wrong: one `=`, behind at most two letters | right |
+| `\sin^2 1 + \cos^2 1`, label `1` | wrong | right |
+| `###Response` twice | what stands between the two | what stands behind the last |
+| no label | 0 | the sample fails |
+"""
+
+from cairn.tasks.rewards.boxed import UnclosedBox, answer_of, last_boxed
+from cairn.tasks.rewards.math import is_right
+from cairn.tasks.rewards.sample import Sample
+
+_CLOSE, _RESPONSE = "</think>", "###Response"
+
+
+def grade(sample: Sample) -> float:
+    """1 if the box equals the label, else 0. ValueError without a usable label."""
+    if sample.label is None:
+        raise ValueError("deepscaler needs a label, and the row has none")
+    try:
+        boxed = last_boxed(_behind_the_mark(sample))
+    except UnclosedBox:
+        return 0.0
+    return float(is_right("" if boxed is None else boxed, sample.label))
+
+
+def _behind_the_mark(sample: Sample) -> str:
+    if any(_CLOSE in text for text in (sample.response, sample.response_with_special_tokens)):
+        return answer_of(sample)
+    _, marked, answer = sample.response.rpartition(_RESPONSE)
+    return answer if marked else ""

@@ -1,0 +1,49 @@
+"""Graders that ask something outside: a service, a language model, a program in a sandbox. One a file.
+
+They are Cairn's own code and wait rather than compute, so they run in the driver, many questions at a time
+(`cairn.tasks.rewards.outside.asking`).
+"""
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cairn.configs.plugins import BadPlugin
+
+if TYPE_CHECKING:
+    from cairn.configs.schema.reward import RewardConfig
+    from cairn.tasks.rewards.outside.asking import Outside
+
+KEPT = ("judge", "remote_rm")
+"""Those whose answers cost something, and are kept by default."""
+
+
+def outside(config: "RewardConfig") -> "Outside":
+    """The one that `config.rm_type` names. Raises BadPlugin where what it needs is not said, or not here."""
+    match config.rm_type:
+        case "judge":
+            if config.judge is None:
+                raise BadPlugin("the grader 'judge' asks a language model: set reward.judge, with its url and model")
+            from cairn.tasks.rewards.outside.judge import Judge
+
+            return Judge(config.judge, config.rm_concurrency)
+        case "remote_rm":
+            if config.rm_url is None:
+                raise BadPlugin("the grader 'remote_rm' asks a service: set reward.rm_url to its address")
+            from cairn.tasks.rewards.outside.remote_rm import RemoteRM
+
+            return RemoteRM(config)
+        case "code":
+            from cairn.configs.schema.graders import CodeConfig
+            from cairn.tasks.rewards.outside.code import Code
+
+            return Code(config.code or CodeConfig())
+    raise BadPlugin(f"there is no grader {config.rm_type!r} that asks something outside")
+
+
+def source_version(*modules: str) -> str:
+    """Changes with the code of modules of this package."""
+    digest = hashlib.sha256()
+    for module in modules:
+        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,177 @@
+"""What becomes of a server that fails, or answers something else than was asked: one that stands in for a real one,
+which does neither."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from tenacity import wait_none
+
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, TeacherUnusable
+from cairn.engines.scoring import client
+from cairn.engines.scoring.client import ATTEMPTS, ServedModel
+from cairn.engines.types import TrainBatch
+
+Answer = Callable[[int, dict[str, Any]], Any]
+"""(how often it was asked before, what is posted) → JSON, or an HTTP status."""
+
+IDS = [5, 6, 7, 8]
+"""Prompt of two tokens and response of two."""
+TEXTS = {5: "a", 6: "b", 7: "c", 8: "�"}
+BATCH = TrainBatch([np.array(IDS, np.int32)], [2], [np.ones(2, np.uint8)])
+
+
+@contextmanager
+def server(answer: Answer, keys: list[str | None] | None = None) -> Iterator[str]:
+    asked = 0
+
+    async def models(request: web.Request) -> web.Response:
+        if keys is not None:
+            keys.append(request.headers.get("Authorization"))
+        return web.json_response({"data": [{"id": "teacher"}]})
+
+    async def scores(request: web.Request) -> web.Response:
+        nonlocal asked
+        found = answer(asked, await request.json())
+        asked += 1
+        if found is None:
+            await asyncio.sleep(30)
+        return web.Response(status=found, text="busy") if isinstance(found, int) else web.json_response(found)
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", scores), web.post("/generate", scores)])
+    loop, runner = asyncio.new_event_loop(), web.AppRunner(app, handler_cancellation=True)
+
+    async def start() -> int:
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port: int = runner.addresses[0][1]
+        return port
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result(10)}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "wait_random_exponential", lambda **limits: wait_none())
+
+
+def ask(url: str, api: str = "openai", timeout: float = 10) -> list[float]:
+    model = ServedModel(url, api, "teacher", timeout=timeout, concurrency=2, spell=TEXTS.__getitem__)
+    (found,) = model.log_probs(BATCH)
+    return [float(value) for value in found]
+
+
+def completion(tokens: list[str], log_probs: list[Any]) -> Any:
+    return {"choices": [{"logprobs": {"tokens": tokens, "token_logprobs": log_probs}}]}
+
+
+GOOD = completion([f"token_id:{token}" for token in (*IDS, 9)], [None, -4.0, -2.0, -1.0, -8.0])
+
+
+def test_a_server_that_says_token_ids_or_texts_is_understood_and_the_generated_token_passed_over() -> None:
+    def as_vllm(asked: int, body: dict[str, Any]) -> Any:
+        assert (body["prompt"], body["echo"], body["model"]) == (IDS, True, "teacher")
+        return GOOD
+
+    with server(as_vllm) as url:
+        assert ask(url) == [-2.0, -1.0]
+    of_texts = completion(["a", "b", "c", "Ã"], [None, -4.0, -2.0, -1.0])  # the last is a part of a character
+    with server(lambda *_: of_texts) as url:
+        assert ask(url) == [-2.0, -1.0]
+
+
+def test_the_key_of_the_environment_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str | None] = []
+    with server(lambda *_: GOOD, keys) as url:
+        ask(url)
+        monkeypatch.setenv(client.KEY, "secret")
+        ask(url)
+    assert keys == [None, "Bearer secret"]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_passes_is_asked_again_and_what_does_not_pass_is_an_error_that_a_step_is_tried_again_for(
+    status: int,
+) -> None:
+    with server(lambda asked, _: status if asked < ATTEMPTS - 1 else GOOD) as url:
+        assert ask(url) == [-2.0, -1.0]
+    with (
+        server(lambda *_: status) as url,
+        pytest.raises(EngineError, match=f"/v1/completions .* answers {status}: busy"),
+    ):
+        ask(url)
+
+
+def test_nobody_there_and_silence_have_names_of_their_own() -> None:
+    with server(lambda *_: None) as url, pytest.raises(EngineTimeout, match=r"within 0\.05 s \(model\.teacher_timeout"):
+        ask(url, timeout=0.05)
+    with pytest.raises(EngineDied, match="/v1/models of"):
+        ask(url)
+
+
+def test_a_teacher_that_is_silent_is_not_waited_for_once_it_is_not_needed() -> None:
+    asked = threading.Event()
+
+    def silent(before: int, body: dict[str, Any]) -> None:
+        asked.set()
+
+    with server(silent) as url, ThreadPoolExecutor(1) as pool:
+        model = ServedModel(url, "openai", "teacher", timeout=600, concurrency=2, spell=TEXTS.__getitem__)
+        answer = pool.submit(model.log_probs, BATCH)
+        assert asked.wait(30)
+        model.abort()
+        with pytest.raises(asyncio.CancelledError):
+            answer.result(30)
+        with pytest.raises(asyncio.CancelledError):  # and from then on
+            model.log_probs(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (404, "answers 404: busy"),
+        (completion(["token_id:5", "token_id:6", "token_id:3", "token_id:8"], [None, -4, -2, -1]), "of token 3 where"),
+        (completion(["a", "b", "d", "e"], [None, -4, -2, -1]), "is of 'd' where 'c' was given, .* another tokenizer"),
+        (completion(["a"], [-1]), "has 1 log-probs for 2 tokens"),
+        (completion(["a", "b", "c", "e"], [None, -4, None, -1]), "has None in the place of a log-prob, at 0 of 2"),
+        (completion(["a", "b", "c", "e"], [None, -4, -2, 0.5]), "has 0.5 in the place of a log-prob, at 1 of 2"),
+        ({"choices": []}, "has no log-probs of the tokens that it was given"),
+    ],
+)
+def test_an_answer_to_something_else_is_refused_at_once(answer: Any, says: str) -> None:
+    asked = []
+
+    def once(before: int, body: dict[str, Any]) -> Any:
+        asked.append(before)
+        return answer
+
+    with server(once) as url, pytest.raises(TeacherUnusable, match=says):
+        ask(url)
+    assert asked == [0]
+
+
+def test_sglang_is_held_to_its_ids_too() -> None:
+    def answer(*ids: int) -> Answer:
+        entries = [[None, 6, None], *([-1.0, token, None] for token in ids)]
+        return lambda asked, body: {"meta_info": {"input_token_logprobs": entries[-(4 - body["logprob_start_len"]) :]}}
+
+    with server(answer(7, 8)) as url:
+        assert ask(url, "sglang") == [-1.0, -1.0]
+    with server(answer(7, 9)) as url, pytest.raises(TeacherUnusable, match="of token 9 where token 8 was given, at 1"):
+        ask(url, "sglang")
