@@ -216,6 +216,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(PACKAGE + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+        # A subclass where some package has put its own in the place of Python's, as beartype does for every package.
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(fullname, spec.loader.path)
         return spec
