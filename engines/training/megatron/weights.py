@@ -5,9 +5,10 @@ A parameter is a list of blocks: some of its rows are a rectangle of a Hugging F
 column). Rows that only fill a vocabulary up belong to no block.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from safetensors import safe_open
 
 from cairn.engines.errors import BadModel
-from cairn.engines.training.megatron.families.base import Layout, Source
+from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,11 @@ class Parameter:
     """Of the Hugging Face tensors that it is made of."""
     blocks: list[Block]
     expert: bool
-    vector: bool = field(default=False)
+
+    @property
+    def inner(self) -> tuple[int, ...] | None:
+        """Lengths of what a row is, but for a matrix's."""
+        return None if self.value.dim() == 2 else tuple(self.value.shape[1:])
 
     @property
     def trained(self) -> bool:
@@ -70,7 +75,8 @@ class Sizes:
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+    """Rows of a tensor: of a vector they have one column, of three axes or more all but the first are one."""
+    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor.flatten(1)
 
 
 def parameters_of(
@@ -89,8 +95,12 @@ def parameters_of(
                 name = "embedding.word_embeddings.weight"
             expert = ".experts." in name
             source = source_of(name)
-            blocks = list(_blocks(source.layout, source.names, tuple(as_matrix(value).shape), sizes, *_part(expert)))
-            parameters.append(Parameter(value, source.names, blocks, expert, value.dim() == 1))
+            shape, (ranks, rank) = tuple(as_matrix(value).shape), _part(expert)
+            if source.stretches is None:
+                blocks = list(_blocks(source.layout, source.names, shape, sizes, ranks, rank))
+            else:
+                blocks = list(_head_blocks(source, source.stretches(config), shape[1], ranks, rank))
+            parameters.append(Parameter(value, source.names, blocks, expert))
     return parameters
 
 
@@ -115,11 +125,11 @@ def load_weights(parameters: Iterable[Parameter], files: Mapping[str, Any], give
                 if block.name not in files:
                     raise BadModel(f"the model's weight files lack {block.name}: copy the folder again")
                 tensor = files[block.name].get_slice(block.name)
-                shape = [*tensor.get_shape(), 1][:2]
-                if shape != [block.rows, block.columns]:
+                expected = (block.rows, *((block.columns,) if parameter.inner is None else parameter.inner))
+                if tuple(tensor.get_shape()) != expected:
                     raise BadModel(
                         f"weight {block.name} has shape {tuple(tensor.get_shape())} where config.json asks for "
-                        f"{(block.rows,) if parameter.vector else (block.rows, block.columns)}"
+                        f"{expected}"
                     )
                 rows = tensor[block.row : block.row + block.height]
                 part = as_matrix(rows)[:, block.column : block.column + block.width]
@@ -197,32 +207,57 @@ def _qkv_blocks(names: tuple[str, ...], width: int, sizes: Sizes, ranks: int, ra
             local_row += height
 
 
+def _head_blocks(source: Source, stretches: Sequence[Stretch], width: int, ranks: int, rank: int) -> Iterator[Block]:
+    pieces = [
+        [
+            Block(
+                source.names[stretch.part],
+                stretch.rows,
+                width,
+                stretch.first + head * (stretch.every or stretch.height),
+                0,
+                stretch.height,
+                width,
+                0,
+            )
+            for head in range(rank * stretch.heads // ranks, (rank + 1) * stretch.heads // ranks)
+        ]
+        for stretch in stretches
+    ]
+    local_row = 0
+    for block in itertools.chain(*(pieces if source.layout is Layout.HEADS else zip(*pieces, strict=True))):
+        yield replace(block, local_row=local_row)
+        local_row += block.height
+
+
 @dataclass(frozen=True)
 class Ownership:
     """Which rank answers for each block of the whole model, where several hold it."""
 
     owners: dict[tuple[str, int, int], tuple[int, Block]]
     """By name, row and column: the lowest rank that holds the block, and the block as it has it."""
-    vectors: frozenset[str]
+    inner: dict[str, tuple[int, ...]]
+    """Lengths of what a row is, of tensors that are no matrices."""
     frozen: frozenset[str]
     """The tensors that no optimizer changes."""
 
     @classmethod
     def agree(cls, parameters: Iterable[Parameter]) -> "Ownership":
         """All ranks take part and come to the same."""
-        mine = [(block, parameter.vector, parameter.trained) for parameter in parameters for block in parameter.blocks]
+        mine = [(block, parameter.inner, parameter.trained) for parameter in parameters for block in parameter.blocks]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         owners: dict[tuple[str, int, int], tuple[int, Block]] = {}
-        vectors, frozen = set(), set()
+        shapes: dict[str, tuple[int, ...]] = {}
+        frozen = set()
         for rank, blocks in enumerate(every):
-            for block, vector, trained in blocks:
+            for block, inner, trained in blocks:
                 owners.setdefault((block.name, block.row, block.column), (rank, block))
-                if vector:
-                    vectors.add(block.name)
+                if inner is not None:
+                    shapes[block.name] = inner
                 if not trained:
                     frozen.add(block.name)
-        return cls(owners, frozenset(vectors), frozenset(frozen))
+        return cls(owners, shapes, frozenset(frozen))
 
     def owner(self, block: Block) -> int:
         return self.owners[block.name, block.row, block.column][0]
@@ -237,7 +272,7 @@ class Ownership:
 
     def shape(self, block: Block) -> tuple[int, ...]:
         """Of the whole tensor that a block is a part of."""
-        return (block.rows,) if block.name in self.vectors else (block.rows, block.columns)
+        return (block.rows, *self.inner.get(block.name, (block.columns,)))
 
 
 def gather(

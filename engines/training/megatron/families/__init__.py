@@ -6,11 +6,17 @@ from cairn.engines.errors import BadModel
 from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.training.megatron.families.glm4 import Glm4
 from cairn.engines.training.megatron.families.llama import Llama
+from cairn.engines.training.megatron.families.mistral import Mistral
 from cairn.engines.training.megatron.families.qwen2 import Qwen2
+from cairn.engines.training.megatron.families.qwen2_moe import Qwen2Moe
 from cairn.engines.training.megatron.families.qwen3 import Qwen3
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+from cairn.engines.training.megatron.families.seed_oss import SeedOss
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama(), Glm4())}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe(), Llama(), Mistral(), SeedOss(), Glm4())
+}
 
 
 def family_of(config: PretrainedConfig) -> Family:

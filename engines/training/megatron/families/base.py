@@ -4,8 +4,8 @@ The mapping is our own and not Megatron-Bridge's: see docs/engines/megatron.md f
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -27,6 +27,27 @@ class Layout(Enum):
     second."""
     QKV = "qkv"
     """Query, key and value projection: for every key-value head its query heads' rows, then its own two."""
+    HEADS = "heads"
+    """Rows of heads, one stretch after the other; each rank has some of the heads of every stretch."""
+    GROUPS = "groups"
+    """The same rows, all of a head's together; each rank has some of the heads."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Rows of a Hugging Face tensor that belong to heads."""
+
+    part: int
+    """The tensor, as a place in `Source.names`."""
+    rows: int
+    """Of the whole tensor."""
+    heads: int
+    height: int
+    """Rows of one head."""
+    first: int = 0
+    """Row at which the first head begins."""
+    every: int | None = None
+    """Rows from one head's beginning to the next one's, where that is not `height`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,27 @@ class Source:
     layout: Layout
     names: tuple[str, ...]
     """Of the Hugging Face tensors."""
+    stretches: Callable[[Any], Sequence[Stretch]] | None = None
+    """Of HEADS and GROUPS: what the parameter is made of, by Megatron's TransformerConfig."""
+
+
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": Source(Layout.COLUMN, ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": Source(Layout.REPLICATED, ("model.norm.weight",)),
+    "output_layer.weight": Source(Layout.COLUMN, ("lm_head.weight",)),
+}
+
+_LAYER: Mapping[str, Source] = {
+    "self_attention.linear_qkv.layer_norm_weight": Source(Layout.REPLICATED, ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": Source(Layout.QKV, tuple(f"self_attn.{part}_proj.weight" for part in "qkv")),
+    "self_attention.linear_qkv.bias": Source(Layout.QKV, tuple(f"self_attn.{part}_proj.bias" for part in "qkv")),
+    "self_attention.q_layernorm.weight": Source(Layout.REPLICATED, ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": Source(Layout.REPLICATED, ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": Source(Layout.ROW, ("self_attn.o_proj.weight",)),
+    "mlp.linear_fc1.layer_norm_weight": Source(Layout.REPLICATED, ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": Source(Layout.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": Source(Layout.ROW, ("mlp.down_proj.weight",)),
+}
 
 
 class Family:
@@ -45,6 +87,8 @@ class Family:
     """As in config.json."""
     post_norms: ClassVar[bool] = False
     """Whether the outputs of attention and feed-forward part are normalised before they are added."""
+    layer: ClassVar[Mapping[str, Source]] = _LAYER
+    """Sources of a layer's parameters, but for experts; names on both sides without the layer's prefix."""
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig."""
@@ -98,39 +142,20 @@ class Family:
         if match is None:
             raise KeyError(name)
         source = self._layer_parameter(match[2])
-        return Source(source.layout, tuple(f"model.layers.{match[1]}.{part}" for part in source.names))
+        return replace(source, names=tuple(f"model.layers.{match[1]}.{part}" for part in source.names))
 
     def held_together(self, layers: int) -> Iterator[tuple[str, ...]]:
         """Names of the Hugging Face tensors that are parts of one Megatron parameter, but for experts'. A model may
         lack some of these parameters."""
         for layer in range(layers):
-            for name in _LAYER:
+            for name in self.layer:
                 source = self.parameter(f"decoder.layers.{layer}.{name}")
                 if len(source.names) > 1:
                     yield source.names
 
     def _layer_parameter(self, name: str) -> Source:
         """The source of a layer's parameter; names on both sides without the layer's prefix. Raises KeyError."""
-        return _LAYER[name]
+        return self.layer[name]
 
     def _rope_types(self) -> Sequence[str]:
         return ("default",)
-
-
-_OUTSIDE = {
-    "embedding.word_embeddings.weight": Source(Layout.COLUMN, ("model.embed_tokens.weight",)),
-    "decoder.final_layernorm.weight": Source(Layout.REPLICATED, ("model.norm.weight",)),
-    "output_layer.weight": Source(Layout.COLUMN, ("lm_head.weight",)),
-}
-
-_LAYER = {
-    "self_attention.linear_qkv.layer_norm_weight": Source(Layout.REPLICATED, ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": Source(Layout.QKV, tuple(f"self_attn.{part}_proj.weight" for part in "qkv")),
-    "self_attention.linear_qkv.bias": Source(Layout.QKV, tuple(f"self_attn.{part}_proj.bias" for part in "qkv")),
-    "self_attention.q_layernorm.weight": Source(Layout.REPLICATED, ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": Source(Layout.REPLICATED, ("self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": Source(Layout.ROW, ("self_attn.o_proj.weight",)),
-    "mlp.linear_fc1.layer_norm_weight": Source(Layout.REPLICATED, ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": Source(Layout.GATED, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": Source(Layout.ROW, ("mlp.down_proj.weight",)),
-}

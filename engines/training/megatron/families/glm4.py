@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
 
 _GLM = {
+    **Family.layer,
     "self_attn_bda.norm.weight": Source(Layout.REPLICATED, ("post_self_attn_layernorm.weight",)),
     "mlp_bda.norm.weight": Source(Layout.REPLICATED, ("post_mlp_layernorm.weight",)),
     "mlp.linear_fc1.weight": Source(Layout.GATED, ("mlp.gate_up_proj.weight",)),
@@ -16,12 +17,10 @@ _GLM = {
 class Glm4(Family):
     model_type = "glm4"
     post_norms = True
+    layer = _GLM
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
         return {**super().transformer(hf), "add_qkv_bias": bool(hf.attention_bias), "rotary_interleaved": True}
 
     def model(self, hf: PretrainedConfig) -> dict[str, Any]:
         return {**super().model(hf), "rotary_percent": hf.rope_parameters["partial_rotary_factor"]}
-
-    def _layer_parameter(self, name: str) -> Source:
-        return _GLM[name] if name in _GLM else super()._layer_parameter(name)

@@ -9,6 +9,7 @@ from cairn.engines.training.megatron.families.base import Layout, Source
 from cairn.engines.training.megatron.families.qwen3 import Qwen3
 
 _MOE = {
+    **Qwen3.layer,
     "pre_mlp_layernorm.weight": Source(Layout.REPLICATED, ("post_attention_layernorm.weight",)),
     "mlp.router.weight": Source(Layout.REPLICATED, ("mlp.gate.weight",)),
 }
@@ -16,6 +17,7 @@ _MOE = {
 
 class Qwen3Moe(Qwen3):
     model_type = "qwen3_moe"
+    layer = _MOE
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
         dense = set(hf.mlp_only_layers)
@@ -41,7 +43,7 @@ class Qwen3Moe(Qwen3):
             r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc(\d)\.weight|linear_fc(\d)\.weight(\d+))", name
         )
         if match is None:
-            return _MOE[name] if name in _MOE else super()._layer_parameter(name)
+            return super()._layer_parameter(name)
         expert, layer = match[1] or match[4], match[2] or match[3]
         prefix = f"mlp.experts.{expert}"
         if layer == "1":
