@@ -208,3 +208,7 @@ ARCHITECTURES = (
         named=False,
     ),
 )
+
+
+def architecture(name: str) -> Architecture:
+    return next(each for each in ARCHITECTURES if each.name == name)

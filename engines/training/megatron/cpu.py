@@ -46,6 +46,7 @@ def install() -> None:
     _patch_router_gemm()
     _patch_token_counts()
     _patch_optimizer_step()
+    _patch_delta_net()
 
 
 def _patch_generator_state() -> None:
@@ -87,6 +88,14 @@ def _patch_optimizer_step() -> None:
         set_states(self, model_param, {**self._get_main_param_and_optimizer_states(model_param), **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_with_step
+
+
+def _patch_delta_net() -> None:
+    """0.16.1, ssm.gated_delta_net: asks for flash-linear-attention, whose kernels need a GPU, when the module is built;
+    `delta_net.py` computes without it."""
+    import megatron.core.ssm.gated_delta_net as gated_delta_net
+
+    gated_delta_net.HAVE_FLA = True
 
 
 class _Nothing:

@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from cairn.engines.training.megatron.packing import context_order
+from cairn.engines.training.megatron.packing import as_rows, context_order
 
 
 class Norm(torch.nn.RMSNorm):
@@ -30,7 +30,11 @@ class Norm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self._config = config
         _mark(self.weight, config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _normalised(x, self.weight, self._config, self.eps)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -38,14 +42,12 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        self._eps = config.layernorm_epsilon
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         _mark(self.layer_norm_weight, config)
 
     def forward(self, input_: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return super().forward(
-            F.rms_norm(input_, self.layer_norm_weight.shape, self.layer_norm_weight, self._eps), *args, **options
-        )
+        normalised = _normalised(input_, self.layer_norm_weight, self.config, self.config.layernorm_epsilon)
+        return super().forward(normalised, *args, **options)
 
 
 class Attention(torch.nn.Module):
@@ -81,12 +83,12 @@ class Attention(torch.nn.Module):
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._group) for x in (key, value))
             positions = places[:, 1]
             places = context_order([length // size for length in lengths], 1, 0)
-            last_seen = _rows(positions, places)
+            last_seen = as_rows(positions, places)
             mask = (torch.arange(max(lengths)) <= last_seen[..., None])[:, None]
         outputs = F.scaled_dot_product_attention(
-            _rows(query, places).transpose(1, 2),
-            _rows(key, everywhere).transpose(1, 2),
-            _rows(value, everywhere).transpose(1, 2),
+            as_rows(query, places).transpose(1, 2),
+            as_rows(key, everywhere).transpose(1, 2),
+            as_rows(value, everywhere).transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=self._scale,
@@ -95,16 +97,14 @@ class Attention(torch.nn.Module):
         return outputs.transpose(1, 2)[places[:, 0], places[:, 1]].flatten(1)
 
 
+def _normalised(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig, eps: float | None) -> torch.Tensor:
+    if config.layernorm_zero_centered_gamma:
+        return F.rms_norm(x.float(), weight.shape, weight.float() + 1, eps).type_as(x)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
 def _mark(weight: torch.nn.Parameter, config: TransformerConfig) -> None:
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def _rows(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """[sequences, longest, …]: packed tokens at their (sequence, position) `places`, and zeros after them. Causal
-    attention never looks at these from a position before."""
-    count, longest = (places.max(0).values + 1).tolist()
-    rows = tokens.new_zeros(count, longest, *tokens.shape[1:])
-    return rows.index_put((places[:, 0], places[:, 1]), tokens)
 
 
 class CpuSpecProvider(LocalSpecProvider):

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models import check_model_folder, weight_files
 from cairn.engines.training.megatron.backend import Backend
+from cairn.engines.training.megatron.delta_net import delta_net_spec
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.training.megatron.freezing import frozen_tensors
@@ -259,6 +260,9 @@ def _block_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
     specs = [backend.layer_spec(config, experts=_has_experts(config, layer)) for layer in layers]
+    for layer, spec in zip(layers, specs, strict=True):
+        if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
+            spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
     if family.post_norms:
         add = ModuleSpec(PostNorm, params={"config": config, "norm": backend.norm})
         for spec in specs:

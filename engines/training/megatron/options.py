@@ -121,7 +121,7 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
             hint = f"; did you mean {close[0]}?" if close else ""
             yield f"training.megatron.{name} is not an option of megatron-core {_version()}{hint}"
     yield from _layout_problems(training, derived)
-    yield from _gpu_problems(training)
+    yield from _gpu_problems(training, derived)
 
 
 def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
@@ -137,6 +137,12 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
         yield (
             f"training.megatron.tensor_model_parallel_size is {tensor}, which must divide the width of the model's "
             f"feed-forward part, {derived['ffn_hidden_size']}"
+        )
+    linear = derived.get("linear_attention_freq") and derived["linear_num_key_heads"]
+    if linear and linear % tensor:
+        yield (
+            f"training.megatron.tensor_model_parallel_size is {tensor}, which must divide the {linear} key heads of "
+            "the model's gated delta networks"
         )
     if not _layers_fit(layers, pipeline, options):
         yield (
@@ -172,13 +178,17 @@ def _layers_fit(layers: int, pipeline: int, options: Mapping[str, Any]) -> bool:
     return middle and all(count > 0 and count % parts == 0 for count in given)
 
 
-def _gpu_problems(training: TrainingConfig) -> Iterator[str]:
+def _gpu_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
     if not training.num_gpus_per_rank:
         return
     if find_spec("transformer_engine") is None:
         yield (
             "training.engine=megatron on GPUs needs Transformer Engine: pip install --no-build-isolation "
             "'transformer-engine[pytorch]'"
+        )
+    if derived.get("linear_attention_freq") and find_spec("fla") is None:
+        yield (
+            "the model's gated delta networks need flash-linear-attention on GPUs: pip install flash-linear-attention"
         )
     if training.dtype == "float32":
         yield (

@@ -58,6 +58,14 @@ def context_order(lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def as_rows(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[sequences, longest, …]: packed tokens at their (sequence, position) `places`, and zeros after them. Causal
+    attention never looks at these from a position before."""
+    count, longest = (places.max(0).values + 1).tolist()
+    rows = tokens.new_zeros(count, longest, *tokens.shape[1:])
+    return rows.index_put((places[:, 0], places[:, 1]), tokens)
+
+
 def pack(
     batch: TrainBatch,
     samples: Sequence[int],

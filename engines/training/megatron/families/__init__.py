@@ -10,12 +10,26 @@ from cairn.engines.training.megatron.families.mistral import Mistral
 from cairn.engines.training.megatron.families.qwen2 import Qwen2
 from cairn.engines.training.megatron.families.qwen2_moe import Qwen2Moe
 from cairn.engines.training.megatron.families.qwen3 import Qwen3
+from cairn.engines.training.megatron.families.qwen3_5 import Qwen35, Qwen35Moe
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+from cairn.engines.training.megatron.families.qwen3_next import Qwen3Next
 from cairn.engines.training.megatron.families.seed_oss import SeedOss
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe(), Llama(), Mistral(), SeedOss(), Glm4())
+    for family in (
+        Qwen2(),
+        Qwen2Moe(),
+        Qwen3(),
+        Qwen3Moe(),
+        Qwen3Next(),
+        Qwen35(),
+        Qwen35Moe(),
+        Llama(),
+        Mistral(),
+        SeedOss(),
+        Glm4(),
+    )
 }
 
 

@@ -95,7 +95,7 @@ class Family:
         return {
             "num_layers": hf.num_hidden_layers,
             "hidden_size": hf.hidden_size,
-            "ffn_hidden_size": hf.intermediate_size,
+            "ffn_hidden_size": getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
             "num_attention_heads": hf.num_attention_heads,
             "num_query_groups": hf.num_key_value_heads,
             "kv_channels": getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,

@@ -1,12 +1,13 @@
 """GLM-4, dense: norms before and after each part of a layer, and a rotary embedding of half the head, interleaved."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
 
-_GLM = {
+_GLM: Mapping[str, Source] = {
     **Family.layer,
     "self_attn_bda.norm.weight": Source(Layout.REPLICATED, ("post_self_attn_layernorm.weight",)),
     "mlp_bda.norm.weight": Source(Layout.REPLICATED, ("post_mlp_layernorm.weight",)),

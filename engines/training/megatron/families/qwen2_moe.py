@@ -1,5 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE: biases in attention, and beside the routed experts a shared one behind a gate."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -7,7 +8,7 @@ from transformers import PretrainedConfig
 from cairn.engines.training.megatron.families.base import Family, Layout, Source
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
 
-GATED_EXPERT = {
+GATED_EXPERT: Mapping[str, Source] = {
     "mlp.shared_experts.linear_fc1.weight": Source(
         Layout.GATED, ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight")
     ),
@@ -25,9 +26,12 @@ def gated_expert(hf: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+_LAYER: Mapping[str, Source] = {**Qwen3Moe.layer, **GATED_EXPERT}
+
+
 class Qwen2Moe(Qwen3Moe):
     model_type = "qwen2_moe"
-    layer = {**Qwen3Moe.layer, **GATED_EXPERT}
+    layer = _LAYER
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
         return {

@@ -1,6 +1,7 @@
 """Qwen3 with a mixture of experts in every layer, or in some of them."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -8,7 +9,7 @@ from transformers import PretrainedConfig
 from cairn.engines.training.megatron.families.base import Layout, Source
 from cairn.engines.training.megatron.families.qwen3 import Qwen3
 
-_MOE = {
+_MOE: Mapping[str, Source] = {
     **Qwen3.layer,
     "pre_mlp_layernorm.weight": Source(Layout.REPLICATED, ("post_attention_layernorm.weight",)),
     "mlp.router.weight": Source(Layout.REPLICATED, ("mlp.gate.weight",)),
@@ -20,11 +21,8 @@ class Qwen3Moe(Qwen3):
     layer = _MOE
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
-        dense = set(hf.mlp_only_layers)
-        experts = [
-            int(layer not in dense and (layer + 1) % hf.decoder_sparse_step == 0)
-            for layer in range(hf.num_hidden_layers)
-        ]
+        dense, step = set(getattr(hf, "mlp_only_layers", ())), getattr(hf, "decoder_sparse_step", 1)
+        experts = [int(layer not in dense and (layer + 1) % step == 0) for layer in range(hf.num_hidden_layers)]
         return {
             **super().transformer(hf),
             "num_moe_experts": hf.num_experts,
@@ -32,7 +30,7 @@ class Qwen3Moe(Qwen3):
             "moe_ffn_hidden_size": hf.moe_intermediate_size,
             "moe_router_topk": hf.num_experts_per_tok,
             # Softmax over the chosen experts' logits is softmax over all of them, normalised among the chosen.
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
+            "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",
         }

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.megatron.options import option_names, problems
 from cairn.engines.training.megatron.permitted import PERMITTED
+from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
 
 
@@ -109,6 +110,23 @@ def test_experts_behind_tensor_parallelism_need_sequence_parallelism(experts: Pa
 def test_float32_on_gpus_is_refused(folder: Path) -> None:
     training = TrainingConfig(engine="megatron", num_gpus_per_rank=1, dtype="float32")
     assert any("set training.dtype to bfloat16" in sentence for sentence in problems(training, str(folder)))
+
+
+@pytest.fixture(scope="module")
+def delta_nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return architecture("qwen3_5").save(tmp_path_factory.mktemp("delta_nets"))
+
+
+def test_heads_of_gated_delta_networks_are_cut_whole(delta_nets: Path) -> None:
+    assert found(delta_nets, tensor_model_parallel_size=2) == []
+    attention, delta_net = found(delta_nets, tensor_model_parallel_size=4)
+    assert "2 key-value heads" in attention
+    assert "2 key heads of the model's gated delta networks" in delta_net
+
+
+def test_gated_delta_networks_on_gpus_need_their_kernels(delta_nets: Path) -> None:
+    training = TrainingConfig(engine="megatron", num_gpus_per_rank=1, dtype="bfloat16")
+    assert any("pip install flash-linear-attention" in sentence for sentence in problems(training, str(delta_nets)))
 
 
 @pytest.mark.parametrize(
