@@ -16,10 +16,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from cairn.engines.training.megatron.packing import as_rows, context_order
 
@@ -50,15 +53,34 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normalised, *args, **options)
 
 
-class Attention(torch.nn.Module):
-    """Causal attention over packed sequences. With context parallelism every rank gathers all keys and values.
+class ExpertRowLinear(RowParallelLinear):
+    """An expert's second layer, which reduces nothing where one rank has all of it: Megatron adds the bias to the
+    result in place, which PyTorch forbids of a reduction's."""
 
-    Megatron's DotProductAttention, the only one without a GPU, knows neither.
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.explicit_expert_comm = True  # the dispatcher reduces
+
+
+class Attention(torch.nn.Module):
+    """Causal attention over packed sequences, in a sliding window and with a learnt offset of the softmax where the
+    model has them. With context parallelism every rank gathers all keys and values.
+
+    Megatron's DotProductAttention, the only one without a GPU, knows neither packed sequences nor their parallelism.
     """
 
-    def __init__(self, config: TransformerConfig, *_: Any, **options: Any) -> None:
+    def __init__(self, config: TransformerConfig, layer_number: int, **options: Any) -> None:
         super().__init__()
         self._scale = options.get("softmax_scale")
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self._window = config.window_size[0] if windowed and config.window_size else None
+        """The tokens before it that one sees, where it does not see all."""
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            offset: Any = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            offset.tensor_model_parallel, offset.partition_dim, offset.partition_stride = True, 0, 1
+            self.softmax_offset = offset
         collection = options.get("pg_collection")
         self._group = get_context_parallel_group() if collection is None else collection.cp
 
@@ -77,24 +99,59 @@ class Attention(torch.nn.Module):
         ends = packed_seq_params.cu_seqlens_q_padded
         lengths = (ends[1:] - ends[:-1]).tolist()
         places = everywhere = context_order(lengths, size, rank)
-        mask = None
+        positions = places[:, 1]
         if size > 1:
             everywhere = torch.cat([context_order(lengths, size, other) for other in range(size)])
             key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self._group) for x in (key, value))
-            positions = places[:, 1]
             places = context_order([length // size for length in lengths], 1, 0)
-            last_seen = as_rows(positions, places)
-            mask = (torch.arange(max(lengths)) <= last_seen[..., None])[:, None]
+        query, key, value = (
+            as_rows(x, at).transpose(1, 2) for x, at in ((query, places), (key, everywhere), (value, everywhere))
+        )
+        mask = None
+        if size > 1 or self._window is not None or self.softmax_offset is not None:
+            mask = self._seen(as_rows(positions, places), max(lengths))
+        if self.softmax_offset is not None:
+            key, value, mask = self._with_offset(key, value, mask, query.dtype)
         outputs = F.scaled_dot_product_attention(
-            as_rows(query, places).transpose(1, 2),
-            as_rows(key, everywhere).transpose(1, 2),
-            as_rows(value, everywhere).transpose(1, 2),
+            query,
+            key,
+            value,
             attn_mask=mask,
             is_causal=mask is None,
             scale=self._scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return outputs.transpose(1, 2)[places[:, 0], places[:, 1]].flatten(1)
+
+    def _seen(self, positions: torch.Tensor, longest: int) -> torch.Tensor:
+        """[sequences, 1, queries, keys] bool: the keys that queries see, of their positions [sequences, queries]."""
+        back = positions[..., None] - torch.arange(longest)
+        seen = back >= 0 if self._window is None else (back >= 0) & (back <= self._window)
+        return seen[:, None]
+
+    def _with_offset(
+        self, key: torch.Tensor, value: torch.Tensor, seen: Any, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One key more, of zeros, and a mask that adds the offset to its logit: it takes its share of the softmax, and
+        its value is zero."""
+        offset: Any = self.softmax_offset
+        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
+        sequences, _, queries, _ = mask.shape
+        mask = torch.cat(
+            [
+                mask.expand(-1, len(offset), -1, -1),
+                offset.to(dtype).view(1, -1, 1, 1).expand(sequences, -1, queries, 1),
+            ],
+            dim=-1,
+        )
+        return F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1)), mask
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As Megatron asks each module for what a checkpoint holds of it."""
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig, eps: float | None) -> torch.Tensor:
@@ -118,6 +175,9 @@ class CpuSpecProvider(LocalSpecProvider):
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         return Norm
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
+        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowLinear)
 
     def core_attention(self) -> type:
         return Attention

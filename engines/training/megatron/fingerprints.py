@@ -45,7 +45,7 @@ def sharded_fingerprints(
     """
     tensors = ownership.tensors()
     entries = [
-        (f"{kind}{name}", ownership.shape(parts[0][1]), dtype)
+        (f"{kind}{name}", parts[0][1].whole_shape, dtype)
         for kind, names in kinds.items()
         for name, parts in tensors.items()
         if name in names
@@ -81,13 +81,29 @@ def _runs(piece: Piece) -> Iterator[tuple[str, torch.Tensor, int]]:
 def _part(piece: Piece, block: Block) -> tuple[torch.Tensor, int]:
     """What a piece holds of a block, and its place in the whole tensor. Of a block that is narrower than the tensor it
     is whole rows, zero where other ranks hold them: zeros add nothing to a fingerprint."""
-    first = block.local_row * block.width
+    width = block.height if block.transposed else block.width  # of the local parameter
+    first = block.local_row * width
     start = max(piece.start, first)
     end = max(start, min(piece.start + len(piece.values), first + block.height * block.width))
     values = piece.values[start - piece.start : end - piece.start]
+    if block.transposed:
+        return _spread(values, start - first, block), block.row * block.columns
     row, column = divmod(start - first, block.width)
     if block.width == block.columns:
         return values, (block.row + row) * block.columns + column
     rows = functional.pad(values, (column, -(column + len(values)) % block.width)).view(-1, block.width)
     whole = functional.pad(rows, (block.column, block.columns - block.column - block.width))
     return whole.flatten(), (block.row + row) * block.columns
+
+
+def _spread(values: torch.Tensor, start: int, block: Block) -> torch.Tensor:
+    """Whole rows of the tensor, zero but for what these elements of a transposed block are of them.
+
+    Args:
+        start: elements of the block before them, as the local parameter has it.
+    """
+    size = block.height * block.width
+    held = functional.pad(values, (start, size - start - len(values))).view(block.width, block.height)
+    whole = values.new_zeros(block.height, block.columns)
+    whole[:, block.columns_held] = held.T
+    return whole.flatten()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import quick_gelu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
@@ -32,6 +33,7 @@ from cairn.engines.training.megatron.options import options_of
 from cairn.engines.training.megatron.post_norm import PostNorm
 from cairn.engines.training.megatron.value_head import ValueHead, source_in_critic
 from cairn.engines.training.megatron.weights import Parameter, Sizes, load_weights, open_files, parameters_of
+from cairn.engines.training.megatron.whole_norm import WholeNorm
 from cairn.engines.training.value_model import value_head
 
 _GROUP_SIZES = (
@@ -96,7 +98,14 @@ def transformer_config(
         fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if training.megatron.get("virtual_pipeline_model_parallel_size") is not None:
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    return TransformerConfig(**{**fields, **options})
+    if fields["activation_func"] == "quick_gelu":  # Megatron compares it with its own
+        fields["activation_func"] = quick_gelu
+    # Megatron's model reads these of the configuration, whose class does not declare them.
+    undeclared = {name: fields.pop(name) for name in list(fields) if name.startswith("yarn_")}
+    config = TransformerConfig(**{**fields, **options})
+    for name, value in undeclared.items():
+        setattr(config, name, value)
+    return config
 
 
 def load_model(
@@ -130,6 +139,8 @@ def load_model(
     frozen = frozen_tensors(family, hf, training) if trained and not critic else frozenset()
     for parameter in parameters:
         parameter.value.requires_grad_(trained and not frozen.issuperset(parameter.names))
+        if parameter.expert:
+            _mark_expert(parameter.value, config)
     if frozen:
         _let_gradients_through(bare, config)
     chunks = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in bare]
@@ -244,6 +255,17 @@ def _build(
     return chunks
 
 
+def _mark_expert(value: Any, config: TransformerConfig) -> None:
+    """Where experts are cut over fewer ranks than the rest of a layer, 0.16.1 takes ranks that hold the same expert for
+    ones that hold different parts of it, and without expert parallelism never adds up their gradients. And it takes an
+    expert's bias for one that all tensor-parallel ranks hold: it adds its gradients up over those that share a
+    sequence, and counts it in the norm on the first alone, though each has other experts."""
+    if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        value.allreduce = False  # its gradient belongs to the data-parallel group of experts
+    if value.dim() == 1:
+        value.sequence_parallel, value.tensor_model_parallel = False, True
+
+
 def _let_gradients_through(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
     """Have a gradient asked for at a frozen embedding, where layers are recomputed: Megatron gives none to the
     parameters of one whose input needs none."""
@@ -263,6 +285,10 @@ def _block_spec(
     for layer, spec in zip(layers, specs, strict=True):
         if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
             spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
+        if family.whole_norms:
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
+            attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})
     if family.post_norms:
         add = ModuleSpec(PostNorm, params={"config": config, "norm": backend.norm})
         for spec in specs:

@@ -157,6 +157,11 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
             "training.megatron.tensor_model_parallel_size > 1 needs training.megatron.sequence_parallel: true, for the "
             "model has experts"
         )
+    if experts and derived["add_bias_linear"] and (options.get("expert_tensor_parallel_size") or tensor) > 1:
+        yield (
+            "the model's experts have biases, which Megatron does not cut over ranks: set "
+            "training.megatron.expert_tensor_parallel_size: 1"
+        )
     if options.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "training.megatron.moe_token_dispatcher_type=allgather needs as many tokens on every rank, which packed "

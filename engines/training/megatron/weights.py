@@ -33,6 +33,27 @@ class Block:
     height: int
     width: int
     local_row: int
+    shape: tuple[int, ...] | None = None
+    """Of the Hugging Face tensor, where that is not `rows` × `columns`."""
+    transposed: bool = False
+    """Whether the local rows are the rectangle's columns."""
+    step: int = 1
+    """Columns of the tensor from one of the rectangle's to the next."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return (self.rows, self.columns) if self.shape is None else self.shape
+
+    @property
+    def columns_held(self) -> slice:
+        """Of the tensor."""
+        return slice(self.column, self.column + (self.width - 1) * self.step + 1, self.step)
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """[height, width], a view of the local parameter's matrix."""
+        size = self.width if self.transposed else self.height
+        held = local[self.local_row : self.local_row + size]
+        return held.T if self.transposed else held
 
 
 @dataclass(frozen=True)
@@ -44,11 +65,6 @@ class Parameter:
     """Of the Hugging Face tensors that it is made of."""
     blocks: list[Block]
     expert: bool
-
-    @property
-    def inner(self) -> tuple[int, ...] | None:
-        """Lengths of what a row is, but for a matrix's."""
-        return None if self.value.dim() == 2 else tuple(self.value.shape[1:])
 
     @property
     def trained(self) -> bool:
@@ -96,10 +112,14 @@ def parameters_of(
             expert = ".experts." in name
             source = source_of(name)
             shape, (ranks, rank) = tuple(as_matrix(value).shape), _part(expert)
-            if source.stretches is None:
-                blocks = list(_blocks(source.layout, source.names, shape, sizes, ranks, rank))
-            else:
+            if source.stretches is not None:
                 blocks = list(_head_blocks(source, source.stretches(config), shape[1], ranks, rank))
+            elif source.layout in _OF_ALL_EXPERTS:
+                blocks = list(_expert_blocks(source, value, config.num_moe_experts, ranks, rank))
+            else:
+                blocks = list(_blocks(source.layout, source.names, shape, sizes, ranks, rank))
+            if value.dim() != 2:
+                blocks = [replace(block, shape=block.shape or (block.rows, *value.shape[1:])) for block in blocks]
             parameters.append(Parameter(value, source.names, blocks, expert))
     return parameters
 
@@ -125,15 +145,18 @@ def load_weights(parameters: Iterable[Parameter], files: Mapping[str, Any], give
                 if block.name not in files:
                     raise BadModel(f"the model's weight files lack {block.name}: copy the folder again")
                 tensor = files[block.name].get_slice(block.name)
-                expected = (block.rows, *((block.columns,) if parameter.inner is None else parameter.inner))
-                if tuple(tensor.get_shape()) != expected:
+                if tuple(tensor.get_shape()) != block.whole_shape:
                     raise BadModel(
                         f"weight {block.name} has shape {tuple(tensor.get_shape())} where config.json asks for "
-                        f"{expected}"
+                        f"{block.whole_shape}"
                     )
-                rows = tensor[block.row : block.row + block.height]
-                part = as_matrix(rows)[:, block.column : block.column + block.width]
-                target[block.local_row : block.local_row + block.height].copy_(part)
+                rows = slice(block.row, block.row + block.height)
+                if len(block.whole_shape) == 3 and block.rows != block.whole_shape[0]:  # of one expert
+                    expert, row = divmod(block.row, block.whole_shape[1])
+                    part = tensor[expert : expert + 1, row : row + block.height].flatten(0, 1)
+                else:
+                    part = as_matrix(tensor[rows])
+                block.of(target).copy_(part[:, block.columns_held])
 
 
 def open_files(paths: Iterable[str]) -> dict[str, Any]:
@@ -156,7 +179,9 @@ def _global_name(name: str, config: Any, vp_stage: int | None) -> str:
         )
         first = config.num_moe_experts // ranks * rank
         name = re.sub(
-            r"(?<=local_experts\.)\d+|(?<=linear_fc[12]\.weight)\d+$", lambda match: str(int(match[0]) + first), name
+            r"(?<=local_experts\.)\d+|(?<=linear_fc[12]\.weight)\d+$|(?<=linear_fc[12]\.bias)\d+$",
+            lambda match: str(int(match[0]) + first),
+            name,
         )
     return name
 
@@ -230,34 +255,52 @@ def _head_blocks(source: Source, stretches: Sequence[Stretch], width: int, ranks
         local_row += block.height
 
 
+_OF_ALL_EXPERTS = (Layout.EXPERT_IN, Layout.EXPERT_OUT, Layout.EXPERT_BIAS)
+
+
+def _expert_blocks(source: Source, value: torch.Tensor, experts: int, ranks: int, rank: int) -> Iterator[Block]:
+    """What one expert has of a tensor of all experts, transposed; biases are rows, and vectors here."""
+    name, vector = source.names[0], value.dim() == 1
+    height, width = as_matrix(value).shape
+    if source.layout is Layout.EXPERT_IN:
+        half, columns = height // 2, height * ranks
+        shape = (experts, columns) if vector else (experts, width, columns)
+        for index in range(2):
+            column = 2 * rank * half + index
+            yield Block(
+                name, experts * width, columns, source.expert * width, column, width, half, index * half, shape, True, 2
+            )
+    elif source.layout is Layout.EXPERT_OUT:
+        rows = width * ranks
+        first = source.expert * rows + rank * width
+        yield Block(name, experts * rows, height, first, 0, width, height, 0, (experts, rows, height), True)
+    else:
+        yield Block(name, experts, height, source.expert, 0, 1, height, 0, (experts, height), True)
+
+
 @dataclass(frozen=True)
 class Ownership:
     """Which rank answers for each block of the whole model, where several hold it."""
 
     owners: dict[tuple[str, int, int], tuple[int, Block]]
     """By name, row and column: the lowest rank that holds the block, and the block as it has it."""
-    inner: dict[str, tuple[int, ...]]
-    """Lengths of what a row is, of tensors that are no matrices."""
     frozen: frozenset[str]
     """The tensors that no optimizer changes."""
 
     @classmethod
     def agree(cls, parameters: Iterable[Parameter]) -> "Ownership":
         """All ranks take part and come to the same."""
-        mine = [(block, parameter.inner, parameter.trained) for parameter in parameters for block in parameter.blocks]
+        mine = [(block, parameter.trained) for parameter in parameters for block in parameter.blocks]
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         owners: dict[tuple[str, int, int], tuple[int, Block]] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
         frozen = set()
         for rank, blocks in enumerate(every):
-            for block, inner, trained in blocks:
+            for block, trained in blocks:
                 owners.setdefault((block.name, block.row, block.column), (rank, block))
-                if inner is not None:
-                    shapes[block.name] = inner
                 if not trained:
                     frozen.add(block.name)
-        return cls(owners, shapes, frozenset(frozen))
+        return cls(owners, frozenset(frozen))
 
     def owner(self, block: Block) -> int:
         return self.owners[block.name, block.row, block.column][0]
@@ -269,10 +312,6 @@ class Ownership:
             rank, block = self.owners[key]
             tensors.setdefault(block.name, []).append((rank, block))
         return tensors
-
-    def shape(self, block: Block) -> tuple[int, ...]:
-        """Of the whole tensor that a block is a part of."""
-        return (block.rows, *self.inner.get(block.name, (block.columns,)))
 
 
 def gather(
@@ -293,7 +332,7 @@ def gather(
     """
     rank = dist.get_rank()
     local = {
-        (block.name, block.row, block.column): matrix[block.local_row : block.local_row + block.height]
+        (block.name, block.row, block.column): block.of(matrix)
         for parameter in parameters
         for matrix in (as_matrix(held(parameter.value.detach())),)
         for block in parameter.blocks
@@ -319,10 +358,10 @@ def gather(
             if whole is not None:
                 _place(whole, blocks, values.to(whole.device))
         if whole is not None:
-            yield name, whole.reshape(ownership.shape(parts[0][1]))
+            yield name, whole.reshape(parts[0][1].whole_shape)
 
 
 def _place(whole: torch.Tensor, blocks: list[Block], values: torch.Tensor) -> None:
     for block, part in zip(blocks, values.split([block.height * block.width for block in blocks]), strict=True):
         rows = slice(block.row, block.row + block.height)
-        whole[rows, block.column : block.column + block.width] = part.view(block.height, block.width)
+        whole[rows, block.columns_held] = part.view(block.height, block.width)

@@ -5,6 +5,7 @@ from transformers import PretrainedConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.training.megatron.families.base import Family
 from cairn.engines.training.megatron.families.glm4 import Glm4
+from cairn.engines.training.megatron.families.gpt_oss import GptOss
 from cairn.engines.training.megatron.families.llama import Llama
 from cairn.engines.training.megatron.families.mistral import Mistral
 from cairn.engines.training.megatron.families.qwen2 import Qwen2
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
         Qwen35Moe(),
         Llama(),
         Mistral(),
+        GptOss(),
         SeedOss(),
         Glm4(),
     )

@@ -29,6 +29,14 @@ class Layout(Enum):
     """Query, key and value projection: for every key-value head its query heads' rows, then its own two."""
     HEADS = "heads"
     """Rows of heads, one stretch after the other; each rank has some of the heads of every stretch."""
+    EXPERT_IN = "expert in"
+    """Gate and up projection of an expert, whose columns take turns in one tensor of all experts [experts, in, out];
+    each rank has some of the gate's, as rows, then of the other's. Their biases in [experts, out] are cut as they."""
+    EXPERT_OUT = "expert out"
+    """Down projection of an expert in one tensor of all experts [experts, in, out]; each rank has some of its rows, as
+    columns."""
+    EXPERT_BIAS = "expert bias"
+    """A row of one tensor of all experts, whole on every rank."""
     GROUPS = "groups"
     """The same rows, all of a head's together; each rank has some of the heads."""
 
@@ -59,6 +67,8 @@ class Source:
     """Of the Hugging Face tensors."""
     stretches: Callable[[Any], Sequence[Stretch]] | None = None
     """Of HEADS and GROUPS: what the parameter is made of, by Megatron's TransformerConfig."""
+    expert: int = 0
+    """Of EXPERT_IN, EXPERT_OUT and EXPERT_BIAS: the expert."""
 
 
 _OUTSIDE = {
@@ -87,6 +97,8 @@ class Family:
     """As in config.json."""
     post_norms: ClassVar[bool] = False
     """Whether the outputs of attention and feed-forward part are normalised before they are added."""
+    whole_norms: ClassVar[bool] = False
+    """Whether queries and keys are normalised over all their heads together."""
     layer: ClassVar[Mapping[str, Source]] = _LAYER
     """Sources of a layer's parameters, but for experts; names on both sides without the layer's prefix."""
 

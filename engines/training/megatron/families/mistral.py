@@ -1,5 +1,7 @@
 """Mistral."""
 
+from typing import Any
+
 from transformers import PretrainedConfig
 
 from cairn.engines.training.megatron.families.base import Family
@@ -8,6 +10,6 @@ from cairn.engines.training.megatron.families.base import Family
 class Mistral(Family):
     model_type = "mistral"
 
-    def problems(self, hf: PretrainedConfig) -> list[str]:
-        sliding = hf.sliding_window is not None and hf.sliding_window < hf.max_position_embeddings
-        return [*super().problems(hf), *(["it uses a sliding window"] if sliding else [])]
+    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+        window = {} if hf.sliding_window is None else {"window_size": (hf.sliding_window - 1, 0)}
+        return {**super().transformer(hf), **window}

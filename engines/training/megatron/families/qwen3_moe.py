@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -16,9 +16,20 @@ _MOE: Mapping[str, Source] = {
 }
 
 
+def expert_parameter(name: str) -> tuple[int, str] | None:
+    """Of an expert's parameter the expert, and which it is, such as "fc1.weight". Experts stand one by one, as without
+    a GPU, or all of them in one module, as in Transformer Engine's."""
+    match = re.fullmatch(r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_(fc\d\.\w+)|linear_(fc\d\.[a-z]+)(\d+))", name)
+    return None if match is None else (int(match[1] or match[4]), match[2] or match[3])
+
+
 class Qwen3Moe(Qwen3):
     model_type = "qwen3_moe"
     layer = _MOE
+    experts: ClassVar[str] = "mlp.experts"
+    """Prefix of the experts' tensors."""
+    projections: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's tensors, without their suffix."""
 
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
         dense, step = set(getattr(hf, "mlp_only_layers", ())), getattr(hf, "decoder_sparse_step", 1)
@@ -36,14 +47,9 @@ class Qwen3Moe(Qwen3):
         }
 
     def _layer_parameter(self, name: str) -> Source:
-        # Experts one by one, as without a GPU, or all of them in one module, as in Transformer Engine's.
-        match = re.fullmatch(
-            r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc(\d)\.weight|linear_fc(\d)\.weight(\d+))", name
-        )
-        if match is None:
+        of_expert = expert_parameter(name)
+        if of_expert is None:
             return super()._layer_parameter(name)
-        expert, layer = match[1] or match[4], match[2] or match[3]
-        prefix = f"mlp.experts.{expert}"
-        if layer == "1":
-            return Source(Layout.GATED, (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"))
-        return Source(Layout.ROW, (f"{prefix}.down_proj.weight",))
+        expert, part = of_expert
+        gate, up, down = (f"{self.experts}.{expert}.{projection}.weight" for projection in self.projections)
+        return Source(Layout.GATED, (gate, up)) if part == "fc1.weight" else Source(Layout.ROW, (down,))

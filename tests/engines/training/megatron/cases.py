@@ -137,6 +137,7 @@ CASES = [
     Case("EP 2, alltoall", 2, EP, family="qwen3_moe"),
     Case("TP 2, SP, EP 2", 2, {**SP, **EP_ONE}, family="qwen3_moe"),
     Case("TP 2, SP, ETP 2", 2, SP, family="qwen3_moe"),
+    Case("TP 2, SP, ETP 1", 2, {**SP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
     Case("EP 2, Qwen3-MoE without norm_topk_prob", 2, EP, family="qwen3_moe_raw"),
     Case("TP 2, SP, frozen layers", 2, {**SP, **ZERO}, frozen=FROZEN),

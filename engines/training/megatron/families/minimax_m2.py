@@ -1,0 +1,54 @@
+"""MiniMax-M2: queries and keys normalised over all heads, a rotary embedding of a part of the head, sigmoid routing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
+from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+
+_LAYER: Mapping[str, Source] = {
+    **Qwen3Moe.layer,
+    "mlp.router.weight": Source(Layout.REPLICATED, ("block_sparse_moe.gate.weight",)),
+    "self_attention.q_layernorm.weight": Source(
+        Layout.HEADS,
+        ("self_attn.q_norm.weight",),
+        lambda config: [
+            Stretch(0, config.num_attention_heads * config.kv_channels, config.num_attention_heads, config.kv_channels)
+        ],
+    ),
+    "self_attention.k_layernorm.weight": Source(
+        Layout.HEADS,
+        ("self_attn.k_norm.weight",),
+        lambda config: [
+            Stretch(0, config.num_query_groups * config.kv_channels, config.num_query_groups, config.kv_channels)
+        ],
+    ),
+}
+
+
+class MiniMaxM2(Qwen3Moe):
+    model_type = "minimax_m2"
+    layer = _LAYER
+    whole_norms = True
+    experts = "block_sparse_moe.experts"
+    projections = ("w1", "w3", "w2")
+
+    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {
+            **Family.transformer(self, hf),
+            "num_moe_experts": hf.num_local_experts,
+            "moe_layer_freq": 1,
+            "moe_ffn_hidden_size": hf.intermediate_size,
+            "moe_router_topk": hf.num_experts_per_tok,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_dtype": "fp32",
+            "moe_router_load_balancing_type": "none",
+        }
+
+    def model(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {**super().model(hf), "rotary_percent": hf.rope_parameters.get("partial_rotary_factor", 1.0)}
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        return Family.problems(self, hf)
