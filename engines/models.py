@@ -32,6 +32,11 @@ INDEX = "model.safetensors.index.json"
 _CLASSIFIER = "ForSequenceClassification"
 
 
+ARCHITECTURE_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+"""Published model types that the library has no class for, and the one whose architecture they have; what they hold
+beside it, such as layers that predict several tokens ahead, is not read."""
+
+
 def check_model_folder(path: str | Path) -> PretrainedConfig:
     """Read a model folder's config and the headers of its weight files; no weights are loaded.
 
@@ -193,7 +198,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise BadModel(f"Model folder {folder} has no config.json: give a folder in Hugging Face format.")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = read_config(folder)
     # The library reports a broken config with whatever its many config classes raise.
     except Exception as error:
         raise BadModel(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from error
@@ -203,6 +208,21 @@ def _read_config(folder: Path) -> PretrainedConfig:
             if kernel is not None and "/" in str(kernel):  # a repository, whose code transformers would fetch and run
                 raise BadModel(f"{folder / 'config.json'} takes {name} from {kernel}: take it out, no code is fetched.")
     return config
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config of a model folder as the library reads it, or as one of another type (see `ARCHITECTURE_OF`)."""
+    stored, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+    known_as = ARCHITECTURE_OF.get(stored.get("model_type", ""))
+    if known_as is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return AutoConfig.for_model(
+        known_as, **{name: value for name, value in stored.items() if name not in _OF_ITS_OWN_CLASS}
+    )
+
+
+_OF_ITS_OWN_CLASS = ("model_type", "architectures", "auto_map")
+"""What a config says of a class that the library does not have."""
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -8,6 +8,7 @@ from transformers import BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCaus
 
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, context_length, end_tokens, eos_token_ids, load_causal_lm
+from tests.architectures import architecture
 
 
 @pytest.fixture
@@ -77,6 +78,25 @@ def test_a_model_that_is_no_causal_language_model_is_refused(folder: Path) -> No
     (folder / "config.json").write_text('{"model_type": "clip"}')
     with pytest.raises(BadModel, match=r"clip .* is not a causal language model"):
         check_model_folder(folder)
+
+
+def test_a_type_that_has_anothers_architecture_is_read_as_that_and_runs_no_code(tmp_path: Path) -> None:
+    folder = architecture("qwen2").save(tmp_path)
+    expected = load_causal_lm(folder, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    ahead = {"model.mtp_layers.0.input_proj.weight": torch.ones(64, 128)}
+    save_file({**tensors, **ahead}, folder / "model.safetensors", metadata={"format": "pt"})
+    set_config(
+        folder,
+        model_type="mimo",
+        architectures=["MiMoForCausalLM"],
+        auto_map={"AutoConfig": "configuration_mimo.MiMoConfig"},
+        num_nextn_predict_layers=1,
+    )
+    model = load_causal_lm(folder, torch.float32)
+    assert model.config.model_type == "qwen2"
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    assert all(value.equal(expected.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("option", ["attn_implementation", "experts_implementation"])

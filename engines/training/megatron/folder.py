@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig
 
-from cairn.engines.models import INDEX, WEIGHTS
+from cairn.engines.models import INDEX, WEIGHTS, read_config
 from cairn.engines.training.checkpoint import in_buckets
 
 FILE_BYTES = 4 << 30
@@ -45,7 +44,7 @@ def write_model_folder(
             (folder / name).rename(folder / whole_name)
         weight_map = {tensor: final[name] for name, tensors in files.items() for tensor in tensors}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    config = AutoConfig.from_pretrained(source, local_files_only=True)
+    config = read_config(source)
     config.dtype = dtype
     config.save_pretrained(folder)
     if (source / "generation_config.json").is_file():
