@@ -80,7 +80,7 @@ def model_size(path: str) -> ModelSize:
 
 def _head_size(config: Any) -> float:
     if getattr(config, "kv_lora_rank", None):
-        return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2  # type: ignore[no-any-return]
+        return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     return getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
 
 

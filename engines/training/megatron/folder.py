@@ -44,7 +44,7 @@ def write_model_folder(
             (folder / name).rename(folder / whole_name)
         weight_map = {tensor: final[name] for name, tensors in files.items() for tensor in tensors}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
-    config = read_config(source)
+    config = read_config(source).get_text_config()  # images' part is not among the weights
     config.dtype = dtype
     config.save_pretrained(folder)
     if (source / "generation_config.json").is_file():

@@ -22,7 +22,7 @@ def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
     """Sentences on names that the model in a folder does not have, or that Megatron cannot freeze by themselves; loads
     no weights."""
     try:
-        config = check_model_folder(path)
+        config = check_model_folder(path).get_text_config()
         frozen_tensors(family_of(config), config, training)
     except BadModel as error:
         return [str(error)]

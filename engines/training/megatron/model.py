@@ -119,7 +119,7 @@ def load_model(
     Raises:
         BadModel: the folder cannot be used, or Megatron has no mapping for its model.
     """
-    hf = check_model_folder(folder)
+    hf = check_model_folder(folder).get_text_config()
     family = family_of(hf)
     config = transformer_config(training, backend, family, hf)
     sizes = Sizes(

@@ -95,7 +95,7 @@ def options_of(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
     """Sentences on options that Megatron does not have or that cannot be set, and on layouts that do not fit."""
     try:
-        hf = check_model_folder(model_path)
+        hf = check_model_folder(model_path).get_text_config()
         derived = family_of(hf).transformer(hf)
         names = frozenset().union(*option_names().values())
     except MegatronMissing as error:

@@ -124,11 +124,13 @@ def parameters_of(
     return parameters
 
 
-def load_weights(parameters: Iterable[Parameter], files: Mapping[str, Any], given: Mapping[str, torch.Tensor]) -> None:
+def load_weights(
+    parameters: Iterable[Parameter], files: Mapping[str, tuple[Any, str]], given: Mapping[str, torch.Tensor]
+) -> None:
     """Fill parameters from weight files, reading only what this rank holds.
 
     Args:
-        files: the open safetensors file of every tensor.
+        files: as `open_files` gives them.
         given: whole tensors, each of a parameter by itself, that are not looked for in the files.
 
     Raises:
@@ -144,7 +146,8 @@ def load_weights(parameters: Iterable[Parameter], files: Mapping[str, Any], give
                     continue
                 if block.name not in files:
                     raise BadModel(f"the model's weight files lack {block.name}: copy the folder again")
-                tensor = files[block.name].get_slice(block.name)
+                file, stored = files[block.name]
+                tensor = file.get_slice(stored)
                 if tuple(tensor.get_shape()) != block.whole_shape:
                     raise BadModel(
                         f"weight {block.name} has shape {tuple(tensor.get_shape())} where config.json asks for "
@@ -159,12 +162,13 @@ def load_weights(parameters: Iterable[Parameter], files: Mapping[str, Any], give
                 block.of(target).copy_(part[:, block.columns_held])
 
 
-def open_files(paths: Iterable[str]) -> dict[str, Any]:
-    """Every tensor's name with the open file that has it."""
-    files: dict[str, Any] = {}
+def open_files(paths: Iterable[str]) -> dict[str, tuple[Any, str]]:
+    """Every tensor's name with the open safetensors file that has it, and its name there: the language model that is a
+    part of a model of images and text goes by the names that it has alone."""
+    files: dict[str, tuple[Any, str]] = {}
     for path in paths:
         file = safe_open(path, framework="pt")
-        files |= dict.fromkeys(file.keys(), file)
+        files |= {name.replace("model.language_model.", "model.", 1): (file, name) for name in file.keys()}  # noqa: SIM118  no mapping
     return files
 
 
