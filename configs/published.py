@@ -1,4 +1,4 @@
-"""What the `config.json` of published models says, in `models/OWNER/NAME.json`, so that a recipe can be checked and planned
+"""What the `config.json` of published models says, in `models/OWNER/NAME.json`: a recipe can be checked and planned
 without a download. Entries that decide nothing of the architecture are left out."""
 
 import json
