@@ -28,7 +28,13 @@ ORDER = {
     "Evaluate": ["evaluation.md", "benchmarks.md", "export.md"],
     "Operate": ["operations.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],
     "Look": ["metrics.md", "tracking.md", "report.md", "sql.md", "views.md", "audit.md"],
-    "Engines": ["engines/transformers.md", "engines/sglang.md", "engines/torch.md", "engines/megatron.md"],
+    "Engines": [
+        "weights.md",
+        "engines/transformers.md",
+        "engines/sglang.md",
+        "engines/torch.md",
+        "engines/megatron.md",
+    ],
     "Reference": ["api.md", "architecture.md", "measurements.md"],
 }
 MORE = "More"

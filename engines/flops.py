@@ -19,9 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
-from cairn.engines.models import check_model_folder, parameter_names, weight_files
+from cairn.engines.models import check_model_folder, open_weights, parameter_names
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,10 @@ def model_size(path: str) -> ModelSize:
     names = {name for name in parameter_names(path) if _is_trained(name, config.num_hidden_layers)}
     tables = ("bias", "embed_tokens.weight") if "lm_head.weight" in names else ("bias",)
     parameters = 0.0
-    for file in weight_files(Path(path)):
-        with safe_open(file, framework="numpy") as tensors:
-            for name in names.intersection(tensors.keys()):
-                shape = tensors.get_slice(name).get_shape()
-                if len(shape) > 1 and not name.endswith(tables):
-                    parameters += prod(shape) * (active if ".experts." in name else 1)
+    for name, weight in open_weights(Path(path)).items():
+        shape = weight.get_shape()
+        if name in names and len(shape) > 1 and not name.endswith(tables):
+            parameters += prod(shape) * (active if ".experts." in name else 1)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     usual = "sliding_attention" if window else "full_attention"
     layers = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers

@@ -1,6 +1,7 @@
 """Model folders in the Hugging Face format: checked before anything starts, loaded with errors that say what to do.
 
-Weights are read from safetensors only (no pickle) and no code of the folder is run.
+Weights are read from safetensors only (no pickle) and no code of the folder is run. Quantised ones are read as what
+they stand for (see `cairn.engines.quantized`): nothing that reads a folder through this module knows of them.
 """
 
 import json
@@ -26,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from cairn.engines.errors import BadModel
+from cairn.engines.quantized import Slice, open_tensors, quantization_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -87,6 +89,7 @@ def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> 
                 pass
         except (SafetensorError, OSError) as error:
             raise BadModel(f"Weight file {file} is broken ({error}): copy the folder again.") from error
+    open_weights(folder)
     return config
 
 
@@ -118,16 +121,17 @@ def _load(
 ) -> PreTrainedModel:
     with _quiet():
         try:
-            loaded: Any = kind.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # reported below, all of them at once
-                output_loading_info=True,
-            )
+            options: dict[str, Any] = {
+                "config": config,
+                "dtype": dtype,
+                "local_files_only": True,
+                "ignore_mismatched_sizes": True,  # reported below, all of them at once
+                "output_loading_info": True,
+            }
+            if quantization_of(Path(path)) is None:
+                loaded: Any = kind.from_pretrained(path, use_safetensors=True, trust_remote_code=False, **options)
+            else:
+                loaded = _from_tensors(kind, Path(path), options)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
             raise BadModel(f"Model folder {path} cannot be loaded: {_first_line(error)}") from error
     model, info = loaded
@@ -146,6 +150,25 @@ def _load(
     return cast(PreTrainedModel, model.to(device).eval())
 
 
+def _from_tensors(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
+    """The same of weights that are dequantised one by one, as the library asks for them."""
+    loaded = kind._model_mapping[type(options["config"])].from_pretrained(
+        None, state_dict=open_weights(folder), **options
+    )
+    if (folder / "generation_config.json").is_file():
+        loaded[0].generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return loaded
+
+
+def open_weights(folder: Path) -> dict[str, Slice]:
+    """Every weight of a folder by its name, of which parts can be read.
+
+    Raises:
+        BadModel: the weights are quantised in a way that is not read, or parts of quantised ones are missing.
+    """
+    return open_tensors(weight_files(folder), quantization_of(folder))
+
+
 def parameter_names(path: str | Path) -> frozenset[str]:
     """Names of a model's parameters, tied ones once, as its weight files and config.json have them.
 
@@ -153,10 +176,7 @@ def parameter_names(path: str | Path) -> frozenset[str]:
         BadModel: the folder cannot be used.
     """
     folder = Path(path)
-    names: set[str] = set()
-    for file in weight_files(folder):
-        with safe_open(file, framework="numpy") as tensors:
-            names.update(tensors.keys())
+    names = set(open_weights(folder))
     tied = _read_config(folder).get_text_config().tie_word_embeddings
     return frozenset(names - {"lm_head.weight"} if tied else names)
 
@@ -211,14 +231,20 @@ def _read_config(folder: Path) -> PretrainedConfig:
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The config of a model folder as the library reads it, or as one of another type (see `ARCHITECTURE_OF`)."""
+    """The config of a model folder as the library reads it, or as one of another type (see `ARCHITECTURE_OF`), and of
+    weights that are not quantised."""
     stored, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
     known_as = ARCHITECTURE_OF.get(stored.get("model_type", ""))
     if known_as is None:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    return AutoConfig.for_model(
-        known_as, **{name: value for name, value in stored.items() if name not in _OF_ITS_OWN_CLASS}
-    )
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    else:
+        config = AutoConfig.for_model(
+            known_as, **{name: value for name, value in stored.items() if name not in _OF_ITS_OWN_CLASS}
+        )
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return config
 
 
 _OF_ITS_OWN_CLASS = ("model_type", "architectures", "auto_map")

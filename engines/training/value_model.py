@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from cairn.engines.errors import BadModel
-from cairn.engines.models import load_causal_lm, weight_files
+from cairn.engines.models import load_causal_lm, open_weights
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 """A value head in a model folder: as transformers names the head of a token classifier."""
@@ -25,16 +24,15 @@ def value_head(folder: str | Path, hidden_size: int) -> tuple[torch.Tensor, torc
     """
     weight = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(_SEED)) * _STD
     head = {WEIGHT: weight, BIAS: torch.zeros(1)}
-    for file in weight_files(Path(folder)):
-        with safe_open(file, framework="pt") as tensors:
-            for name in head.keys() & set(tensors.keys()):
-                found = tensors.get_tensor(name).float()
-                if found.shape != head[name].shape:
-                    raise BadModel(
-                        f"{name} in {folder} has shape {tuple(found.shape)}, and a critic's has "
-                        f"{tuple(head[name].shape)}: it is no classifier with one label."
-                    )
-                head[name] = found
+    for name, stored in open_weights(Path(folder)).items():
+        if name in head:
+            found = stored[...].float()
+            if found.shape != head[name].shape:
+                raise BadModel(
+                    f"{name} in {folder} has shape {tuple(found.shape)}, and a critic's has "
+                    f"{tuple(head[name].shape)}: it is no classifier with one label."
+                )
+            head[name] = found
     return head[WEIGHT], head[BIAS]
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from safetensors import safe_open
 
-from cairn.engines.models import check_model_folder, load_causal_lm, parameter_names, weight_files
+from cairn.engines.models import check_model_folder, load_causal_lm, open_weights, parameter_names
 from cairn.engines.weights.checksum import weights_checksum
 
 
@@ -24,8 +24,8 @@ def folder_checksum(folder: str | Path, dtype: Literal["float32", "bfloat16"]) -
     of a run's publication of the same weights, whatever folder they lie in. Raises BadModel."""
     check_model_folder(folder)
     names, target = parameter_names(folder), getattr(torch, dtype)
-    files = weight_files(Path(folder))
-    return weights_checksum((name, tensor.to(target)) for name, tensor in tensors_of(files) if name in names)
+    weights = open_weights(Path(folder)).items()
+    return weights_checksum((name, weight[...].to(target)) for name, weight in weights if name in names)
 
 
 def checksums_as(folder: Path, files: Iterable[Path], dtype: torch.dtype) -> Iterator[str]:

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from transformers import PretrainedConfig
 
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.models import check_model_folder, weight_files
+from cairn.engines.models import check_model_folder
 from cairn.engines.training.megatron.backend import Backend
 from cairn.engines.training.megatron.delta_net import delta_net_spec
 from cairn.engines.training.megatron.families import family_of
@@ -135,7 +135,7 @@ def load_model(
     given: dict[str, torch.Tensor] = {}
     if critic:
         given = dict(zip(("lm_head.weight", "lm_head.bias"), value_head(folder, hf.hidden_size), strict=True))
-    load_weights(parameters, open_files(map(str, weight_files(folder))), given)
+    load_weights(parameters, open_files(folder), given)
     frozen = frozen_tensors(family, hf, training) if trained and not critic else frozenset()
     for parameter in parameters:
         parameter.value.requires_grad_(trained and not frozen.issuperset(parameter.names))

@@ -9,15 +9,17 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from safetensors import safe_open
 
 from cairn.engines.errors import BadModel
+from cairn.engines.models import open_weights
+from cairn.engines.quantized import Slice
 from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
 
 
@@ -125,7 +127,7 @@ def parameters_of(
 
 
 def load_weights(
-    parameters: Iterable[Parameter], files: Mapping[str, tuple[Any, str]], given: Mapping[str, torch.Tensor]
+    parameters: Iterable[Parameter], files: Mapping[str, Slice], given: Mapping[str, torch.Tensor]
 ) -> None:
     """Fill parameters from weight files, reading only what this rank holds.
 
@@ -146,8 +148,7 @@ def load_weights(
                     continue
                 if block.name not in files:
                     raise BadModel(f"the model's weight files lack {block.name}: copy the folder again")
-                file, stored = files[block.name]
-                tensor = file.get_slice(stored)
+                tensor = files[block.name]
                 if tuple(tensor.get_shape()) != block.whole_shape:
                     raise BadModel(
                         f"weight {block.name} has shape {tuple(tensor.get_shape())} where config.json asks for "
@@ -162,14 +163,10 @@ def load_weights(
                 block.of(target).copy_(part[:, block.columns_held])
 
 
-def open_files(paths: Iterable[str]) -> dict[str, tuple[Any, str]]:
-    """Every tensor's name with the open safetensors file that has it, and its name there: the language model that is a
-    part of a model of images and text goes by the names that it has alone."""
-    files: dict[str, tuple[Any, str]] = {}
-    for path in paths:
-        file = safe_open(path, framework="pt")
-        files |= {name.replace("model.language_model.", "model.", 1): (file, name) for name in file.keys()}  # noqa: SIM118  no mapping
-    return files
+def open_files(folder: Path) -> dict[str, Slice]:
+    """Every tensor of a model folder by its name: the language model that is a part of a model of images and text goes
+    by the names that it has alone."""
+    return {name.replace("model.language_model.", "model.", 1): weight for name, weight in open_weights(folder).items()}
 
 
 def _global_name(name: str, config: Any, vp_stage: int | None) -> str:

@@ -1,0 +1,109 @@
+"""Published quantised weights: read as the numbers that they stand for, whole and in parts, or refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cairn.engines.errors import BadModel
+from cairn.engines.models import check_model_folder, load_causal_lm, open_weights, parameter_names
+from cairn.engines.rollout.transformers.engine import TransformersEngine
+from cairn.engines.weights.checksum import weights_checksum
+from cairn.engines.weights.folders import folder_checksum
+from tests.engines.rollout.models import rollout_config
+from tests.engines.training.builders import make_engine
+from tests.quantized_models import Tensors, fp8_folder, int4_folder, mxfp4_folder, set_config, write
+
+FOLDERS: dict[str, Callable[[Path], Tensors]] = {
+    "FP8": lambda folder: fp8_folder("qwen3_moe", folder),
+    "FP8, DeepSeek": lambda folder: fp8_folder("deepseek_v3", folder),
+    "MXFP4": mxfp4_folder,
+    "INT4": lambda folder: int4_folder("qwen3_moe", folder),
+}
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
+    folder = tmp_path_factory.mktemp("quantized")
+    return folder, FOLDERS[request.param](folder)
+
+
+def test_every_weight_is_what_its_parts_stand_for_and_has_its_published_name(quantized: tuple[Path, Tensors]) -> None:
+    folder, weights = quantized
+    found = open_weights(folder)
+    assert found.keys() == weights.keys() == parameter_names(folder)
+    for name, weight in weights.items():
+        assert found[name].get_shape() == list(weight.shape)
+        assert torch.equal(found[name][...], weight), name
+
+
+def test_a_part_of_a_weight_is_scaled_by_the_right_scales(quantized: tuple[Path, Tensors]) -> None:
+    folder, weights = quantized
+    for name, part in open_weights(folder).items():
+        for rows in (slice(7, 31), slice(30, 32), slice(1, 2)):
+            assert torch.equal(part[rows], weights[name][rows]), (name, rows)
+        if weights[name].dim() == 3:
+            assert torch.equal(part[2:3, 5:50], weights[name][2:3, 5:50]), name
+
+
+def test_both_engines_of_the_library_hold_the_dequantised_weights(
+    quantized: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    folder, weights = quantized
+    make_engine(folder).export_hf(tmp_path)
+    exported = load_file(tmp_path / "model.safetensors")
+    parameters = {name for name in weights if not name.endswith("e_score_correction_bias")}
+    assert parameters <= exported.keys() <= weights.keys()
+    assert all(torch.equal(weight, weights[name]) for name, weight in exported.items())
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    rollout = TransformersEngine(str(folder), rollout_config(dtype="bfloat16"))
+    rounded = load_causal_lm(tmp_path, torch.bfloat16)
+    assert rollout.weights_checksum() == weights_checksum(rounded.named_parameters())
+    assert folder_checksum(folder, "bfloat16") == weights_checksum((n, w.bfloat16()) for n, w in weights.items())
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "fp8"},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {},
+        },
+    ],
+)
+def test_another_way_of_quantising_is_refused_by_its_name(quantization: dict[str, Any], tmp_path: Path) -> None:
+    fp8_folder("qwen3", tmp_path)
+    set_config(tmp_path, quantization_config=quantization)
+    with pytest.raises(BadModel, match=f"quantised by {quantization['quant_method']} in a way that is not read"):
+        check_model_folder(tmp_path)
+
+
+def test_quantised_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    fp8_folder("qwen3", tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    set_config(tmp_path, quantization_config=None)
+    with pytest.raises(BadModel, match="has no quantization_config"):
+        check_model_folder(tmp_path)
+    set_config(tmp_path, quantization_config={**said, "weight_block_size": [16, 16]})
+    with pytest.raises(BadModel, match=r"has shape .* where the weight's own asks for"):
+        check_model_folder(tmp_path)
+    mxfp4_folder(tmp_path / "experts")
+    tensors = {
+        name: tensor
+        for file in (tmp_path / "experts").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+        if not name.endswith("layers.1.mlp.experts.down_proj_scales")
+    }
+    (tmp_path / "experts" / "model.safetensors").touch()
+    write(tmp_path / "experts", tensors, {"quant_method": "mxfp4"})
+    with pytest.raises(BadModel, match=r"belongs to '.*down_proj_scales', which the weight files lack"):
+        check_model_folder(tmp_path / "experts")

@@ -1,0 +1,53 @@
+"""Model folders that Megatron reads on one rank and on several, and writes again."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.training.megatron.backend import backend_for
+from tests.engines.training.ranks import fork_ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP 2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {"MXFP4": {"expert_tensor_parallel_size": 1}}
+"""Of a folder's model: Megatron does not cut experts that have biases."""
+
+
+def launched(folders: Path, names: list[str]) -> None:
+    """Have every folder read and written again in every layout, as <name>/<layout>."""
+    backend_for(torch.device("cpu"))
+    import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
+
+    for layout, megatron in LAYOUTS.items():
+        ranks = 1 if layout == "one rank" else 2
+        fork_ranks(read_and_write, folders, names, layout, megatron, ranks, world_size=ranks)
+
+
+def read_and_write(
+    rank: int, folders: Path, names: list[str], layout: str, megatron: dict[str, Any], ranks: int
+) -> None:
+    from cairn.engines.training.factory import make_engine
+
+    dist.init_process_group("gloo", init_method=f"file://{folders}/{layout}.rendezvous", rank=rank, world_size=ranks)
+    for name in names:
+        engine = make_engine(
+            ModelConfig(path=str(folders / name)),
+            TrainingConfig(
+                engine="megatron", world_size=ranks, megatron={**megatron, **OPTIONS.get(name, {})}, num_threads=1
+            ),
+            AlgorithmConfig(),
+            temperature=1.0,
+            total_steps=1,
+            rank=rank,
+            world_size=ranks,
+        )
+        engine.export_hf(folders / f"{name} {layout}")
+    dist.destroy_process_group()
