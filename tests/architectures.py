@@ -32,9 +32,10 @@ LATENT: dict[str, Any] = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
+    "v_head_dim": 12,
+    "rms_norm_eps": 1e-5,
 }
-"""Multi-head latent attention."""
+"""Multi-head latent attention, whose own norms have another epsilon: 1e-6, whatever the config says of the layers'."""
 
 SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8,
@@ -47,7 +48,8 @@ SIGMOID: dict[str, Any] = {
 }
 """Sigmoid routing with a correction bias, a shared expert, and a dense first layer."""
 
-GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+GROUPS: dict[str, Any] = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+"""Experts in groups, of which the best two experts of each decide which groups are chosen from."""
 
 SOFTMAX: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
@@ -98,6 +100,10 @@ class Architecture:
     """Beside `SIZES`."""
     named: bool = True
     """Whether Cairn promises it; the others are what slime has scripts for besides."""
+
+    @property
+    def experts(self) -> bool:
+        return "num_experts_per_tok" in self.config
 
     def make_config(self) -> PretrainedConfig:
         return AutoConfig.for_model(self.model_type, **{**SIZES, **self.config})

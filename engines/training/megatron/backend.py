@@ -77,6 +77,7 @@ def _gpu(device: torch.device) -> Backend:
             num_experts=config.num_moe_experts if experts else None,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
         )
 
     return Backend(device=device, process_group="nccl", layer_spec=spec, norm=TENorm)

@@ -13,12 +13,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -45,12 +47,28 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
+        self.eps = config.layernorm_epsilon
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
         _mark(self.layer_norm_weight, config)
 
     def forward(self, input_: torch.Tensor, *args: Any, **options: Any) -> Any:
-        normalised = _normalised(input_, self.layer_norm_weight, self.config, self.config.layernorm_epsilon)
+        normalised = _normalised(input_, self.layer_norm_weight, self.config, self.eps)
         return super().forward(normalised, *args, **options)
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """A linear layer that every tensor-parallel rank has whole, as Transformer Engine's Linear that is "duplicated"."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(input_size, output_size, bias=False, dtype=config.params_dtype)
+        _mark(self.weight, config)
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), None
+
+
+# The class by which latent attention knows that its projections to latents are whole on every rank.
+multi_latent_attention.TELinear = ReplicatedLinear
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -160,8 +178,8 @@ def _normalised(x: torch.Tensor, weight: torch.Tensor, config: TransformerConfig
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _mark(weight: torch.nn.Parameter, config: TransformerConfig) -> None:
-    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+def _mark(weight: Any, config: TransformerConfig) -> None:
+    weight.sequence_parallel = config.sequence_parallel
 
 
 class CpuSpecProvider(LocalSpecProvider):
@@ -185,25 +203,49 @@ class CpuSpecProvider(LocalSpecProvider):
 
 def layer_spec(config: TransformerConfig, feed_forward: ModuleSpec) -> ModuleSpec:
     """A layer in the shape of `get_gpt_layer_with_transformer_engine_spec`: norms are part of the linear layers that
-    follow them, except before experts."""
-    norm = Norm if config.qk_layernorm else IdentityOp
+    follow them, except before experts and latents."""
+    latent = config.multi_latent_attention
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=NormColumnParallelLinear,
-                    core_attention=Attention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=norm,
-                    k_layernorm=norm,
-                ),
-            ),
+            input_layernorm=Norm if latent else IdentityOp,
+            self_attention=_latent_attention() if latent else _attention(config),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm if feed_forward.module is MoELayer else IdentityOp,
             mlp=feed_forward,
             mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    norm = Norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=NormColumnParallelLinear,
+            core_attention=Attention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=NormColumnParallelLinear,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=NormColumnParallelLinear,
+            core_attention=Attention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=IdentityOp,
+            kv_layernorm=IdentityOp,
         ),
     )

@@ -16,9 +16,11 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 
@@ -102,7 +104,8 @@ def transformer_config(
         fields["activation_func"] = quick_gelu
     # Megatron's model reads these of the configuration, whose class does not declare them.
     undeclared = {name: fields.pop(name) for name in list(fields) if name.startswith("yarn_")}
-    config = TransformerConfig(**{**fields, **options})
+    kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    config = kind(**{**fields, **options})
     for name, value in undeclared.items():
         setattr(config, name, value)
     return config
@@ -130,6 +133,8 @@ def load_model(
         tied=family.model(hf)["share_embeddings_and_output_weights"] and not critic,
     )
     bare = _build(config, backend, family, hf, critic=critic)
+    chunks = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in bare]
+    _keep_biases_exact(bare)
     source_of = partial(source_in_critic, family) if critic else family.parameter
     parameters = parameters_of(bare, config, source_of, sizes)
     given: dict[str, torch.Tensor] = {}
@@ -138,12 +143,12 @@ def load_model(
     load_weights(parameters, open_files(folder), given)
     frozen = frozen_tensors(family, hf, training) if trained and not critic else frozenset()
     for parameter in parameters:
-        parameter.value.requires_grad_(trained and not frozen.issuperset(parameter.names))
+        if isinstance(parameter.value, torch.nn.Parameter):
+            parameter.value.requires_grad_(trained and not frozen.issuperset(parameter.names))
         if parameter.expert:
             _mark_expert(parameter.value, config)
     if frozen:
         _let_gradients_through(bare, config)
-    chunks = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in bare]
     return Model(config, chunks, parameters, sizes.vocabulary)
 
 
@@ -251,8 +256,27 @@ def _build(
         )
         if critic and chunk.post_process:
             chunk.output_layer = ValueHead(config)
+        if family.latent_epsilon is not None:
+            for module in chunk.modules():
+                if isinstance(module, MLASelfAttention):
+                    _set_epsilon(module, family.latent_epsilon)
         chunks.append(chunk.to(backend.device))
     return chunks
+
+
+def _set_epsilon(attention: MLASelfAttention, epsilon: float) -> None:
+    """Of the norms of its latents: Megatron gives them that of the layers' norms."""
+    for name in ("linear_q_up_proj", "linear_kv_up_proj"):
+        if (projection := getattr(attention, name, None)) is not None:
+            projection.eps = epsilon
+
+
+def _keep_biases_exact(chunks: Sequence[GPTModel]) -> None:
+    """Before they are loaded: a bias of a router that was rounded with all else would choose other experts."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module._maintain_float32_expert_bias()
 
 
 def _mark_expert(value: Any, config: TransformerConfig) -> None:
@@ -286,6 +310,7 @@ def _block_spec(
         if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
             spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
         if family.whole_norms:
+            # Where `qk_layernorm` is set Megatron adds up their gradients over ranks, each of which has other heads.
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_attention_heads})
             attention.k_layernorm = ModuleSpec(WholeNorm, params={"heads": config.num_query_groups})

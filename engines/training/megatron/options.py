@@ -23,6 +23,7 @@ SOURCES = {
     "transformer": (
         ("model_parallel_config.py", "ModelParallelConfig"),
         ("transformer/transformer_config.py", "TransformerConfig"),
+        ("transformer/transformer_config.py", "MLATransformerConfig"),
     ),
     "ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),

@@ -56,7 +56,7 @@ class State:
         def pieces() -> Iterator[Piece]:
             for parameter in self._parameters:
                 values = parameter.value.detach()
-                for dtype in (*dtypes, torch.float32):
+                for dtype in (*(() if parameter.exact else dtypes), torch.float32):
                     values = values.to(dtype)
                 yield Piece("", values.reshape(-1), 0, self._owned(parameter))
 

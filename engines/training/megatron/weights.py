@@ -41,6 +41,8 @@ class Block:
     """Whether the local rows are the rectangle's columns."""
     step: int = 1
     """Columns of the tensor from one of the rectangle's to the next."""
+    exact: bool = False
+    """Whether it stays in float32 where other weights are rounded."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -60,9 +62,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of this rank."""
+    """A parameter of this rank, or a buffer that is part of the model as they are."""
 
-    value: torch.nn.Parameter
+    value: torch.Tensor
     names: tuple[str, ...]
     """Of the Hugging Face tensors that it is made of."""
     blocks: list[Block]
@@ -72,6 +74,11 @@ class Parameter:
     def trained(self) -> bool:
         """Whether an optimizer changes it."""
         return self.value.requires_grad
+
+    @property
+    def exact(self) -> bool:
+        """Whether it stays in float32 where other weights are rounded."""
+        return any(block.exact for block in self.blocks)
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -107,7 +114,7 @@ def parameters_of(
     """
     parameters = []
     for chunk in chunks:
-        for local_name, value in chunk.named_parameters():
+        for local_name, value in (*chunk.named_parameters(), *_biases(chunk)):
             name = _global_name(local_name, config, getattr(chunk, "vp_stage", None))
             if sizes.tied and name == "output_layer.weight":
                 name = "embedding.word_embeddings.weight"
@@ -122,8 +129,20 @@ def parameters_of(
                 blocks = list(_blocks(source.layout, source.names, shape, sizes, ranks, rank))
             if value.dim() != 2:
                 blocks = [replace(block, shape=block.shape or (block.rows, *value.shape[1:])) for block in blocks]
+            if is_bias(name):
+                blocks = [replace(block, exact=True) for block in blocks]
             parameters.append(Parameter(value, source.names, blocks, expert))
     return parameters
+
+
+def is_bias(name: str) -> bool:
+    """Whether it is the bias by which a router chooses experts: it has no gradient, and rounding would change who is
+    chosen."""
+    return name.endswith("router.expert_bias")
+
+
+def _biases(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in chunk.named_buffers() if is_bias(name))
 
 
 def load_weights(
@@ -339,17 +358,17 @@ def gather(
         for block in parameter.blocks
     }
     for name, parts in ownership.tensors().items():
-        whole = None
+        whole, first = None, parts[0][1]
+        held_in = torch.float32 if first.exact else dtype
         if everywhere or rank == 0:
-            first = parts[0][1]
-            whole = torch.empty(first.rows, first.columns, dtype=dtype, device=device if everywhere else "cpu")
+            whole = torch.empty(first.rows, first.columns, dtype=held_in, device=device if everywhere else "cpu")
         for owner in sorted({owner for owner, _ in parts}):
             blocks = [block for holder, block in parts if holder == owner]
             if owner == rank:
-                values = torch.cat([local[name, block.row, block.column].to(dtype).reshape(-1) for block in blocks])
+                values = torch.cat([local[name, block.row, block.column].to(held_in).reshape(-1) for block in blocks])
                 values = values.to(device)
             else:
-                values = torch.empty(sum(block.height * block.width for block in blocks), dtype=dtype, device=device)
+                values = torch.empty(sum(block.height * block.width for block in blocks), dtype=held_in, device=device)
             if everywhere:
                 dist.broadcast(values, owner)
             elif owner == rank != 0:

@@ -99,6 +99,8 @@ class Family:
     """Whether the outputs of attention and feed-forward part are normalised before they are added."""
     whole_norms: ClassVar[bool] = False
     """Whether queries and keys are normalised over all their heads together."""
+    latent_epsilon: ClassVar[float | None] = None
+    """Of the norms of latents in attention, where they have one of their own."""
     layer: ClassVar[Mapping[str, Source]] = _LAYER
     """Sources of a layer's parameters, but for experts; names on both sides without the layer's prefix."""
 

@@ -7,10 +7,12 @@ from transformers import PretrainedConfig
 
 from cairn.engines.training.megatron.families.base import Family, Layout, Source, Stretch
 from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+from cairn.engines.training.megatron.families.routed import sigmoid_router
 
 _LAYER: Mapping[str, Source] = {
     **Qwen3Moe.layer,
     "mlp.router.weight": Source(Layout.REPLICATED, ("block_sparse_moe.gate.weight",)),
+    "mlp.router.expert_bias": Source(Layout.REPLICATED, ("block_sparse_moe.e_score_correction_bias",)),
     "self_attention.q_layernorm.weight": Source(
         Layout.HEADS,
         ("self_attn.q_norm.weight",),
@@ -38,17 +40,21 @@ class MiniMaxM2(Qwen3Moe):
     def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
         return {
             **Family.transformer(self, hf),
+            **sigmoid_router(hf.num_experts_per_tok),
             "num_moe_experts": hf.num_local_experts,
             "moe_layer_freq": 1,
             "moe_ffn_hidden_size": hf.intermediate_size,
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",
         }
 
     def model(self, hf: PretrainedConfig) -> dict[str, Any]:
         return {**super().model(hf), "rotary_percent": hf.rope_parameters.get("partial_rotary_factor", 1.0)}
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
-        return Family.problems(self, hf)
+        found = Family.problems(self, hf)
+        width = getattr(hf, "rotary_dim", None)
+        if width is not None and width != hf.head_dim * hf.rope_parameters.get("partial_rotary_factor", 1.0):
+            found.append(
+                f"its config.json says rotary_dim, which transformers does not read: write partial_rotary_factor "
+                f"{width / hf.head_dim:g} into its rope_parameters"
+            )
+        return found

@@ -1,0 +1,96 @@
+"""DeepSeek V3, V3.1 and R1, Kimi K2 and Moonlight, and GLM-4.7-Flash: multi-head latent attention (DeepSeek-AI, 2024,
+arXiv:2405.04434, section 2.1), with or without a latent of the queries."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from cairn.engines.training.megatron.families.base import Layout, Source, Stretch
+from cairn.engines.training.megatron.families.routed import Routed
+
+
+def _queries(config: Any) -> Sequence[Stretch]:
+    heads, width = config.num_attention_heads, config.qk_head_dim + config.qk_pos_emb_head_dim
+    return [Stretch(0, heads * width, heads, width)]
+
+
+def _keys_and_values(config: Any) -> Sequence[Stretch]:
+    heads, width = config.num_attention_heads, config.qk_head_dim + config.v_head_dim
+    return [Stretch(0, heads * width, heads, width)]
+
+
+_LAYER: Mapping[str, Source] = {
+    **{
+        name: source
+        for name, source in Routed.layer.items()
+        if not name.startswith(("self_attention.linear_qkv.", "self_attention.q_", "self_attention.k_"))
+    },
+    "input_layernorm.weight": Source(Layout.REPLICATED, ("input_layernorm.weight",)),
+    "self_attention.linear_q_proj.weight": Source(Layout.HEADS, ("self_attn.q_proj.weight",), _queries),
+    "self_attention.linear_q_down_proj.weight": Source(Layout.REPLICATED, ("self_attn.q_a_proj.weight",)),
+    "self_attention.linear_q_up_proj.layer_norm_weight": Source(Layout.REPLICATED, ("self_attn.q_a_layernorm.weight",)),
+    "self_attention.linear_q_up_proj.weight": Source(Layout.HEADS, ("self_attn.q_b_proj.weight",), _queries),
+    "self_attention.linear_kv_down_proj.weight": Source(Layout.REPLICATED, ("self_attn.kv_a_proj_with_mqa.weight",)),
+    "self_attention.linear_kv_up_proj.layer_norm_weight": Source(
+        Layout.REPLICATED, ("self_attn.kv_a_layernorm.weight",)
+    ),
+    "self_attention.linear_kv_up_proj.weight": Source(Layout.HEADS, ("self_attn.kv_b_proj.weight",), _keys_and_values),
+}
+
+
+class DeepseekV3(Routed):
+    model_type = "deepseek_v3"
+    layer = _LAYER
+    latent_epsilon = 1e-6
+
+    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+        return {
+            **super().transformer(hf),
+            "multi_latent_attention": True,
+            "num_query_groups": hf.num_attention_heads,
+            "qk_layernorm": True,
+            "q_lora_rank": hf.q_lora_rank,
+            "kv_lora_rank": hf.kv_lora_rank,
+            "qk_head_dim": hf.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+            "v_head_dim": hf.v_head_dim,
+            "rotary_base": hf.rope_parameters["rope_theta"],
+            **self._scaling(hf.rope_parameters),
+        }
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        found, rope = super().problems(hf), hf.rope_parameters
+        if hf.attention_bias:
+            found.append("its attention has biases")
+        if not hf.rope_interleave:
+            found.append("its rotary embedding does not take neighbours in pairs (rope_interleave is false)")
+        if rope.get("attention_factor") is not None or not rope.get("truncate", True):
+            found.append("its YaRN has an attention_factor of its own, or bounds that are not rounded")
+        if rope.get("mscale", 1) != 1 and not rope.get("mscale_all_dim"):
+            found.append("its YaRN has an mscale and no mscale_all_dim")
+        return found
+
+    def _scaling(self, rope: dict[str, Any]) -> dict[str, Any]:
+        """Megatron's options of the rotary embedding's scaling (Peng et al., YaRN, 2023, arXiv:2309.00071)."""
+        if rope.get("rope_type", "default") == "default":
+            return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+        return {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope["factor"],
+            "original_max_position_embeddings": rope["original_max_position_embeddings"],
+            "beta_fast": rope.get("beta_fast") or 32.0,
+            "beta_slow": rope.get("beta_slow") or 1.0,
+            "mscale": rope.get("mscale", 1.0),
+            "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+        }
+
+    def _rope_types(self) -> Sequence[str]:
+        return ("default", "yarn")
+
+
+class Glm4MoeLite(DeepseekV3):
+    model_type = "glm4_moe_lite"
+
+    def _layers_with_experts(self, hf: PretrainedConfig) -> list[int]:
+        return [int(kind == "sparse") for kind in hf.mlp_layer_types]

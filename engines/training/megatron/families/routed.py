@@ -1,0 +1,70 @@
+"""Experts that sigmoid scores choose with a correction bias beside them (DeepSeek-AI, 2024, arXiv:2412.19437, equations
+12 to 16), and experts that all tokens share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from cairn.engines.training.megatron.families.base import Family, Layout, Source
+from cairn.engines.training.megatron.families.qwen3_moe import Qwen3Moe
+
+SHARED_EXPERTS: Mapping[str, Source] = {
+    "mlp.shared_experts.linear_fc1.weight": Source(
+        Layout.GATED, ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
+    ),
+    "mlp.shared_experts.linear_fc2.weight": Source(Layout.ROW, ("mlp.shared_experts.down_proj.weight",)),
+}
+
+_LAYER: Mapping[str, Source] = {
+    **Qwen3Moe.layer,
+    **SHARED_EXPERTS,
+    "mlp.router.expert_bias": Source(Layout.REPLICATED, ("mlp.gate.e_score_correction_bias",)),
+}
+
+
+def sigmoid_router(experts_per_token: int) -> dict[str, Any]:
+    """Megatron's options of a router whose bias decides who is chosen, and has no part in the weights."""
+    return {
+        "moe_router_topk": experts_per_token,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,  # Megatron's own update comes before it is known that gradients are finite
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+    }
+
+
+class Routed(Qwen3Moe):
+    """The families add their attention."""
+
+    layer = _LAYER
+
+    def transformer(self, hf: PretrainedConfig) -> dict[str, Any]:
+        grouped = hf.n_group > 1
+        return {
+            **Family.transformer(self, hf),
+            **sigmoid_router(hf.num_experts_per_tok),
+            "num_moe_experts": hf.n_routed_experts,
+            "moe_layer_freq": self._layers_with_experts(hf),
+            "moe_ffn_hidden_size": hf.moe_intermediate_size,
+            "moe_shared_expert_intermediate_size": hf.n_shared_experts * hf.moe_intermediate_size,
+            "moe_router_num_groups": hf.n_group if grouped else None,
+            "moe_router_group_topk": hf.topk_group if grouped else None,
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        }
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        found = Family.problems(self, hf)
+        if not hf.norm_topk_prob:
+            found.append("the weights of a token's experts do not add up (norm_topk_prob is false), as Megatron's do")
+        if hf.n_group > 1 and hf.num_experts_per_tok // hf.topk_group != 2:
+            found.append(
+                f"it judges a group of experts by the best two, and Megatron by the best num_experts_per_tok // "
+                f"topk_group = {hf.num_experts_per_tok // hf.topk_group}"
+            )
+        return found
+
+    def _layers_with_experts(self, hf: PretrainedConfig) -> list[int]:
+        """1 for every layer that has experts, 0 for every dense one."""
+        return [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)]
