@@ -116,6 +116,7 @@ class Architecture:
             for name, value in model.state_dict().items():
                 if "norm" in name or value.dim() == 1:
                     value.add_(torch.randn_like(value) * 0.1)
+            model.get_input_embeddings().weight[0].normal_(std=0.1)  # of padding, which an indexer's scores would tie
         return model.eval()
 
     def save(self, folder: Path, seed: int = 0) -> Path:
@@ -208,8 +209,9 @@ ARCHITECTURES = (
             "n_group": 1,
             "topk_group": 1,
             "index_topk": 16,
-            "index_n_heads": 2,
+            "index_n_heads": 8,
             "index_head_dim": 16,
+            "indexer_types": ["full", "shared"] * 2,
         },
         named=False,
     ),

@@ -5,29 +5,32 @@ and position, and its sampling parameters only, bit for bit, because every kerne
 arithmetic for it:
 - What a sample goes on from is prefilled whole, a prompt or a conversation, and never taken from what other samples
   have decoded. It is padded on the right to a length that is its own (`kv_cache.round_up`) and shares a forward pass
-  only with others of that length.
+  only with others of that length. Where layers keep a state, which padding would enter, it is not padded; instead the
+  pass has prompts of padding, so that it has as many rows as a step.
 - Matrix products have `MIN_ROWS` rows at least, below which BLAS libraries turn to other kernels.
 - MKL chooses kernels whose results do not depend on that number either (`MKL_CBWR`, see `engines`).
 - Attention runs row by row, over lengths that are multiples of `kv_cache.ALIGNMENT`.
 - Activation functions compute the last few numbers of a tensor, those that do not fill vectors, by other code. Where
-  the model's widths are not multiples of `VECTORS`, padding comes last and takes that place.
+  the model's widths are not multiples of `VECTORS`, padding comes last, as many rows as such a vector may reach over.
 
 This is how the CPU kernels of PyTorch were seen to behave with one thread; `TransformersEngine.check_batch_invariance`
 tries it where it runs.
 """
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from cairn.engines.errors import BadModel
 from cairn.engines.models import context_length
 from cairn.engines.rollout.transformers.attention import SLOT_ATTENTION
 from cairn.engines.rollout.transformers.decoding_step import DecodingStep, Step, record
 from cairn.engines.rollout.transformers.kv_cache import KVCache, round_up
+from cairn.engines.rollout.transformers.layer_states import KINDS, prompt_cache
 
 MIN_ROWS = 4
 """Rows of a step; fewer samples are filled up with padding."""
@@ -35,9 +38,12 @@ MIN_ROWS = 4
 VECTORS = 32
 """Numbers that PyTorch's loops over float32 take at a time: two vectors of AVX-512."""
 
+NARROWEST = 4
+"""Widths below are left out: so narrow is what gates shared experts, whose models are not invariant anyway."""
+
 
 class Decoder:
-    """Samples responses from a causal language model with attention layers, full or sliding.
+    """Samples responses from a causal language model whose layers are of `layer_states.KINDS`.
 
     Args:
         model: in evaluation mode; its attention implementation is replaced where it is SDPA.
@@ -50,14 +56,17 @@ class Decoder:
         self.device = model.device
         self.context_length = context_length(model.config)
         self.vocab_size = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
-        widths = {width for parameter in model.parameters() for width in parameter.shape}
-        self._padding = 1 if any(width % VECTORS for width in widths) else 0
-        windows = _windows(model.config.get_text_config())
-        if model.config._attn_implementation == "sdpa":
+        widths = {parameter.shape[0] for parameter in model.parameters() if parameter.dim() < 3}
+        uneven = [width for width in widths if width % VECTORS and width >= NARROWEST]
+        self._padding = -(-(VECTORS - 1) // min(uneven)) if uneven else 0
+        layer_types = _layer_types(model.config.get_text_config())
+        self._kinds = [KINDS[layer_type] for layer_type in layer_types]
+        # An indexer's selection reaches attention as a mask only where the library knows its implementation.
+        if model.config._attn_implementation == "sdpa" and not _SPARSE & {*layer_types}:
             model.set_attn_implementation(SLOT_ATTENTION)
         self._example = self.forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
-        self.cache = KVCache(self._example)
-        step = DecodingStep(model, windows, self.cache.num_heads)
+        self.cache = KVCache(self._example, self._kinds)
+        step = DecodingStep(model, _windows(model.config.get_text_config(), layer_types), self.cache.layers)
         self.step: Step = record(step, self.cache, self.context_length, self.vocab_size) or step
 
     def num_rows(self, size: int) -> int:
@@ -65,13 +74,21 @@ class Decoder:
         return max(size + self._padding, MIN_ROWS)
 
     def prefill_length(self, tokens: np.ndarray) -> int:
-        """Padded length of all but the last of the tokens: a function of these alone."""
+        """Length of a forward pass for all but the last of the tokens, padding included: a function of these alone."""
         length = len(tokens) - 1
-        return min(round_up(length + self._padding), self.context_length) if length else 0
+        if not length or not self.cache.keeps_beginnings:
+            return length
+        return min(round_up(length + self._padding), self.context_length)
 
-    def forward_prompts(self, input_ids: torch.Tensor) -> DynamicCache:
-        """Keys and values of prompts [P, S]."""
-        prompts = DynamicCache()
+    def prefill_rows(self, prompts: int, length: int) -> int:
+        """Rows of a forward pass for so many prompts of that length, padding included."""
+        if self.cache.keeps_beginnings:
+            return prompts
+        return -(-max(prompts * length + self._padding, MIN_ROWS) // length)
+
+    def forward_prompts(self, input_ids: torch.Tensor) -> Cache:
+        """What the layers keep of prompts [P, S]."""
+        prompts = prompt_cache(self._kinds)
         with torch.inference_mode():
             self.model(input_ids=input_ids.to(self.device), past_key_values=prompts, use_cache=True, logits_to_keep=1)
         return prompts
@@ -79,17 +96,26 @@ class Decoder:
     def forget(self) -> None:
         """Give the cache up: its memory, and what a pass that broke off may have left, which need not be finite as all
         behind a slot's length must be."""
-        self.cache = KVCache(self._example)
+        self.cache = KVCache(self._example, self._kinds)
 
 
-def _windows(config: object) -> dict[str, int | None]:
-    """The kinds of attention layers and their sliding windows in tokens (None: unbounded)."""
+_SPARSE = {"deepseek_sparse_attention"}
+
+
+def _layer_types(config: PretrainedConfig) -> list[str]:
+    """Of each layer, as in `KINDS`. Raises BadModel."""
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [default])
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
+    layer_types = getattr(config, "layer_types", None) or [default] * config.num_hidden_layers
+    if unknown := {*layer_types} - {*KINDS}:
         raise BadModel(
-            f"Model type {getattr(config, 'model_type', '?')} has layers of kind {sorted(unknown)[0]}, for which the "
-            "transformers rollout engine has no cache: use a model with full or sliding attention."
+            f"Model type {config.model_type} has layers of kind {min(unknown)}, for which the transformers rollout "
+            f"engine has no cache: use a model whose layers are of {', '.join(KINDS)}."
         )
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+    return layer_types
+
+
+def _windows(config: PretrainedConfig, layer_types: Sequence[str]) -> dict[str, int | None]:
+    """The kinds of attention layers and their sliding windows in tokens (None: unbounded)."""
+    attention = {*layer_types} - {"linear_attention"}
+    return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in sorted(attention)}

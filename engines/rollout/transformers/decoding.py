@@ -84,7 +84,7 @@ class Decoding:
             by_start[sample.start].append(sample)
         by_length: dict[int, list[list[Sample]]] = defaultdict(list)
         for start, group in by_start.items():
-            if (sibling := running.get(start)) is not None:
+            if decoder.cache.keeps_beginnings and (sibling := running.get(start)) is not None:
                 slots = batch.admit(group)
                 decoder.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(group[0].tokens) - 1)
             else:
@@ -100,16 +100,18 @@ class Decoding:
 
         Padding stands on the right, where causal attention cannot see it.
         """
-        input_ids = torch.zeros(len(groups), length, dtype=torch.int64)
         sources, slots = [], []
         for i, group in enumerate(groups):
-            known = group[0].tokens[:-1]
-            input_ids[i, : len(known)] = torch.from_numpy(known)
             slots += self._batch.admit(group)
             sources += [i] * len(group)
-        if not length:
-            return
         cache = self._decoder.cache
+        if not length:
+            cache.clear(self._put(slots))  # of states, which are zeros before the first token
+            return
+        input_ids = torch.zeros(self._decoder.prefill_rows(len(groups), length), length, dtype=torch.int64)
+        for row, group in zip(input_ids, groups, strict=False):
+            known = group[0].tokens[:-1]
+            row[: len(known)] = torch.from_numpy(known)
         cache.reserve(0, length)
         cache.insert(self._decoder.forward_prompts(input_ids), self._put(sources), self._put(slots))
 

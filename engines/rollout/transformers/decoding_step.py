@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT, KVCache, StepCache
+from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT, KVCache, Layer, StepCache
 
 StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
 """What a `Step` takes."""
@@ -26,16 +26,16 @@ class DecodingStep(torch.nn.Module):
     """A `Step` that runs the model.
 
     Args:
-        model: any causal language model with key-value layers.
+        model: any causal language model whose layers are of `layer_states.KINDS`.
         windows: kind of attention layer, as in `config.layer_types` -> its sliding window in tokens, or None.
-        num_heads: of keys and values, for each layer.
+        layers: as `KVCache.layers`.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: dict[str, int | None], num_heads: Sequence[int]) -> None:
+    def __init__(self, model: PreTrainedModel, windows: dict[str, int | None], layers: Sequence[Layer]) -> None:
         super().__init__()
         self.model = model
         self.windows = windows
-        self.num_heads = list(num_heads)
+        self.layers = layers
 
     def forward(
         self,
@@ -48,7 +48,7 @@ class DecodingStep(torch.nn.Module):
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
             attention_mask=self._masks(positions, key_positions),
-            past_key_values=StepCache(stores, self.num_heads, positions, key_positions.shape[0]),
+            past_key_values=StepCache(stores, self.layers, positions, key_positions.shape[0]),
             use_cache=True,
         )
         return output.logits[:, -1]
@@ -80,7 +80,10 @@ def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: 
     ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        recording = torch.jit.trace(step, _copy(trials[0]), check_trace=False)
+        try:
+            recording = torch.jit.trace(step, _copy(trials[0]), check_trace=False)
+        except RuntimeError:  # TorchScript has no such operation, or takes other arguments for it
+            return None
     if any(issubclass(warning.category, torch.jit.TracerWarning) for warning in caught):
         return None
 
@@ -105,8 +108,8 @@ def trial_inputs(cache: KVCache, rows: int, blocks: int, context_length: int, vo
     tokens = torch.randint(vocab_size, (rows,), generator=draw)
     positions = torch.randint(min(length, context_length), (rows,), generator=draw)
     stores = [
-        torch.randn(rows, store.shape[1], length, store.shape[3], generator=draw).to(device, store.dtype)
-        for store in cache.stores
+        torch.randn(shape, generator=draw).to(device, store.dtype)
+        for shape, store in zip(cache.shapes(rows, length), cache.stores, strict=True)
     ]
     return tokens.to(device), positions.to(device), torch.arange(length, device=device), stores
 

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.rollout.transformers.engine import TransformersEngine
@@ -43,6 +51,15 @@ def configs() -> dict[str, PretrainedConfig]:
             **grouped | {"vocab_size": VOCAB_SIZE + 3, "hidden_size": 40, "intermediate_size": 51, "head_dim": 10}
         ),
         "gpt-neox": GPTNeoXConfig(**common),
+        "gated-delta": Qwen3_5TextConfig(
+            **grouped,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        ),
     }
 
 
