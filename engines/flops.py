@@ -51,7 +51,7 @@ def model_size(path: str) -> ModelSize:
         1,
     )
     active = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    names = {name for name in parameter_names(path) if _is_trained(name, config.num_hidden_layers)}
+    names = {name for name in parameter_names(path) if not re.search(r"\bvisual\.", name)}
     tables = ("bias", "embed_tokens.weight") if "lm_head.weight" in names else ("bias",)
     parameters = 0.0
     for name, weight in open_weights(Path(path)).items():
@@ -78,8 +78,3 @@ def _head_size(config: Any) -> float:
     if getattr(config, "kv_lora_rank", None):
         return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     return getattr(config, "head_dim", None) or config.hidden_size / config.num_attention_heads
-
-
-def _is_trained(name: str, layers: int) -> bool:
-    layer = re.search(r"\blayers\.(\d+)\.", name)
-    return not re.search(r"\b(mtp|mtp_layers|visual)\.", name) and (layer is None or int(layer[1]) < layers)

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from cairn.engines.errors import BadModel
+from cairn.engines.mtp import is_mtp
 from cairn.engines.quantized import Slice, open_tensors, quantization_of
 
 WEIGHTS = "model.safetensors"
@@ -170,15 +171,16 @@ def open_weights(folder: Path) -> dict[str, Slice]:
 
 
 def parameter_names(path: str | Path) -> frozenset[str]:
-    """Names of a model's parameters, tied ones once, as its weight files and config.json have them.
+    """Names of a model's parameters, tied ones once, as its weight files and config.json have them; without those of
+    `cairn.engines.mtp`, which nobody trains.
 
     Raises:
         BadModel: the folder cannot be used.
     """
     folder = Path(path)
-    names = set(open_weights(folder))
-    tied = _read_config(folder).get_text_config().tie_word_embeddings
-    return frozenset(names - {"lm_head.weight"} if tied else names)
+    config = _read_config(folder).get_text_config()
+    names = {name for name in open_weights(folder) if not is_mtp(name, config.num_hidden_layers)}
+    return frozenset(names - {"lm_head.weight"} if config.tie_word_embeddings else names)
 
 
 def context_length(config: PretrainedConfig) -> int:

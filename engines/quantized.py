@@ -140,8 +140,12 @@ def open_tensors(files: Iterable[Path], scheme: Scheme | None) -> dict[str, Slic
     return weights
 
 
+class Dequantized:
+    """A `Slice` of numbers that are computed as they are read."""
+
+
 @dataclass(frozen=True)
-class _Fp8Weight:
+class _Fp8Weight(Dequantized):
     values: Slice
     scales: Slice
     block: tuple[int, ...]
@@ -165,7 +169,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
-class _Mxfp4Weight:
+class _Mxfp4Weight(Dequantized):
     blocks: Slice
     """[experts, out, in / 32, 16]."""
     scales: Slice
@@ -184,7 +188,7 @@ class _Mxfp4Weight:
 
 
 @dataclass(frozen=True)
-class _Int4Weight:
+class _Int4Weight(Dequantized):
     packed: Slice
     scales: Slice
     columns: int

@@ -16,11 +16,12 @@ BLOCK = (24, 40)
 Tensors = dict[str, torch.Tensor]
 
 
-def fp8_folder(name: str, folder: Path) -> Tensors:
-    """Write an architecture's model in FP8 of blocks, scales in another file than weights; returns its weights."""
+def fp8_folder(name: str, folder: Path, more: Tensors | None = None) -> Tensors:
+    """Write an architecture's model, and `more` tensors, in FP8 of blocks, scales in another file than weights; returns
+    its weights."""
     architecture(name).save(folder)
     stored: Tensors = {}
-    weights = load_file(folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors") | (more or {})
     for index, (key, weight) in enumerate(sorted(weights.items())):
         if is_quantized(key, weight):
             values, scales = fp8_values(weight.shape, index)

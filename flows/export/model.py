@@ -25,7 +25,7 @@ from cairn.engines.errors import BadModel
 from cairn.engines.model_files import folder_digest
 from cairn.engines.models import weight_files
 from cairn.engines.weights.checksum import weights_checksum
-from cairn.engines.weights.folders import checksums_as, tensors_of
+from cairn.engines.weights.folders import checksums_as, tensors_of, trained_tensors_of
 from cairn.flows.events import Event
 from cairn.flows.export.model_card import Exported, model_card
 from cairn.flows.reading.scores import benchmark_scores
@@ -102,7 +102,7 @@ def export(
             adapter=adapter,
             dtype=" and ".join(sorted({dtype.removeprefix("torch.") for _, dtype in shapes})),
             parameters=sum(count for count, _ in shapes),
-            tensors=weights_checksum(tensors_of(files)),
+            tensors=weights_checksum(tensors_of(files) if adapter else trained_tensors_of(folder, files)),
             published=None if adapter else _require_published(owner, config, trained, folder, files),
             base_model=base.name,
             base_digest=digest,

@@ -40,7 +40,8 @@ class Exported(Record):
     dtype: str
     parameters: int
     tensors: str
-    """`cairn.engines.weights.checksum.weights_checksum` of the tensors in the weight files."""
+    """`cairn.engines.weights.checksum.weights_checksum` of the tensors in the weight files, but for layers that nobody
+    trains: see `cairn.engines.mtp`."""
     published: str | None
     """The digest that the iteration's sync step committed of these weights, found again in what was written; None where
     there is none, or for an adapter."""

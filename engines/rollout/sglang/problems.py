@@ -24,6 +24,7 @@ def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
         yield from kept_problems(rollout)
     if (count := len(rollout.rollout_stop)) > MOST_STOP_STRINGS:
         yield f"rollout.rollout_stop has {count} strings, and SGLang takes {MOST_STOP_STRINGS} at most: give fewer"
+    yield from _draft_problems(config)
     yield from _served_otherwise(config.model.path)
     if rollout.external_urls and rollout.router is None:  # nothing is launched here
         return
@@ -38,6 +39,20 @@ def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
         yield from router_problems(installation, rollout.router or {})
     except SGLangMissing as error:
         yield f"rollout.engine: {error}"
+
+
+def _draft_problems(config: RunConfig) -> Iterator[str]:
+    """On layers that draft tokens, which nobody trains and no update sends."""
+    rollout = config.rollout
+    servers = [{**rollout.sglang, **group.overrides} for group in rollout.server_groups] or [rollout.sglang]
+    backups = ("enable_weights_cpu_backup", "enable_draft_weights_cpu_backup")
+    drafting = [options for options in servers if options.get("speculative_algorithm")]
+    if config.fleet.offloads_rollout and any(not any(options.get(name) for name in backups) for options in drafting):
+        yield (
+            "fleet.colocate and offload_rollout give the memory of servers away, and no update brings back the layers "
+            "that draft tokens for rollout.sglang.speculative_algorithm: set rollout.sglang."
+            "enable_draft_weights_cpu_backup"
+        )
 
 
 def _served_otherwise(path: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from cairn.engines.models import INDEX, WEIGHTS, read_config
 from cairn.engines.training.checkpoint import in_buckets
+from cairn.engines.training.mtp import keep_mtp
 
 FILE_BYTES = 4 << 30
 
@@ -17,7 +18,8 @@ FILE_BYTES = 4 << 30
 def write_model_folder(
     source: Path, weights: Iterable[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype, write: bool
 ) -> None:
-    """Write weights with the config of the folder they came from; no more than one file's of them are held at a time.
+    """Write weights with the config, and the layers that are not trained (see `cairn.engines.mtp`), of the folder they
+    came from; no more than one file's of them are held at a time.
 
     Args:
         source: the folder with config.json and, where there is one, generation_config.json.
@@ -47,5 +49,6 @@ def write_model_folder(
     config = read_config(source).get_text_config()  # images' part is not among the weights
     config.dtype = dtype
     config.save_pretrained(folder)
+    keep_mtp(source, folder, dtype)
     if (source / "generation_config.json").is_file():
         shutil.copy(source / "generation_config.json", folder)

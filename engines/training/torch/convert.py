@@ -46,4 +46,4 @@ def export_checkpoint(
         save_adapters(actor, dict(trained), target)
     else:
         weights = {name: weight.to(dtype) for name, weight in merged_parameters(actor, CPU)}
-        save_model_folder(actor, weights, target)
+        save_model_folder(actor, weights, target, model)

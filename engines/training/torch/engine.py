@@ -73,7 +73,7 @@ class TorchEngine(ExactlyOnceEngine):
             world_size: ranks; a process group of as many must exist if there is more than one.
         """
         super().__init__(training, algorithm, total_steps=total_steps, rank=rank, world_size=world_size, device=device)
-        self._temperature = temperature
+        self._temperature, self._folder = temperature, Path(model.path)
         prepare_process(training, self._device)
         # Weights that are not trained need no more bits than the passes read.
         self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training)
@@ -119,7 +119,7 @@ class TorchEngine(ExactlyOnceEngine):
         self._require_intact()
         weights = dict(self._exported())
         if self._rank == 0:
-            save_model_folder(self._model, weights, folder)
+            save_model_folder(self._model, weights, folder, self._folder)
         if self._training.lora.r:
             parameters = self._learners["actor"].state()["parameters"]
             adapters = {name: whole(tensor.to(self._device)).cpu() for name, tensor in parameters}

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from cairn.engines.training.mtp import keep_mtp
 from cairn.engines.training.sharding import whole
 from cairn.engines.training.torch.lora import merged_parameters
 
@@ -20,8 +21,9 @@ def whole_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[t
         yield name, whole(part.to(device)) if isinstance(part, DTensor) else part
 
 
-def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write config, generation config and `weights` (whole, on the CPU) so that `from_pretrained` loads them.
+def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, source: Path) -> None:
+    """Write config, generation config and `weights` (whole, on the CPU) so that `from_pretrained` loads them, and the
+    layers of `source` that are not trained (see `cairn.engines.mtp`).
 
     The library does the writing, which also undoes the renaming that it does on loading.
     """
@@ -35,3 +37,4 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
     config = deepcopy(model.config)
     config.dtype = next(iter(weights.values())).dtype  # the library notes that of the model's own parameters
     config.save_pretrained(folder)
+    keep_mtp(source, folder, config.dtype)

@@ -302,6 +302,13 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
             "12 training ranks must be on one machine",
         ),
         (
+            {
+                "rollout": {"engine": "sglang", "sglang": {"speculative_algorithm": "EAGLE"}},
+                "fleet": {"offload_rollout": True},
+            },
+            "no update brings back the layers that draft tokens",
+        ),
+        (
             {"training": {"engine": "megatron", "megatron": {"nccl_ub": True}}, "fleet": {"colocate": True}},
             "training.megatron.nccl_ub keeps addresses in it",
         ),

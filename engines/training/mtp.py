@@ -1,0 +1,41 @@
+"""Layers that are not trained (see `cairn.engines.mtp`), in the model folders that a training engine writes."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from cairn.engines.models import INDEX, WEIGHTS, open_weights, read_config, weight_files
+from cairn.engines.mtp import is_mtp
+from cairn.engines.quantized import Dequantized
+from cairn.engines.training.checkpoint import in_buckets
+
+FILE_BYTES = 4 << 30
+
+
+def keep_mtp(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Put the layers of one model folder into another, in files of their own, byte for byte; quantised ones as what
+    they stand for, in `dtype`."""
+    layers = read_config(source).get_text_config().num_hidden_layers
+    kept = {name: weight for name, weight in open_weights(source).items() if is_mtp(name, layers)}
+    if not kept:
+        return
+    files = weight_files(folder)
+    if files == [folder / WEIGHTS]:  # which alone would be read, whatever else there is
+        files = [files[0].rename(folder / "model-00001.safetensors")]
+
+    values = (
+        (name, weight[...].to(dtype) if isinstance(weight, Dequantized) else weight[...])
+        for name, weight in kept.items()
+    )
+    for number, bucket in enumerate(in_buckets(values, FILE_BYTES), 1):
+        files.append(folder / f"mtp-{number:05d}.safetensors")
+        save_file(bucket, files[-1], metadata={"format": "pt"})
+    weight_map: dict[str, str] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            weight_map |= dict.fromkeys(file.keys(), path.name)
+    total = sum(path.stat().st_size for path in files)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
