@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PretrainedConfig,
@@ -39,6 +40,9 @@ ARCHITECTURE_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Published model types that the library has no class for, and the one whose architecture they have; what they hold
 beside it, such as layers that predict several tokens ahead, is not read."""
 
+SEES_IMAGES = frozenset({"qwen2_5_vl"})
+"""Model types that read images beside text; see `cairn.engines.vision`."""
+
 
 def check_model_folder(path: str | Path) -> PretrainedConfig:
     """Read a model folder's config and the headers of its weight files; no weights are loaded.
@@ -48,7 +52,7 @@ def check_model_folder(path: str | Path) -> PretrainedConfig:
     """
 
     def require_causal(config: PretrainedConfig) -> None:
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not sees_images(config):
             raise BadModel(f"Model type {config.model_type} in {path} is not a causal language model.")
 
     return _check_folder(Path(path), require_causal)
@@ -94,6 +98,16 @@ def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> 
     return config
 
 
+def sees_images(config: PretrainedConfig) -> bool:
+    """Whether a model reads images beside text."""
+    return config.model_type in SEES_IMAGES
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The library's class that makes a causal language model of a config, one of images and text too."""
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
 def load_causal_lm(
     path: str | Path, dtype: torch.dtype, device: str = "cpu", *, needs_head: bool = True
 ) -> PreTrainedModel:
@@ -105,7 +119,8 @@ def load_causal_lm(
     Raises:
         BadModel: as `check_model_folder`, or the weights do not fit the config.
     """
-    return _load(AutoModelForCausalLM, path, check_model_folder(path), dtype, device, needs_head)
+    config = check_model_folder(path)
+    return _load(model_class(config), path, config, dtype, device, needs_head)
 
 
 def load_reward_model(path: str | Path, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
@@ -178,9 +193,16 @@ def parameter_names(path: str | Path) -> frozenset[str]:
         BadModel: the folder cannot be used.
     """
     folder = Path(path)
-    config = _read_config(folder).get_text_config()
-    names = {name for name in open_weights(folder) if not is_mtp(name, config.num_hidden_layers)}
-    return frozenset(names - {"lm_head.weight"} if config.tie_word_embeddings else names)
+    config = _read_config(folder)
+    layers = config.get_text_config().num_hidden_layers
+    names = {name for name in open_weights(folder) if not is_mtp(name, layers)}
+    return frozenset(names - {"lm_head.weight"} if ties_embeddings(config) else names)
+
+
+def ties_embeddings(config: PretrainedConfig) -> bool:
+    """Whether a model's output layer has the weight of its input embedding."""
+    of_text = getattr(config.get_text_config(), "tie_word_embeddings", None)
+    return config.tie_word_embeddings if of_text is None else of_text
 
 
 def context_length(config: PretrainedConfig) -> int:

@@ -7,6 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from cairn.engines.images import Image
+
 ModelRole = Literal["actor", "ref", "teacher", "critic"]
 """A model of the training engine: the policy that is trained, the reference of the KL divergence, the teacher of
 on-policy distillation, or the critic, which is trained beside the policy."""
@@ -112,6 +114,8 @@ class GenerateRequest:
     position: int = 0
     """Where a sample is continued: how many of the last input tokens it has drawn with this seed before. They count
     towards `max_new_tokens`, and are not returned."""
+    images: tuple[Image, ...] = ()
+    """What the model sees at the first placeholders among its tokens, in order."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,8 @@ class TrainBatch:
     kept: list[KeptTokens] | None = None
     """Of R_i tokens: what each was drawn from. Log-probs and entropies are those of the softmax over it, under every
     model. None where all were drawn from the whole vocabulary."""
+    images: list[tuple[Image, ...]] | None = None
+    """Of each prompt, in the order of their placeholders; None where none has any."""
     mean_correction: float | None = None
     """Of an optimizer step, for the engine's own use: by which the weights that correct for off-policy tokens are
     divided, see `cairn.engines.training.corrections.normalization`."""

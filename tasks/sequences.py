@@ -54,6 +54,7 @@ def split_trajectories(batch: TrainBatch, trajectories: Sequence[Sequence[int] |
         input_ids=input_ids,
         response_lengths=[length for one in lengths for length in one],
         groups=None if batch.groups is None else [batch.groups[sample] for sample in samples],
+        images=None if batch.images is None else [batch.images[sample] for sample in samples],
         samples=samples,
         **per_token,
     )

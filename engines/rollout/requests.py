@@ -1,6 +1,6 @@
 """What a rollout engine refuses before it generates anything."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -8,15 +8,28 @@ from cairn.engines.errors import RequestRefused
 from cairn.engines.types import GenerateRequest, RequestId, SamplingParams
 
 
-def validate_requests(requests: Sequence[GenerateRequest], context_length: int, vocab_size: int) -> None:
-    """Raises: RequestRefused: some cannot be served; it names every one of them."""
+def sees_no_images(request: GenerateRequest) -> str | None:
+    """What is wrong with a request to an engine whose model reads text alone."""
+    return "it has an image, and the model sees none" if request.images else None
+
+
+def validate_requests(
+    requests: Sequence[GenerateRequest],
+    context_length: int,
+    vocab_size: int,
+    image_problem: Callable[[GenerateRequest], str | None] = sees_no_images,
+) -> None:
+    """`image_problem`: what is wrong with a request's images, if anything.
+
+    Raises: RequestRefused: some cannot be served; it names every one of them.
+    """
     of_inputs: dict[int, str | None] = {}  # samples of a group have theirs in common
     refused: dict[RequestId, str] = {}
     for request in requests:
         input_ids = request.input_ids
         if id(input_ids) not in of_inputs:
             of_inputs[id(input_ids)] = _input_problem(input_ids, context_length, vocab_size)
-        problem = _own_problem(request, context_length) or of_inputs[id(input_ids)]
+        problem = _own_problem(request, context_length) or of_inputs[id(input_ids)] or image_problem(request)
         if problem is not None:
             refused[request.request_id] = problem
     if refused:

@@ -1,12 +1,16 @@
 """Log-probabilities of chosen tokens, from logits computed only where they are needed."""
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel
 
 _ENTROPY_CHUNK = 1 << 20  # logits whose softmax is held at a time: 4 MiB
 
 
-def response_logits(model: PreTrainedModel, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def response_logits(
+    model: PreTrainedModel, input_ids: torch.Tensor, positions: torch.Tensor, **beside: Any
+) -> torch.Tensor:
     """[N, V] logits at N positions of a right-padded batch, in the model's number format.
 
     Only these positions pass through the output layer. They are picked at its input, inside the model's own forward
@@ -16,6 +20,7 @@ def response_logits(model: PreTrainedModel, input_ids: torch.Tensor, positions: 
     Args:
         input_ids: [B, L] int64.
         positions: [N] int64 into the flattened [B * L].
+        beside: what else the model's forward pass is given.
     """
 
     def pick(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -24,7 +29,7 @@ def response_logits(model: PreTrainedModel, input_ids: torch.Tensor, positions: 
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(pick)
     try:
-        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False, **beside).logits
     finally:
         hook.remove()
     return logits.squeeze(0)

@@ -33,8 +33,10 @@ def check_batch(batch: TrainBatch) -> None:
     for name in ("response_lengths", "loss_mask"):
         if len(getattr(batch, name)) != len(batch):
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries for {len(batch)} samples")
-    if batch.groups is not None and len(batch.groups) != len(batch):
-        raise ValueError(f"groups has {len(batch.groups)} entries for {len(batch)} samples")
+    for name in ("groups", "images"):
+        of_samples = getattr(batch, name)
+        if of_samples is not None and len(of_samples) != len(batch):
+            raise ValueError(f"{name} has {len(of_samples)} entries for {len(batch)} samples")
     if batch.samples is not None:
         if len(batch.samples) != len(batch):
             raise ValueError(f"samples has {len(batch.samples)} entries for {len(batch)} sequences")

@@ -16,7 +16,7 @@ from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.fleet.machines import placement_problems
-from cairn.engines.models import check_model_folder, context_length
+from cairn.engines.models import check_model_folder, context_length, sees_images
 from cairn.engines.rollout.factory import kind_of
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
@@ -106,7 +106,12 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
         if path is None:
             continue
         try:
-            context = context_length(check_model_folder(path))
+            model = check_model_folder(path)
+            context = context_length(model)
+            if sees_images(model):
+                from cairn.engines.vision import image_processor  # what few models need
+
+                image_processor(path)
         except BadModel as error:
             yield f"model.{option}: {error}"
         else:

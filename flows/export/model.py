@@ -51,6 +51,8 @@ TOKENIZER_FILES = (
     "merges.txt",
     "spiece.model",
     "sentencepiece*.model",
+    "preprocessor_config.json",  # how images are seen
+    "processor_config.json",
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder
+from cairn.engines.models import check_model_folder, sees_images
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
 from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
 from cairn.engines.rollout.sglang.launch_plan import plan_problems
@@ -61,6 +61,11 @@ def _served_otherwise(path: str) -> Iterator[str]:
         model = check_model_folder(path)
     except BadModel:  # told of by _model_problems
         return
+    if sees_images(model):
+        yield (
+            f"rollout.engine is sglang, and the model in {path} reads images ({model.model_type}), which servers "
+            "are not given here: set rollout.engine to transformers"
+        )
     if model.model_type == "qwen3_moe" and (model.mlp_only_layers or model.decoder_sparse_step != 1):
         yield (
             f"rollout.engine is sglang, which takes every layer of a qwen3_moe model for a mixture of experts; the "

@@ -24,9 +24,13 @@ class Sample:
     tokens: np.ndarray
     """[L] int64: what it goes on from."""
     start: bytes
-    """The same as a key: samples with equal ones have equal keys and values to begin with."""
+    """The same as a key, what is seen among them too: samples with equal ones have equal keys and values to begin with.
+    """
     watch: StopWatch | None = None
     """For the strings that end it, where it has some."""
+    shift: int = 0
+    """What is added to the place of a token after the images to get its position: an image takes more places than it
+    takes of these."""
     began: float = 0.0
     """When it was admitted, by `time.perf_counter`."""
     kept: list[np.ndarray] = field(default_factory=list)
@@ -42,13 +46,15 @@ def samples_of(
     requests: Sequence[GenerateRequest], watch: Callable[[GenerateRequest], StopWatch | None] = lambda request: None
 ) -> list[Sample]:
     """Of valid requests, in their order. `watch`: for what ends each but its tokens."""
-    seen: dict[int, tuple[np.ndarray, bytes]] = {}
+    seen: dict[tuple[int, ...], tuple[np.ndarray, bytes]] = {}
     samples = []
     for request in requests:
-        found = seen.get(id(request.input_ids))
+        key = (id(request.input_ids), *map(id, request.images))
+        found = seen.get(key)
         if found is None:
             tokens = np.asarray(request.input_ids, np.int64)
-            found = seen[id(request.input_ids)] = tokens, tokens.tobytes()
+            images = repr([image.key for image in request.images]).encode() if request.images else b""
+            found = seen[key] = tokens, tokens.tobytes() + images
         tokens, start = found
         samples.append(Sample(request, tokens, start, watch(request)))
     return samples
@@ -73,6 +79,8 @@ class Batch:
         """Last token of each row."""
         self.positions = np.zeros(0, dtype=np.int64)
         """Its position in input and response; behind the running rows both are 0."""
+        self.shifts = np.zeros(0, dtype=np.int64)
+        """Of each row, as `Sample.shift`."""
         self._generated = np.zeros(0, dtype=np.int64)
         self._continued = np.zeros(0, dtype=np.int64)
         self._limits = np.zeros(0, dtype=np.int64)
@@ -113,6 +121,7 @@ class Batch:
         given = np.array([len(sample.tokens) for sample in samples])
         self.tokens[rows] = [sample.tokens[-1] for sample in samples]
         self.positions[rows] = given - 1
+        self.shifts[rows] = [sample.shift for sample in samples]
         self._generated[rows] = 0
         self._continued[rows] = [sample.request.position for sample in samples]
         self._limits[rows] = np.minimum([sample.limit for sample in samples], self._context_length - given)
@@ -197,6 +206,7 @@ class Batch:
                 values[targets] = values[sources]
         self.tokens[left:size] = 0
         self.positions[left:size] = 0
+        self.shifts[left:size] = 0
         return sources, targets
 
     def _keep(self, rows: torch.Tensor, part: torch.Tensor) -> None:
@@ -254,6 +264,7 @@ class Batch:
 _ROW_VALUES = (
     "tokens",
     "positions",
+    "shifts",
     "_generated",
     "_continued",
     "_limits",

@@ -1,6 +1,9 @@
 """What a rollout engine finds out about itself: is its decoding right, and does a sample depend on its company."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +24,14 @@ def find_decoding_error(decoder: Decoder) -> str | None:
 
     Architectures whose attention needs more than keys, values, positions and a mask fail here rather than in training.
     """
-    (request,) = _group(0, prompt_length=5, num_samples=1, max_new_tokens=4, decoder=decoder)
+    requests = _group(0, prompt_length=5, num_samples=1, max_new_tokens=4, decoder=decoder)
     try:
-        (completion,) = _run(decoder, [request]).values()
-        expected = _full_log_probs(decoder, request, completion)
+        if decoder.sees_images:
+            requests += [_with_image(request, 3, 2, decoder) for request in requests]
+        difference = max(_difference(decoder, request) for request in requests)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
         lines = str(error).splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": .")
-    difference = float(np.abs(completion.log_probs - expected).max())
     if difference > _TOLERANCE.get(decoder.model.dtype, _TOLERANCE_REDUCED_PRECISION):
         return f"log-probs with a key-value cache differ by {difference:.2g} from those of a full forward pass"
     return None
@@ -44,12 +47,13 @@ def _steps_are_invariant(decoder: Decoder) -> bool:
     """Whether rows have equal logits in steps of several numbers of rows, and in the reverse order."""
     size, blocks = 23, 2
     rows = decoder.num_rows(size)
-    tokens, positions, keys, stores = trial_inputs(
-        decoder.cache, rows, blocks, decoder.context_length, decoder.vocab_size
+    tokens, positions, keys, stores, *read = trial_inputs(
+        decoder.cache, rows, blocks, decoder.context_length, decoder.vocab_size, decoder.sees_images
     )
 
     def step(rows: torch.Tensor) -> torch.Tensor:
-        return decoder.step(tokens[rows], positions[rows], keys, [store[rows] for store in stores])
+        own = (one[rows] for one in read)
+        return decoder.step(tokens[rows], positions[rows], keys, [store[rows] for store in stores], *own)
 
     every = torch.arange(rows, device=decoder.device)
     logits = step(every)[:size]
@@ -72,6 +76,8 @@ def _samples_are_invariant(decoder: Decoder) -> bool:
         _group(i, prompt_length, num_samples, max_new_tokens, decoder)
         for i, (prompt_length, num_samples, max_new_tokens) in enumerate(shapes)
     ]
+    if decoder.sees_images:
+        groups += [[_with_image(request, 2 + i, 3, decoder) for request in group] for i, group in enumerate(groups[:2])]
     requests = [request for group in groups for request in group]
     expected = {id: sample for group in groups for id, sample in _run(decoder, group).items()}
     companies = [
@@ -96,6 +102,16 @@ def _group(
     return [GenerateRequest((number, index), prompt, seed, params) for index, seed in enumerate(seeds)]
 
 
+def _with_image(request: GenerateRequest, rows: int, columns: int, decoder: Decoder) -> GenerateRequest:
+    """The same with an image of so many places before its last token, under another id."""
+    from cairn.engines.vision import trial_image  # what few models need
+
+    image, token = trial_image(decoder.model, rows, columns, seed=rows), decoder.model.config.image_token_id
+    text = [(id + 1) % decoder.vocab_size if id == token else id for id in request.input_ids]
+    ids = [*text[:-1], *[token] * (rows * columns), *text[-1:]]
+    return replace(request, request_id=(*request.request_id, rows), input_ids=ids, images=(image,))
+
+
 def _run(decoder: Decoder, *parts: Sequence[GenerateRequest]) -> dict[RequestId, Completion]:
     """Decode requests, of which each part joins after one more step."""
     decoding = Decoding(decoder, end_ids=frozenset())
@@ -106,13 +122,30 @@ def _run(decoder: Decoder, *parts: Sequence[GenerateRequest]) -> dict[RequestId,
     return {sample.request.request_id: result for sample, result in ended if isinstance(result, Completion)}
 
 
+def _difference(decoder: Decoder, request: GenerateRequest) -> float:
+    """The largest of a completion's log-probs to those of a full forward pass."""
+    (completion,) = _run(decoder, [request]).values()
+    return float(np.abs(completion.log_probs - _full_log_probs(decoder, request, completion)).max())
+
+
 @torch.inference_mode()
 def _full_log_probs(decoder: Decoder, request: GenerateRequest, completion: Completion) -> np.ndarray:
     """[T] float32 of the completion's tokens, from one forward pass without a cache."""
-    prompt, response = torch.as_tensor(request.input_ids), torch.from_numpy(completion.response_ids).long()
-    input_ids = torch.cat([prompt, response])[None].to(decoder.device)
-    logits = decoder.model(input_ids=input_ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().cpu()
+    response = torch.from_numpy(completion.response_ids).long()
+    ids = np.concatenate([np.asarray(request.input_ids, np.int64), completion.response_ids])
+    input_ids = torch.from_numpy(ids)[None].to(decoder.device)
+    with _seeing(decoder, ids, request) as beside:
+        logits = decoder.model(input_ids=input_ids, use_cache=False, **beside).logits
+    logits = logits[0, -len(response) - 1 : -1].float().cpu()
     return torch.log_softmax(logits, -1).gather(1, response[:, None])[:, 0].numpy()
+
+
+def _seeing(decoder: Decoder, ids: np.ndarray, request: GenerateRequest) -> AbstractContextManager[dict[str, Any]]:
+    if not request.images:
+        return nullcontext({})
+    from cairn.engines.vision import seeing
+
+    return seeing(decoder.model, [ids], [request.images])
 
 
 def _same(one: Completion, other: Completion) -> bool:

@@ -5,8 +5,8 @@ and position, and its sampling parameters only, bit for bit, because every kerne
 arithmetic for it:
 - What a sample goes on from is prefilled whole, a prompt or a conversation, and never taken from what other samples
   have decoded. It is padded on the right to a length that is its own (`kv_cache.round_up`) and shares a forward pass
-  only with others of that length. Where layers keep a state, which padding would enter, it is not padded; instead the
-  pass has prompts of padding, so that it has as many rows as a step.
+  only with others of that length; with images in it, with none. Where layers keep a state, which padding would enter,
+  it is not padded; instead the pass has prompts of padding, so that it has as many rows as a step.
 - Matrix products have `MIN_ROWS` rows at least, below which BLAS libraries turn to other kernels.
 - MKL chooses kernels whose results do not depend on that number either (`MKL_CBWR`, see `engines`).
 - Attention runs row by row, over lengths that are multiples of `kv_cache.ALIGNMENT`.
@@ -17,8 +17,9 @@ This is how the CPU kernels of PyTorch were seen to behave with one thread; `Tra
 tries it where it runs.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,11 +27,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cairn.engines.errors import BadModel
-from cairn.engines.models import context_length
+from cairn.engines.models import context_length, sees_images
+from cairn.engines.rollout.requests import sees_no_images
 from cairn.engines.rollout.transformers.attention import SLOT_ATTENTION
 from cairn.engines.rollout.transformers.decoding_step import DecodingStep, Step, record
 from cairn.engines.rollout.transformers.kv_cache import KVCache, round_up
 from cairn.engines.rollout.transformers.layer_states import KINDS, prompt_cache
+from cairn.engines.types import GenerateRequest
+
+if TYPE_CHECKING:
+    from cairn.engines.vision import ImageInputs
 
 MIN_ROWS = 4
 """Rows of a step; fewer samples are filled up with padding."""
@@ -66,8 +72,11 @@ class Decoder:
             model.set_attn_implementation(SLOT_ATTENTION)
         self._example = self.forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
         self.cache = KVCache(self._example, self._kinds)
+        self.sees_images = sees_images(model.config)
         step = DecodingStep(model, _windows(model.config.get_text_config(), layer_types), self.cache.layers)
-        self.step: Step = record(step, self.cache, self.context_length, self.vocab_size) or step
+        # Models of images and text count their positions' kinds in Python at every step: no recording is of use.
+        recording = None if self.sees_images else record(step, self.cache, self.context_length, self.vocab_size)
+        self.step: Step = recording or step
 
     def num_rows(self, size: int) -> int:
         """Rows of a step for so many samples, padding included."""
@@ -86,12 +95,41 @@ class Decoder:
             return prompts
         return -(-max(prompts * length + self._padding, MIN_ROWS) // length)
 
-    def forward_prompts(self, input_ids: torch.Tensor) -> Cache:
-        """What the layers keep of prompts [P, S]."""
+    def forward_prompts(self, input_ids: torch.Tensor, seen: "ImageInputs | None" = None) -> Cache:
+        """What the layers keep of prompts [P, S]. `seen`: what the model reads beside them."""
         prompts = prompt_cache(self._kinds)
-        with torch.inference_mode():
-            self.model(input_ids=input_ids.to(self.device), past_key_values=prompts, use_cache=True, logits_to_keep=1)
+        given: AbstractContextManager[dict[str, Any]] = nullcontext({}) if seen is None else seen.given(self.model)
+        with torch.inference_mode(), given as beside:
+            self.model(
+                input_ids=input_ids.to(self.device),
+                past_key_values=prompts,
+                use_cache=True,
+                logits_to_keep=1,
+                **beside,
+            )
         return prompts
+
+    @property
+    def image_problem(self) -> Callable[[GenerateRequest], str | None]:
+        """What is wrong with a request's images, if anything."""
+        if not self.sees_images:
+            return sees_no_images
+        from cairn.engines.vision import image_problem  # what few models need
+
+        def problem(request: GenerateRequest) -> str | None:
+            if not request.images:
+                return None
+            return image_problem(self.model, np.asarray(request.input_ids), request.images)
+
+        return problem
+
+    def see(self, known: np.ndarray, request: GenerateRequest, length: int) -> "ImageInputs | None":
+        """What the model reads beside a prompt's tokens but the last, padded to a length; None without images."""
+        if not request.images:
+            return None
+        from cairn.engines.vision import image_inputs
+
+        return image_inputs(self.model, [known], [request.images], length)
 
     def forget(self) -> None:
         """Give the cache up: its memory, and what a pass that broke off may have left, which need not be finite as all

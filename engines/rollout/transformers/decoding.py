@@ -82,14 +82,17 @@ class Decoding:
         by_start: dict[bytes, list[Sample]] = defaultdict(list)
         for sample in admitted:
             by_start[sample.start].append(sample)
-        by_length: dict[int, list[list[Sample]]] = defaultdict(list)
+        by_length: dict[tuple[int, bytes], list[list[Sample]]] = defaultdict(list)
         for start, group in by_start.items():
             if decoder.cache.keeps_beginnings and (sibling := running.get(start)) is not None:
+                for sample in group:
+                    sample.shift = batch.samples[sibling].shift
                 slots = batch.admit(group)
                 decoder.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(group[0].tokens) - 1)
             else:
-                by_length[decoder.prefill_length(group[0].tokens)].append(group)
-        for length, groups in by_length.items():
+                alone = start if group[0].request.images else b""
+                by_length[decoder.prefill_length(group[0].tokens), alone].append(group)
+        for (length, _), groups in by_length.items():
             remaining = iter(groups)
             while chunk := list(islice(remaining, max(1, PREFILL_TOKENS // max(1, length)))):
                 self._prefill(chunk, length)
@@ -100,6 +103,10 @@ class Decoding:
 
         Padding stands on the right, where causal attention cannot see it.
         """
+        first = groups[0][0]
+        if (seen := self._decoder.see(first.tokens[:-1], first.request, length)) is not None:
+            for sample in groups[0]:
+                sample.shift = int(seen.next_positions) - len(first.tokens) + 1
         sources, slots = [], []
         for i, group in enumerate(groups):
             slots += self._batch.admit(group)
@@ -113,7 +120,7 @@ class Decoding:
             known = group[0].tokens[:-1]
             row[: len(known)] = torch.from_numpy(known)
         cache.reserve(0, length)
-        cache.insert(self._decoder.forward_prompts(input_ids), self._put(sources), self._put(slots))
+        cache.insert(self._decoder.forward_prompts(input_ids, seen), self._put(sources), self._put(slots))
 
     @torch.inference_mode()
     def _advance(self) -> np.ndarray:
@@ -126,7 +133,8 @@ class Decoding:
             torch.from_numpy(values[:rows]).to(decoder.device) for values in (batch.tokens, batch.positions)
         )
         key_positions = torch.arange(length, device=decoder.device)
-        logits = decoder.step(tokens, positions, key_positions, decoder.cache.stores)
+        read = (positions + torch.from_numpy(batch.shifts[:rows]).to(decoder.device),) if decoder.sees_images else ()
+        logits = decoder.step(tokens, positions, key_positions, decoder.cache.stores, *read)
         return batch.advance(logits[:size])
 
     @torch.inference_mode()

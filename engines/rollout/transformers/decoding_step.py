@@ -14,12 +14,14 @@ from transformers import PreTrainedModel
 
 from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT, KVCache, Layer, StepCache
 
-StepInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]
+StepInputs = tuple[Any, ...]
 """What a `Step` takes."""
 
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]], torch.Tensor]
+Step = Callable[..., torch.Tensor]
 """(tokens [B], positions [B], key_positions [L], stores) -> logits [B, V]: feeds a token to each of the slots 0 … B - 1
-of a `KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of the first L."""
+of a `KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of the first L. Of a
+model that sees images it takes a fifth argument, [B], the positions that the model reads, where the first ones are
+those in the slots."""
 
 
 class DecodingStep(torch.nn.Module):
@@ -43,10 +45,11 @@ class DecodingStep(torch.nn.Module):
         positions: torch.Tensor,
         key_positions: torch.Tensor,
         stores: list[torch.Tensor],
+        read_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = self.model(
             input_ids=tokens[:, None],
-            position_ids=positions[:, None],
+            position_ids=(positions if read_positions is None else read_positions)[:, None],
             attention_mask=self._masks(positions, key_positions),
             past_key_values=StepCache(stores, self.layers, positions, key_positions.shape[0]),
             use_cache=True,
@@ -100,8 +103,11 @@ def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: 
     return replay
 
 
-def trial_inputs(cache: KVCache, rows: int, blocks: int, context_length: int, vocab_size: int) -> StepInputs:
-    """Random inputs of a step over `blocks` times `ALIGNMENT` positions, the last ones of the context."""
+def trial_inputs(
+    cache: KVCache, rows: int, blocks: int, context_length: int, vocab_size: int, sees_images: bool = False
+) -> StepInputs:
+    """Random inputs of a step over `blocks` times `ALIGNMENT` positions, the last ones of the context. `sees_images`:
+    the model does."""
     device = cache.stores[0].device
     draw = torch.Generator().manual_seed(rows)
     length = blocks * ALIGNMENT
@@ -111,7 +117,8 @@ def trial_inputs(cache: KVCache, rows: int, blocks: int, context_length: int, vo
         torch.randn(shape, generator=draw).to(device, store.dtype)
         for shape, store in zip(cache.shapes(rows, length), cache.stores, strict=True)
     ]
-    return tokens.to(device), positions.to(device), torch.arange(length, device=device), stores
+    inputs = tokens.to(device), positions.to(device), torch.arange(length, device=device), stores
+    return (*inputs, inputs[1] // 2) if sees_images else inputs
 
 
 def _copy(inputs: StepInputs) -> StepInputs:

@@ -69,7 +69,8 @@ class DecodeLoop:
 
     def submit(self, asker: "_Asker", requests: Sequence[GenerateRequest]) -> None:
         """See `Stream.submit`."""
-        validate_requests(requests, self._decoder.context_length, self._decoder.vocab_size)
+        decoder = self._decoder
+        validate_requests(requests, decoder.context_length, decoder.vocab_size, decoder.image_problem)
         samples = samples_of(requests, self._stop_strings.watch)
         self._occupancy.enter(len(samples))
         try:

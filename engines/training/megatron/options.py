@@ -15,7 +15,7 @@ from typing import Any
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.fleet.syntax import parsed
-from cairn.engines.models import check_model_folder
+from cairn.engines.models import check_model_folder, sees_images
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.permitted import PERMITTED
 
@@ -96,7 +96,13 @@ def options_of(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
     """Sentences on options that Megatron does not have or that cannot be set, and on layouts that do not fit."""
     try:
-        hf = check_model_folder(model_path).get_text_config()
+        config = check_model_folder(model_path)
+        if sees_images(config):
+            raise BadModel(
+                f"Model type {config.model_type} in {model_path} reads images, which Megatron is not given here: set "
+                "training.engine to torch."
+            )
+        hf = config.get_text_config()
         derived = family_of(hf).transformer(hf)
         names = frozenset().union(*option_names().values())
     except MegatronMissing as error:

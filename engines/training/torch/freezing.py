@@ -1,11 +1,11 @@
 """Parameters of a Hugging Face model that stay as they are."""
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder
+from cairn.engines.models import check_model_folder, model_class
 from cairn.engines.training.frozen import frozen_names
 
 
@@ -14,7 +14,7 @@ def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
     try:
         config = check_model_folder(path)
         with torch.device("meta"):
-            freeze(AutoModelForCausalLM.from_config(config), training)
+            freeze(model_class(config).from_config(config), training)
     except BadModel as error:
         return [str(error)]
     return []

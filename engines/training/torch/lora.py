@@ -13,11 +13,11 @@ import peft
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cairn.configs.schema.lora import LoraConfig
 from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder
+from cairn.engines.models import check_model_folder, model_class, ties_embeddings
 from cairn.engines.training.sharding import add_to_part, whole
 
 ADAPTER = "default"
@@ -31,7 +31,7 @@ def lora_problems(lora: LoraConfig, path: str) -> list[str]:
     try:
         config = check_model_folder(path)
         with torch.device("meta"):
-            add_adapters(AutoModelForCausalLM.from_config(config), lora)
+            add_adapters(model_class(config).from_config(config), lora)
     except BadModel as error:
         return [str(error)]
     return []
@@ -124,7 +124,7 @@ def _check_targets(model: PreTrainedModel, lora: LoraConfig) -> None:
                 f"training.lora.target_modules has {target}, which is the name of no linear layer of the model; there "
                 f"are {known}"
             )
-        if model.get_output_embeddings() in matched and model.config.get_text_config().tie_word_embeddings:
+        if model.get_output_embeddings() in matched and ties_embeddings(model.config):
             raise BadModel(
                 f"training.lora.target_modules has {target}, whose weight is also the model's input embedding: an "
                 "adapter of the one would change the other; leave it out"

@@ -50,7 +50,7 @@ def accumulate_gradients(
     for micro_batch in micro_batches:
         token_weights = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
-        logits = response_logits(model, tokens.input_ids, tokens.positions)
+        logits = _logits(model, batch, micro_batch, tokens)
         loss, metrics = objective(logits, tokens)
         loss.backward()
         kept.append(metrics)
@@ -66,8 +66,19 @@ def score_responses(
     scores = torch.zeros(int(ends[-1]), device=model.device)
     for micro_batch in micro_batches:
         tokens = collate_responses(batch, micro_batch.samples, model.device)
-        read = reading(response_logits(model, tokens.input_ids, tokens.positions), tokens)
+        read = reading(_logits(model, batch, micro_batch, tokens), tokens)
         if micro_batch.counted:
             places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
             scores[torch.from_numpy(np.concatenate(places)).to(model.device)] = read
     return scores
+
+
+def _logits(model: PreTrainedModel, batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torch.Tensor:
+    """[N, outputs] of the output layer at the chosen tokens."""
+    if batch.images is None:
+        return response_logits(model, tokens.input_ids, tokens.positions)
+    from cairn.engines.vision import seeing  # what few models need
+
+    sequences = [batch.input_ids[i] for i in micro_batch.samples]
+    with seeing(model, sequences, [batch.images[i] for i in micro_batch.samples]) as beside:
+        return response_logits(model, tokens.input_ids, tokens.positions, **beside)

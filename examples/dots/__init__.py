@@ -1,0 +1,1 @@
+"""Answering about pictures: a tiny model of images and text learns to see from rewards alone."""
