@@ -22,7 +22,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 
-__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse", "with_section"]
+__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse", "read", "with_section"]
 
 
 _NO_EFFECT = re.compile("has no effect|nothing would read it")
@@ -34,11 +34,32 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Values of overrides are YAML; `eval.benchmarks.0.path=…` reaches into a list. Paths inside stay as they are
     written: relative to the working directory. ConfigError lists every problem at once.
     """
-    path = Path(path)
+    return parse(_overridden(read(path), overrides))
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The options in a YAML file, laid over those of the file that it names as its `base`, relative to its own folder:
+    sections and mappings are merged, everything else is replaced. ConfigError where a file cannot be read."""
+    path, derived = Path(path), [Path(path).resolve()]
+    values = _options_in(path, "recipes lie in configs/recipes/")
+    while "base" in values:
+        base = values.pop("base")
+        if not isinstance(base, str) or not base:
+            raise ConfigError([f"{path}: base is {_spell(base)}; it must name another recipe, relative to this one"])
+        base_path = path.parent / base
+        if base_path.resolve() in derived:
+            raise ConfigError([f"{path}: base is {base}, which is itself made from {path.name}"])
+        values = _merged(_options_in(base_path, f"it is the base of {path}"), values)
+        path = base_path
+        derived.append(path.resolve())
+    return values
+
+
+def _options_in(path: Path, hint: str) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError([f"{path} does not exist; recipes lie in configs/recipes/"]) from None
+        raise ConfigError([f"{path} does not exist; {hint}"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} cannot be read as a text file: {error}"]) from None
     try:
@@ -47,7 +68,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError([f"{path} is not YAML: {_place_and_problem(error)}"]) from None
     if not isinstance(values, dict):
         raise ConfigError([f"{path} does not hold options; it should begin with a section such as `model:`"])
-    return parse(_overridden(values, overrides))
+    return values
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two nested mappings as one; what `above` says goes before what `below` says."""
+    merged = dict(below)
+    for key, value in above.items():
+        under = below.get(key)
+        merged[key] = _merged(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> RunConfig:

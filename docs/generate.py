@@ -1,7 +1,8 @@
-"""Write docs/configuration.md, docs/metrics.md, docs/views.md and sections of docs/recovery.md, docs/benchmarks.md and
-docs/coming-from-slime.md: `python docs/generate.py`."""
+"""Write docs/configuration.md, docs/metrics.md, docs/views.md and sections of docs/recovery.md, docs/benchmarks.md,
+docs/recipes.md and docs/coming-from-slime.md: `python docs/generate.py`."""
 
 import json
+import re
 import runpy
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -11,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from cairn.configs.benchmark_files import benchmark_names, load_benchmark
+from cairn.configs.loader import load
 from cairn.configs.options import LIST_ITEM, Option, options
 from cairn.configs.schema.benchmark import Benchmark
 from cairn.configs.schema.run import RunConfig
@@ -34,6 +36,9 @@ A run is described by one YAML file, a recipe; `configs/recipes/` holds some. `-
 command line changes single options (`--set training.lr=1e-5`, `--set eval.benchmarks.0.path=test.jsonl`); the value is
 YAML. An option that is not in these tables is an error. `cairn validate RECIPE` checks a recipe and prints it with all
 defaults filled in. Relative paths start from the working directory.
+
+A recipe may begin with `base: other.yaml`, another recipe, named relative to its own folder: sections and mappings are
+laid over those of the base option by option, lists are replaced. `configs/recipes/models/` is [written so](recipes.md).
 
 The configuration is frozen in the ledger when the run is created.
 """
@@ -154,6 +159,43 @@ def coming_from_slime() -> str:
     return before + begin + "\n" + "\n".join(tables) + "\n" + end + rest.split(end)[1]
 
 
+def recipes() -> str:
+    """The page with the table of the recipes of published models; the rest is written by hand."""
+    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    begin = "<!-- Recipes: written by docs/generate.py from configs/recipes; change those, not these lines. -->\n"
+    end = "<!-- End of the recipes. -->\n"
+    before, rest = page.split(begin)
+    files = sorted((DOCS.parent / "configs" / "recipes" / "models").glob("*.yaml"), key=lambda file: file.stem.lower())
+    head = ["model", "on 8 ×", "training", "rollout engines", "samples", "response", "optimizer", "figures after"]
+    return f"{before}{begin}\n{_table(head, [_recipe(file) for file in files])}\n{end}{rest.split(end)[1]}"
+
+
+def _recipe(file: Path) -> list[str]:
+    config = load(file)
+    training, rollout, steps = config.training, config.rollout, config.training.num_steps_per_rollout
+    about = " ".join(line.removeprefix("# ") for line in file.read_text("utf-8").partition("\n\n")[0].splitlines())
+    machines, gpu, after = re.findall(r" on (?:(\d+) machines of )?8 × (\w+ \d+ GB).* After (.*)\.", about)[0]
+    sizes = {
+        "TP": training.tensor_model_parallel_size,
+        "PP": training.pipeline_model_parallel_size,
+        "CP": training.context_parallel_size,
+        "EP": training.megatron.get("expert_model_parallel_size", 1),
+        "DP": training.data_parallel_size,
+    }
+    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    where = "" if config.fleet.colocate else f"{training.world_size} GPUs: "
+    return [
+        f"`{file.stem}`",
+        f"{gpu}, {machines or 1}",
+        f"{where}{layout}",
+        f"{rollout.num_engines} × {rollout.num_gpus_per_engine:g} GPUs",
+        f"{rollout.rollout_batch_size} × {rollout.n_samples_per_prompt}",
+        f"{rollout.rollout_max_response_len:,}",
+        f"{config.algorithm.advantage_estimator}, {'1 step' if steps == 1 else f'{steps} steps'}",
+        after if after in {other.stem for other in file.parent.glob("*.yaml")} else after.replace("slime's ", ""),
+    ]
+
+
 def _here(flag: Counterpart) -> str:
     options = " and ".join(f"`{name.replace(f'.{LIST_ITEM}', '[]')}`" for name in flag.options)
     return f"– {flag.why}" if flag.why else "; ".join(filter(None, [options, flag.how]))
@@ -164,6 +206,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "coming-from-slime.md": coming_from_slime,
     "configuration.md": configuration,
     "metrics.md": metrics,
+    "recipes.md": recipes,
     "views.md": views,
     "recovery.md": recovery,
 }

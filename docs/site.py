@@ -18,6 +18,7 @@ ORDER = {
     "Start": ["index.md", "tutorial.md"],
     "Train": [
         "configuration.md",
+        "recipes.md",
         "data.md",
         "algorithms.md",
         "sft.md",

@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
+from cairn.configs.published import published_repository
 from cairn.engines.errors import BadModel
 from cairn.engines.mtp import is_mtp
 from cairn.engines.quantized import Slice, open_tensors, quantization_of
@@ -83,7 +84,9 @@ def check_reward_model_folder(path: str | Path) -> PretrainedConfig:
 
 def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> PretrainedConfig:
     if not folder.is_dir():
-        raise BadModel(f"Model folder {folder} does not exist: give the path of a folder in Hugging Face format.")
+        repository = published_repository(folder.name)
+        way = f"hf download {repository} --local-dir {folder}" if repository else "give the path of one that does"
+        raise BadModel(f"Model folder {folder} does not exist: {way}.")
     config = _read_config(folder)
     require(config)
     for file in weight_files(folder):

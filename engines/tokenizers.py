@@ -1,12 +1,26 @@
-"""What a tokenizer means, however it is written."""
+"""The tokenizer of a model folder, and what it means, however it is written."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from cairn.engines.models import ARCHITECTURE_OF, read_config
 from cairn.storage import canonical
 
 _NO_MEANING = ("version", "truncation", "padding", "post_processor")
 """Of a tokenizer's JSON: the last adds special tokens, which prompts and responses never ask for."""
+
+
+def read_tokenizer(folder: str | Path) -> Any:
+    """The Hugging Face tokenizer of a model folder, whose code is not run. It is found by the model's config, also
+    where the library has no class for that. Raises what the library raises."""
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    file = Path(folder) / "config.json"
+    if file.is_file() and json.loads(file.read_text()).get("model_type") in ARCHITECTURE_OF:
+        options["config"] = read_config(Path(folder))
+    return AutoTokenizer.from_pretrained(folder, **options)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -101,9 +101,9 @@ def main(connection_fd: int, parent: int) -> None:
 
 
 def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
+    from cairn.engines.tokenizers import read_tokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return read_tokenizer(folder)
 
 
 def _die_with(parent: int) -> None:

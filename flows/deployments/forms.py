@@ -7,12 +7,11 @@ is one of two words: a boolean that nobody touched the interface would send as f
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional, get_args
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -28,10 +27,11 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 import cairn.configs.schema
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import read
 from cairn.configs.options import item_of, section_of
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.yaml_file import parse_yaml
 from cairn.storage.layout import LONGEST_NAME, NAME_PATTERN
 
 FOLDERS = (".", "recipes", "configs/recipes")
@@ -127,11 +127,11 @@ def recipes(folder: Path) -> dict[str, Path]:
     """Recipes by name: those below the folder, relative to it, and Cairn's own, which give way to a file of the same
     name. A file that holds no sections of a configuration is none."""
     ours = Path(cairn.configs.schema.__file__).parent.parent / "recipes"
-    found = {path.name: path for path in sorted(ours.glob("*.yaml"))}
+    found = {str(path.relative_to(ours)): path for path in sorted(ours.rglob("*.yaml"))}
     own = {str(path.relative_to(folder)): path for below in FOLDERS for path in sorted((folder / below).glob("*.yaml"))}
     of_this_folder = {path.resolve() for path in own.values()}
-    own = {name: path for name, path in own.items() if _is_recipe(path)}
-    return own | {name: path for name, path in found.items() if path.resolve() not in of_this_folder}
+    found = {name: path for name, path in found.items() if path.resolve() not in of_this_folder}
+    return {name: path for name, path in (own | found).items() if _is_recipe(path)}
 
 
 def recipe_path(name: str) -> Path:
@@ -141,10 +141,9 @@ def recipe_path(name: str) -> Path:
 
 def _is_recipe(path: Path) -> bool:
     try:
-        values = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {"model", "data", "rollout"} <= set(read(path))
+    except ConfigError:
         return False
-    return isinstance(values, Mapping) and {"model", "data", "rollout"} <= set(values)
 
 
 @cache

@@ -8,8 +8,6 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from cairn.configs.kinds import OPTIONS, declared, named
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.evaluation import BenchmarkConfig
@@ -18,6 +16,7 @@ from cairn.engines.errors import BadModel
 from cairn.engines.fleet.machines import placement_problems
 from cairn.engines.models import check_model_folder, context_length, sees_images
 from cairn.engines.rollout.factory import kind_of
+from cairn.engines.tokenizers import read_tokenizer
 from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
@@ -37,7 +36,8 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     if began is None:
         problems += _of_a_new_run(config)
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
-    for path in config.model.folders.values():
+    there = [path for path in config.model.folders.values() if _is_read(path)]
+    for path in there:
         problems += training_problems(config.training, path)
     if config.training.lora.r and not problems:
         from cairn.engines.training.torch.lora import lora_problems  # imports peft, which only those runs need
@@ -51,10 +51,11 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
             from cairn.engines.training.torch.freezing import freezing_problems
 
         problems += freezing_problems(config.training, config.model.path)
-    try:
-        load_tokenizer(config.model.path)
-    except BadModel as error:
-        problems.append(f"model.path: {error}")
+    if config.model.path in there:
+        try:
+            load_tokenizer(config.model.path)
+        except BadModel as error:
+            problems.append(f"model.path: {error}")
     if config.model.teacher_path is not None and not problems:
         problems += _teacher_problems(config.model.path, config.model.teacher_path)
     return list(dict.fromkeys(problems))
@@ -89,7 +90,7 @@ def data_problems(config: RunConfig) -> list[str]:
 def load_tokenizer(path: str) -> Any:
     """The Hugging Face tokenizer of a model folder. Raises BadModel."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        tokenizer = read_tokenizer(path)
     # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
     except Exception as error:
         why = str(error).partition("\n")[0].rstrip(": ")
@@ -116,6 +117,15 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
             yield f"model.{option}: {error}"
         else:
             yield from _length_problems(config, path, context)
+
+
+def _is_read(path: str) -> bool:
+    """Whether a model folder can be read; why not says `_model_problems`."""
+    try:
+        check_model_folder(path)
+    except BadModel:
+        return False
+    return True
 
 
 def _teacher_problems(student: str, teacher: str) -> Iterator[str]:

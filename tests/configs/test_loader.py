@@ -413,6 +413,35 @@ def test_a_file_that_is_missing_or_holds_no_options_is_an_error(tmp_path: Path) 
     assert problems(missing)[0].startswith(f"{missing} cannot be read as a text file: ")
 
 
+def test_a_recipe_with_a_base_says_only_what_differs(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "larger").mkdir()
+    larger = tmp_path / "larger" / "recipe.yaml"
+    larger.write_text(
+        "base: ../recipe.yaml\nmodel: {path: larger}\nrollout: {rollout_batch_size: 8, sglang: {tp_size: 2}}\n"
+    )
+    largest = tmp_path / "largest.yaml"
+    largest.write_text(
+        "base: larger/recipe.yaml\nrollout: {engine: sglang, sglang: {ep_size: 2}}\n"
+        "eval: {benchmarks: [{name: other, path: other.jsonl, max_response_len: 8}]}\n"
+    )
+    config = load(largest, ["rollout.num_rollout=3"])
+    assert (config.model.path, config.data.path, config.training.lr) == ("larger", "train.jsonl", 1e-4)
+    assert (config.rollout.num_rollout, config.rollout.rollout_batch_size) == (3, 8)
+    assert config.rollout.sglang == {"tp_size": 2, "ep_size": 2}
+    assert [benchmark.name for benchmark in config.eval.benchmarks] == ["other"]  # lists are not merged
+    assert load(recipe).model.path == "some/model"
+
+
+def test_a_base_that_is_none_is_an_error_that_names_both_files(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text("base: none.yaml\n")
+    assert problems(recipe) == (f"{tmp_path}/none.yaml does not exist; it is the base of {recipe}",)
+    recipe.write_text("base: [none.yaml]\n")
+    assert problems(recipe) == (f'{recipe}: base is ["none.yaml"]; it must name another recipe, relative to this one',)
+    (tmp_path / "other.yaml").write_text("base: recipe.yaml\n")
+    recipe.write_text("base: other.yaml\n")
+    assert problems(recipe) == (f"{tmp_path}/other.yaml: base is recipe.yaml, which is itself made from other.yaml",)
+
+
 def test_yaml_values_follow_the_core_schema(recipe: Path) -> None:
     kwargs = "data.apply_chat_template_kwargs="
     given = "{a: 1e-4, b: no, c: 2026-01-02, d: 0x10, e: 010, f: ~, g: .5, h: 1_000, i: 1:30, j: -3}"

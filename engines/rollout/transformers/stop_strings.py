@@ -10,9 +10,8 @@ from collections import deque
 from functools import cached_property
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from cairn.engines.errors import BadModel
+from cairn.engines.tokenizers import read_tokenizer
 from cairn.engines.types import GenerateRequest
 
 _CHARACTER = 4
@@ -58,7 +57,7 @@ class StopStrings:
     @cached_property
     def _tokenizer(self) -> Any:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False, local_files_only=True)
+            tokenizer = read_tokenizer(self._folder)
         # The library reports a broken tokenizer with whatever its many tokenizer classes raise.
         except Exception as error:
             raise BadModel(f"{self._folder} has no tokenizer that can be loaded, for stop strings: {error}") from error

@@ -56,9 +56,16 @@ def test_a_usable_configuration_has_no_problems(model: Path, data: Path) -> None
 
 
 def test_a_missing_model_folder_is_named_by_its_option(tmp_path: Path, data: Path) -> None:
-    first, second = setup_problems(config(tmp_path / "none", data))
-    assert first.startswith(f"model.path: Model folder {tmp_path / 'none'} does not exist")
-    assert second.startswith(f"model.path: {tmp_path / 'none'} has no tokenizer that can be loaded")
+    missing = f"model.path: Model folder {tmp_path / 'none'} does not exist: give the path of one that does."
+    assert setup_problems(config(tmp_path / "none", data)) == [missing]
+    assert setup_problems(config(tmp_path / "none", data, training=megatron(1))) == [missing]
+
+
+def test_a_published_model_that_is_not_there_is_told_where_from_to_have_it(tmp_path: Path, data: Path) -> None:
+    folder = tmp_path / "GLM-4.5-Air"
+    assert setup_problems(config(folder, data)) == [
+        f"model.path: Model folder {folder} does not exist: hf download zai-org/GLM-4.5-Air --local-dir {folder}."
+    ]
 
 
 def test_a_missing_reference_model_is_named_by_its_option(model: Path, tmp_path: Path, data: Path) -> None:

@@ -1,0 +1,74 @@
+"""The recipes of published models are right as they stand, by the models' published config.json: without weights, and
+without the machines that they are for."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cairn.configs.loader import load
+from cairn.configs.published import published_config
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.rollout.factory import kind_of
+from cairn.flows.driver.validation import data_problems, setup_problems
+from examples.quickstart.model import build_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "configs/recipes/models").glob("*.yaml"))
+HARDWARE = re.compile(r" on (?:(\d+) machines of )?8 × \w+ \d+ GB")
+OF_THE_MACHINE = ("Transformer Engine", "flash-linear-attention")
+"""Packages that training on GPUs needs and that tests do not have."""
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What recipes name: every model's config.json, with no weights and some tokenizer, and a row of the data."""
+    folder = tmp_path_factory.mktemp("downloads")
+    question = "Solve the problem. The last line should be of the form Answer: \\boxed{$Answer}."
+    tokenizer = build_tokenizer([question])
+    for recipe in RECIPES:
+        model = folder / load(recipe).model.path
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(published_config(model.name)))
+        (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+        tokenizer.save_pretrained(model)
+    row = json.dumps({"prompt": [{"role": "user", "content": question}], "label": "34"})
+    for file in ("dapo-math-17k/dapo-math-17k.jsonl", "aime-2024/aime-2024.jsonl"):
+        path = folder / "datasets" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(row + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_of_a_published_model_is_valid_for_its_config(
+    recipe: Path, downloads: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(downloads)
+    config = load(recipe)
+    assert without_those_of_the_machine(setup_problems(config)) + data_problems(config) == []
+    assert config.model.path == f"models/{recipe.stem}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_takes_all_of_the_machines_that_it_is_for(recipe: Path) -> None:
+    config = load(recipe)
+    stated = HARDWARE.search(recipe.read_text().partition("\n\n")[0].replace("\n#", ""))
+    assert stated is not None, "the head names no hardware"
+    assert gpus_of(config) == 8 * int(stated[1] or 1)
+    assert (config.fleet.ray_address == "auto") == (stated[1] is not None)
+
+
+def gpus_of(config: RunConfig) -> int:
+    plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
+    served = int(sum(engine.nnodes * engine.num_gpus for engine in plan.engines))
+    if config.fleet.colocate:
+        assert served == config.training.world_size
+        return served
+    return served + config.training.world_size
+
+
+def without_those_of_the_machine(problems: Sequence[str]) -> list[str]:
+    return [problem for problem in problems if not any(package in problem for package in OF_THE_MACHINE)]
