@@ -271,6 +271,9 @@ def read_config(folder: Path) -> PretrainedConfig:
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
+    if config.model_type == "minimax_m2" and (width := getattr(config, "rotary_dim", None)) is not None:
+        # As the model's own code and SGLang have it; the library rotates all of a head unless told in its own way.
+        config.rope_parameters.setdefault("partial_rotary_factor", width / config.head_dim)
     return config
 
 

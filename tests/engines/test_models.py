@@ -4,10 +4,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from cairn.configs.published import published_config
 from cairn.engines.errors import BadModel
-from cairn.engines.models import check_model_folder, context_length, end_tokens, eos_token_ids, load_causal_lm
+from cairn.engines.models import (
+    check_model_folder,
+    context_length,
+    end_tokens,
+    eos_token_ids,
+    load_causal_lm,
+    read_config,
+)
+from cairn.engines.tokenizers import read_tokenizer
+from examples.quickstart.model import build_tokenizer
 from tests.architectures import architecture
 
 
@@ -139,3 +149,17 @@ def test_a_weight_of_another_shape_is_named_with_both_shapes(folder: Path) -> No
     set_config(folder, vocab_size=65)
     with pytest.raises(BadModel, match=r"embed_tokens\.weight .* \(64, 32\) .* \(65, 32\)"):
         load_causal_lm(folder, torch.float32)
+
+
+def test_the_part_of_a_head_that_is_rotated_is_read_where_minimax_publishes_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_config("MiniMax-M2.5")))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(tmp_path), dtype=torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.shape == (64 // 2,)  # of a head of 128
+
+
+def test_a_type_without_a_class_of_the_librarys_keeps_its_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_config("Kimi-K2-Instruct")))
+    written = build_tokenizer(["a b"])
+    written.save_pretrained(tmp_path)
+    assert read_tokenizer(tmp_path).get_vocab() == written.get_vocab()
