@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder
-from cairn.engines.rollout.transformers.experts import expert_views
 from cairn.engines.training.frozen import frozen_names
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.families.base import Family
@@ -30,7 +30,7 @@ def freezing_problems(training: TrainingConfig, path: str) -> list[str]:
 
 
 def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingConfig) -> frozenset[str]:
-    """The tensors of a model's weight files that stay as they are, experts one by one.
+    """The tensors of a model's weight files that stay as they are, by the names that they have there.
 
     Raises:
         BadModel: of tensors that Megatron holds in one, only some are frozen; or see
@@ -43,8 +43,10 @@ def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingC
     names = [name for name, _ in model.named_parameters()]
     frozen = frozen_names(names, training)
     _check_whole(family, config.num_hidden_layers, names, frozen)
-    apart = expert_views(model)
-    return frozenset(part for name in frozen for part in apart.get(name, (name,)))
+    parameters = dict(model.named_parameters())
+    return frozenset(
+        published for name in frozen for published in revert_weight_conversion(model, {name: parameters[name]})
+    )
 
 
 def _check_whole(family: Family, layers: int, names: Collection[str], frozen: Collection[str]) -> None:

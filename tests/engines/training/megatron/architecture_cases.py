@@ -46,12 +46,29 @@ PIPELINE = Layout(Check.PIPELINE, {"pipeline_model_parallel_size": 2})
 EXPERTS = Layout(Check.EXPERTS, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1})
 
 
+CONTEXT = Layout("CP 2", {"context_parallel_size": 2})
+VIRTUAL = Layout("PP 2, VPP 2", {**PIPELINE.megatron, "virtual_pipeline_model_parallel_size": 2})
+RECOMPUTED = Layout("TP 2, recompute", TENSOR_OF_EXPERTS.megatron, {"gradient_checkpointing": True})
+SPREAD = Layout("TP 2, EP 2", {**TENSOR_WHOLE_EXPERTS.megatron, "expert_model_parallel_size": 2})
+SPREAD_TWICE = Layout("TP 2, EP 2 × DP 2", SPREAD.megatron, ranks=4)
+WHOLE_TWICE = Layout("TP 2, ETP 1 × DP 2", TENSOR_WHOLE_EXPERTS.megatron, ranks=4)
+BESIDES = {
+    "deepseek_v3": [CONTEXT, VIRTUAL, RECOMPUTED, SPREAD_TWICE],
+    "minimax_m2": [CONTEXT, RECOMPUTED, SPREAD],
+    "glm4_moe": [CONTEXT, VIRTUAL, SPREAD],
+    "qwen3_moe": [WHOLE_TWICE],
+    "qwen3_next": [CONTEXT, RECOMPUTED, SPREAD],
+    "gpt_oss": [CONTEXT, SPREAD_TWICE, WHOLE_TWICE],
+}
+"""Layouts of some architectures that are more than a column of the table."""
+
+
 def layouts_of(architecture: Architecture) -> list[Layout]:
     if not architecture.experts:
         return [ONE, TENSOR, PIPELINE]
     # Megatron does not cut experts that have biases.
     tensor = TENSOR_WHOLE_EXPERTS if architecture.model_type == "gpt_oss" else TENSOR_OF_EXPERTS
-    return [ONE, tensor, PIPELINE, EXPERTS]
+    return [ONE, tensor, PIPELINE, EXPERTS, *BESIDES.get(architecture.name, ())]
 
 
 @dataclass(frozen=True)
@@ -65,7 +82,7 @@ class Case:
 
     @property
     def quick(self) -> bool:
-        return self.architecture.name in QUICK
+        return self.architecture.name in QUICK and self.layout.name in list(Check)
 
 
 REFUSED = {each.name for each in ARCHITECTURES if each.model_type in UNMAPPED}
