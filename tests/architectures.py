@@ -33,9 +33,10 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
-    "rms_norm_eps": 1e-5,
+    "rms_norm_eps": 1e-3,
 }
-"""Multi-head latent attention, whose own norms have another epsilon: 1e-6, whatever the config says of the layers'."""
+"""Multi-head latent attention, whose own norms have another epsilon: 1e-6, whatever the config says of the layers'. Here
+that is so large that a mistake shows."""
 
 SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8,
