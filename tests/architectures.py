@@ -35,8 +35,8 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 12,
     "rms_norm_eps": 1e-3,
 }
-"""Multi-head latent attention, whose own norms have another epsilon: 1e-6, whatever the config says of the layers'. Here
-that is so large that a mistake shows."""
+"""Multi-head latent attention, whose own norms have another epsilon: 1e-6, whatever the config says of the layers',
+which is so large here that a mistake shows."""
 
 SIGMOID: dict[str, Any] = {
     "n_routed_experts": 8,
