@@ -12,24 +12,25 @@ from cairn.flows.cli.app import BadInput, tell
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a checkpoint of Megatron."),
+        typer.Argument(metavar="SOURCE", help="A model folder in Hugging Face format, or a checkpoint of Megatron's."),
     ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder to write; it must not exist.")],
     model: Annotated[
-        Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its run began with.")
+        Path | None, typer.Option("--model", help="For a checkpoint: the model folder that its training began with.")
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="training.dtype of the run: float32 or bfloat16.")] = "float32",
 ) -> None:
     """Convert between model folders in Hugging Face format and checkpoints of the Megatron engine.
 
     A model folder becomes a training state before its first update; a checkpoint, of any layout of ranks, optimizer
-    and algorithm, becomes a model folder of the actor's weights. Every file that is read is checked by its SHA-256. One
-    process does it, on a GPU where there is one: it holds 16 bytes a parameter to make a checkpoint, and the weights
-    alone to read one.
+    and algorithm, becomes a model folder of the actor's weights. So does one that Megatron-LM or slime wrote in the
+    format torch_dist, of which no pickle is opened. Every file of ours is checked by its SHA-256. One process does it,
+    on a GPU where there is one: it holds 16 bytes a parameter to make a checkpoint, and the weights alone to read one.
 
     Examples:
 
     - `cairn convert runs/math/iterations/000009/checkpoint/ATTEMPT out --model models/qwen3`
+    - `cairn convert slime/checkpoints out --model models/qwen3 --dtype bfloat16`
     - `cairn convert models/qwen3 out`
     """
     import torch
@@ -56,9 +57,13 @@ def convert(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend_for(device)  # prepares megatron-core before anything imports it
     if model is not None and not from_model:
-        from cairn.engines.training.megatron.convert import export_checkpoint
+        from cairn.engines.training.megatron.convert import export_checkpoint, export_torch_dist
+        from cairn.engines.training.megatron.torch_dist import find_torch_dist
 
-        export_checkpoint(open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device)
+        if (source / "megatron_state.json").is_file() or (theirs := find_torch_dist(source)) is None:
+            export_checkpoint(open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device)
+        else:
+            export_torch_dist(theirs, model, target, dtype=dtype, device=device)
     else:
         engine = make_engine(
             ModelConfig(path=str(source)),

@@ -174,11 +174,11 @@ def load(
         # options, which Megatron would merge with them.
         optimizer, wanted["tensors"] = _apart(wanted.pop("optimizer"))
         loaded = _tensors_of(store, folder, state.files_of(role), wanted, device)
-        _fill(learner.chunks, loaded)
+        fill(learner.chunks, loaded)
         learner.optimizer.load_state_dict(_together(optimizer, loaded.get("tensors", {})))
     if reference is not None:
-        weights = _sharded_weights(reference.chunks)
-        _fill(reference.chunks, _tensors_of(store, folder, state.files_of(REFERENCE), weights, device))
+        weights = sharded_weights(reference.chunks)
+        fill(reference.chunks, _tensors_of(store, folder, state.files_of(REFERENCE), weights, device))
 
 
 def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch.device) -> None:
@@ -189,7 +189,7 @@ def load_weights(store: Store, folder: str, chunks: Sequence[Any], device: torch
         Damaged: a file is missing or altered.
     """
     files = _read(store, folder).files_of("actor")
-    _fill(chunks, _tensors_of(store, folder, files, _sharded_weights(chunks), device))
+    fill(chunks, _tensors_of(store, folder, files, sharded_weights(chunks), device))
 
 
 def _tensors_of(
@@ -198,13 +198,17 @@ def _tensors_of(
     """`wanted` with its tensors read from a checkpoint; everything else in it stays this rank's own. All ranks take
     part. Raises Damaged."""
     with fetched(store, folder, files, device) as local:
-        try:
-            loaded: dict[str, Any] = dist_checkpointing.load(dict_list_map_inplace(_own_object, wanted), str(local))
-        except CheckpointException as errors:
-            raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(_first_failure(errors))}") from errors
-        except CheckpointingException as error:
-            raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(error)}") from error
-    return loaded
+        return read_tensors(local, wanted, folder)
+
+
+def read_tensors(local: Path, wanted: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The same of a folder of this machine that Megatron may read, which errors call by its name. Raises Damaged."""
+    try:
+        return dist_checkpointing.load(dict_list_map_inplace(_own_object, wanted), str(local))
+    except CheckpointException as errors:
+        raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(_first_failure(errors))}") from errors
+    except CheckpointingException as error:
+        raise Damaged(f"checkpoint {folder} cannot be read: {_in_short(error)}") from error
 
 
 def _first_failure(errors: CheckpointException) -> BaseException:
@@ -222,7 +226,8 @@ def _read(store: Store, folder: str) -> MegatronState:
     return read_sealed(store, folder, STATE, MegatronState, FORMAT)
 
 
-def _fill(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
+def fill(chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
+    """Give a model's chunks the tensors that were read for them."""
     for name, chunk in zip(_names(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded[name])
 
@@ -260,7 +265,8 @@ def _own_object(value: Any) -> Any:
     return LocalNonpersistentObject(value.data) if isinstance(value, ShardedObject) else value
 
 
-def _sharded_weights(chunks: Sequence[Any], **metadata: bool) -> dict[str, Any]:
+def sharded_weights(chunks: Sequence[Any], **metadata: bool) -> dict[str, Any]:
+    """What a checkpoint is to hold of a model's chunks, in Megatron's description; `metadata`: its own options."""
     return {
         name: chunk.sharded_state_dict(metadata={**_METADATA, **metadata})
         for name, chunk in zip(_names(chunks), chunks, strict=True)
@@ -268,13 +274,13 @@ def _sharded_weights(chunks: Sequence[Any], **metadata: bool) -> dict[str, Any]:
 
 
 def _to_save(part: MegatronLearner | Reference) -> dict[str, Any]:
-    return _sharded_weights(part.chunks) if isinstance(part, Reference) else _sharded_state(part, loading=False)
+    return sharded_weights(part.chunks) if isinstance(part, Reference) else _sharded_state(part, loading=False)
 
 
 def _sharded_state(learner: MegatronLearner, *, loading: bool) -> dict[str, Any]:
-    state = _sharded_weights(learner.chunks)
+    state = sharded_weights(learner.chunks)
     # All layers' tensors of a kind are one tensor of a checkpoint, which must be whole: not where some are frozen.
-    of_moments = _sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
+    of_moments = sharded_weights(learner.chunks, non_homogeneous_layers=True) if learner.state.frozen else state
     optimizer = learner.optimizer.sharded_state_dict(of_moments, is_loading=loading, metadata=dict(_METADATA))
     return {**state, "optimizer": optimizer}
 
