@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from cairn.configs.published import published_repository
 from cairn.engines.errors import BadModel
 from cairn.engines.mtp import is_mtp
+from cairn.engines.published import is_exact, published_parts, saved_buffers
 from cairn.engines.quantized import Slice, open_tensors, quantization_of
 
 WEIGHTS = "model.safetensors"
@@ -166,6 +167,7 @@ def _load(
             f"Model folder {path} lacks the weights {_some(sorted(missing))}: copy the folder again, "
             "or correct its config.json."
         )
+    _restore_exact(model, Path(path))
     return cast(PreTrainedModel, model.to(device).eval())
 
 
@@ -177,6 +179,17 @@ def _from_tensors(kind: Any, folder: Path, options: dict[str, Any]) -> Any:
     if (folder / "generation_config.json").is_file():
         loaded[0].generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return loaded
+
+
+def _restore_exact(model: PreTrainedModel, folder: Path) -> None:
+    """Read again what the library has rounded and should not have (see `published.is_exact`)."""
+    rounded = [(name, buffer) for name, buffer in saved_buffers(model) if is_exact(name)]
+    if all(buffer.dtype == torch.float32 for _, buffer in rounded):
+        return
+    parts, weights = published_parts(model, rounded), open_weights(folder)
+    for name, buffer in rounded:
+        (part,) = parts[name]
+        buffer.data = weights[part.name][...].float()
 
 
 def open_weights(folder: Path) -> dict[str, Slice]:

@@ -60,7 +60,7 @@ class RolloutEngine(Protocol):
         """
 
     def weights_checksum(self) -> str:
-        """`cairn.engines.weights.checksum.weights_checksum` of the parameters under their Hugging Face names, tied ones
+        """`cairn.engines.weights.checksum.weights_checksum` of the weights under the names of weight files, tied ones
         once."""
 
     def check_batch_invariance(self) -> bool:

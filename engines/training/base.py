@@ -66,7 +66,7 @@ class TrainingEngine(Protocol):
         """
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The weights in the training's number format, by their Hugging Face names, tied ones once, on the CPU, in
+        """The weights in the training's number format, by the names of weight files, tied ones once, on the CPU, in
         buckets of at most `bucket_bytes` (a larger tensor is a bucket by itself).
 
         Rank 0 yields them; the other ranks yield nothing but must be iterated to the end too.

@@ -22,18 +22,17 @@ def state_digest(named_tensors: Iterable[tuple[str, torch.Tensor]], weight_versi
     return digest(entries, _sum_over_ranks(fingerprints, world_size), f"weight_version {weight_version}")
 
 
-def sharded_weights_checksum(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], dtypes: Iterable[torch.dtype], world_size: int
-) -> str:
-    """`weights_checksum` of the whole tensors, rounded to each of `dtypes` in turn."""
-    dtypes = [*dtypes, torch.float32]
+Piece = tuple[str, torch.Size, torch.Tensor, int]
+"""Name and shape of a whole tensor, this rank's part of it when it is flattened, float32, and how many elements come
+before that."""
+
+
+def sharded_weights_checksum(pieces: Iterable[Piece], world_size: int) -> str:
+    """`weights_checksum` of whole tensors, of each of which every rank has one piece, in the same order."""
     entries, fingerprints = [], []
-    for name, tensor in named_tensors:
-        local, offset = local_part(tensor.detach())
-        for dtype in dtypes:
-            local = local.to(dtype)
-        entries.append((name, tensor.shape, "float32"))
-        fingerprints.append(fingerprint(local, offset))
+    for name, shape, values, offset in pieces:
+        entries.append((name, shape, "float32"))
+        fingerprints.append(fingerprint(values, offset))
     return digest(entries, _sum_over_ranks(fingerprints, world_size))
 
 

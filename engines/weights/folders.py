@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from cairn.engines.models import check_model_folder, load_causal_lm, open_weights, parameter_names
 from cairn.engines.mtp import is_mtp
+from cairn.engines.published import is_exact
 from cairn.engines.weights.checksum import weights_checksum
 
 
@@ -32,11 +33,15 @@ def folder_checksum(folder: str | Path, dtype: Literal["float32", "bfloat16"]) -
     check_model_folder(folder)
     names, target = parameter_names(folder), getattr(torch, dtype)
     weights = open_weights(Path(folder)).items()
-    return weights_checksum((name, weight[...].to(target)) for name, weight in weights if name in names)
+    return weights_checksum((name, _rounded(name, weight[...], target)) for name, weight in weights if name in names)
 
 
 def checksums_as(folder: Path, files: Iterable[Path], dtype: torch.dtype) -> Iterator[str]:
     """`weights_checksum` of a model folder's weights in `dtype`: by the names that its files have, and then, loaded, by
     those that the model has, which differ for some families."""
-    yield weights_checksum((name, tensor.to(dtype)) for name, tensor in trained_tensors_of(folder, files))
+    yield weights_checksum((name, _rounded(name, tensor, dtype)) for name, tensor in trained_tensors_of(folder, files))
     yield weights_checksum(load_causal_lm(folder, dtype).named_parameters())
+
+
+def _rounded(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if is_exact(name) else tensor.to(dtype)

@@ -10,12 +10,12 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.engines.errors import BadModel, EngineError
 from cairn.engines.fingerprint import TORCH, engine_environment
 from cairn.engines.models import eos_token_ids, load_causal_lm
+from cairn.engines.published import published_weights, saved_tensors
 from cairn.engines.rollout.occupancy import Occupancy
 from cairn.engines.rollout.plan import EnginePlan, Place
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers import checks
 from cairn.engines.rollout.transformers.decoder import Decoder
-from cairn.engines.rollout.transformers.experts import named_weights
 from cairn.engines.rollout.transformers.loop import DecodeLoop
 from cairn.engines.rollout.transformers.stop_strings import StopStrings
 from cairn.engines.rollout.transformers.weights import WeightUpdate
@@ -52,7 +52,6 @@ class TransformersEngine:
         )
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
-        self._apart: set[str] = set()
         self._released: set[MemoryTag] = set()
         self._batch_invariant: bool | None = None
         if problem := checks.find_decoding_error(self._decoder):
@@ -88,12 +87,12 @@ class TransformersEngine:
             saved = load_causal_lm(folder, self._model.dtype)
         except BadModel as error:
             raise EngineError(f"The weights in {folder} cannot be loaded: {error}") from error
-        update.load(dict(saved.named_parameters()))
+        update.load(saved_tensors(saved))
 
     def end_weight_update(self) -> None:
         update = self._updating()
         update.end()
-        self._weight_version, self._apart, self._update = update.version, update.apart, None
+        self._weight_version, self._update = update.version, None
 
     def release_memory(self) -> None:
         with self._occupancy.alone("release its memory"):
@@ -108,7 +107,7 @@ class TransformersEngine:
         self._released.discard(tag)
 
     def weights_checksum(self) -> str:
-        return weights_checksum(named_weights(self._model, self._apart).items())
+        return weights_checksum(published_weights(self._model).items())
 
     def check_batch_invariance(self) -> bool:
         with self._occupancy.alone("check batch invariance"):

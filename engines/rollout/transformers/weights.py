@@ -4,26 +4,30 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.engines.errors import EngineError
-from cairn.engines.rollout.transformers.experts import expert_views
+from cairn.engines.published import published_parts, saved_tensors
 
 
 class WeightUpdate:
-    """One update of every parameter of a model, sent in buckets.
+    """One update of every weight of a model, sent in buckets.
 
-    Buffers that belong to the saved model may be sent too; tied parameters are one, under any of their names. Experts
-    that the model holds in one tensor may be sent one by one.
+    Weights go by the names of weight files or by those that they have in the model, where experts may be one tensor;
+    tied ones are one, under any of their names.
     """
 
     def __init__(self, model: PreTrainedModel, version: int) -> None:
         self.version = version
-        self._experts = expert_views(model)
-        self._fused_in = {part: name for name, parts in self._experts.items() for part in parts}
-        self._targets = model.state_dict(keep_vars=True)
-        for parts in self._experts.values():
-            self._targets |= parts
-        self._missing = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.apart: set[str] = set()
-        """Fused tensors whose experts came one by one."""
+        held = saved_tensors(model)
+        parts = published_parts(model, held.items())
+        self._targets = {part.name: part.of(tensor) for name, tensor in held.items() for part in parts[name]}
+        self._missing = {*self._targets}
+        names_of = {}
+        """By the place of a model's tensor, the weights that it is made of."""
+        for name, tensor in held.items():
+            names_of[tensor.data_ptr()] = {part.name for part in parts[name]}
+        self._made_of = {name: {name} for name in self._targets}
+        for name, tensor in model.state_dict().items():
+            self._targets.setdefault(name, tensor)
+            self._made_of.setdefault(name, names_of[tensor.data_ptr()])
 
     @torch.no_grad()
     def load(self, named_tensors: dict[str, torch.Tensor]) -> None:
@@ -41,23 +45,13 @@ class WeightUpdate:
                     "update: trainer and rollout engine hold different models."
                 )
         for name, tensor in named_tensors.items():
-            self._take_apart(self._fused_in.get(name))
-            target = self._targets[name]
-            target.copy_(tensor)
-            self._missing.pop(id(target), None)
+            self._targets[name].copy_(tensor)
+            self._missing -= self._made_of[name]
 
     def end(self) -> None:
-        """Raises: EngineError: a parameter was never sent."""
+        """Raises: EngineError: a weight was never sent."""
         if self._missing:
-            names = sorted(self._missing.values())
             raise EngineError(
-                f"The update to version {self.version} lacks {len(names)} weights, the first of them {names[0]}: send "
-                "every parameter between begin and end."
+                f"The update to version {self.version} lacks {len(self._missing)} weights, the first of them "
+                f"{min(self._missing)}: send every weight between begin and end."
             )
-
-    def _take_apart(self, fused: str | None) -> None:
-        """From the first of its experts on, all of a fused tensor's are missing rather than the tensor itself."""
-        if fused is not None and fused not in self.apart:
-            self.apart.add(fused)
-            if self._missing.pop(id(self._targets[fused]), None):
-                self._missing |= {id(view): name for name, view in self._experts[fused].items()}

@@ -8,11 +8,11 @@ from collections.abc import Collection
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder
+from cairn.engines.published import published_parts
 from cairn.engines.training.frozen import frozen_names
 from cairn.engines.training.megatron.families import family_of
 from cairn.engines.training.megatron.families.base import Family
@@ -43,10 +43,8 @@ def frozen_tensors(family: Family, config: PretrainedConfig, training: TrainingC
     names = [name for name, _ in model.named_parameters()]
     frozen = frozen_names(names, training)
     _check_whole(family, config.num_hidden_layers, names, frozen)
-    parameters = dict(model.named_parameters())
-    return frozenset(
-        published for name in frozen for published in revert_weight_conversion(model, {name: parameters[name]})
-    )
+    parts = published_parts(model, model.named_parameters())
+    return frozenset(part.name for name in frozen for part in parts[name])
 
 
 def _check_whole(family: Family, layers: int, names: Collection[str], frozen: Collection[str]) -> None:

@@ -7,8 +7,8 @@ import torch
 from cairn.configs.schema.lora import LoraConfig
 from cairn.engines.models import load_causal_lm
 from cairn.engines.training.checkpoint import actors_parameters, read_description, read_state
-from cairn.engines.training.torch.export import save_model_folder
-from cairn.engines.training.torch.lora import add_adapters, merged_parameters, save_adapters
+from cairn.engines.training.torch.export import save_model_folder, whole_weights
+from cairn.engines.training.torch.lora import add_adapters, save_adapters
 from cairn.storage.store import Store
 
 CPU = torch.device("cpu")
@@ -45,5 +45,4 @@ def export_checkpoint(
     if adapter:
         save_adapters(actor, dict(trained), target)
     else:
-        weights = {name: weight.to(dtype) for name, weight in merged_parameters(actor, CPU)}
-        save_model_folder(actor, weights, target, model)
+        save_model_folder(actor, dict(whole_weights(actor, CPU, dtype)), target, model)

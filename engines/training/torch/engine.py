@@ -26,17 +26,17 @@ from cairn.engines.training.checkpoint import (
     read_state,
     write_state,
 )
-from cairn.engines.training.digest import sharded_weights_checksum, state_digest
+from cairn.engines.training.digest import state_digest
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
 from cairn.engines.training.needs import has_critic
 from cairn.engines.training.process import prepare_process
 from cairn.engines.training.sharding import copy_part, raise_together, shard_model, whole
-from cairn.engines.training.torch.export import save_model_folder, whole_parameters
+from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.freezing import freeze
 from cairn.engines.training.torch.learner import TorchLearner
-from cairn.engines.training.torch.lora import adapters_off, add_adapters, merged_parameters, save_adapters
+from cairn.engines.training.torch.lora import adapters_off, add_adapters, save_adapters
 from cairn.engines.training.torch.offload import offload, onload
 from cairn.engines.training.torch.passes import Reading, read_log_probs, read_values, score_responses
 from cairn.engines.training.value_model import load_value_model
@@ -103,17 +103,21 @@ class TorchEngine(ExactlyOnceEngine):
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         self._require_intact()
-        yield from in_buckets(self._exported(), bucket_bytes)
+        parts = parts_of(self._model)
+        published = ((part.name, part.of(full)) for name, full in self._exported() for part in parts[name])
+        yield from in_buckets(published, bucket_bytes)
 
     def export_on_device(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         self._require_intact()
-        parameters = whole_parameters(self._model, self._device)
-        yield from in_buckets(((name, full.to(self._device, self._dtype)) for name, full in parameters), bucket_bytes)
+        parts = parts_of(self._model)
+        weights = whole_weights(self._model, self._device, self._dtype)
+        published = ((part.name, part.of(full)) for name, full in weights for part in parts[name])
+        yield from in_buckets(published, bucket_bytes)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         self._require_ready()
         dtypes = [self._dtype, getattr(torch, dtype)]
-        return sharded_weights_checksum(merged_parameters(self._model, self._device), dtypes, self._world_size)
+        return weights_checksum(self._model, self._device, dtypes, self._world_size)
 
     def export_hf(self, folder: Path) -> None:
         self._require_intact()
@@ -244,7 +248,7 @@ class TorchEngine(ExactlyOnceEngine):
             copy_part(value, whole(actor[name].detach()))
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters in the training's number format, copied to the CPU; on rank 0 alone, gathered from all."""
-        for name, full in whole_parameters(self._model, self._device):
+        """Whole weights by their names in the model, copied to the CPU; on rank 0 alone, gathered from all."""
+        for name, full in whole_weights(self._model, self._device, self._dtype):
             if self._rank == 0:
-                yield name, full.to("cpu", self._dtype, copy=True)
+                yield name, full.to("cpu", copy=True)

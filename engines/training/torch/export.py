@@ -1,24 +1,61 @@
 """A model's weights for others: whole parameters, or a model folder in Hugging Face format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from cairn.engines.published import Part, published_parts, saved_buffers
+from cairn.engines.training.digest import Piece, sharded_weights_checksum
 from cairn.engines.training.mtp import keep_mtp
-from cairn.engines.training.sharding import whole
-from cairn.engines.training.torch.lora import merged_parameters
+from cairn.engines.training.sharding import local_part, whole
+from cairn.engines.training.torch.lora import base_parameters, merged_parameters
 
 
-def whole_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter, adapters merged into it, gathered from all ranks on all of them: on their `device`, which
-    offloaded shards return to."""
+def parts_of(model: PreTrainedModel) -> dict[str, tuple[Part, ...]]:
+    """The weights that others get, of each tensor that `whole_weights` gives; adapters are none of them."""
+    return published_parts(model, (*base_parameters(model), *saved_buffers(model)))
+
+
+def whole_weights(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter in `dtype`, adapters merged into it, gathered from all ranks on all of them: on their `device`,
+    which offloaded shards return to; then the buffers that weight files have, as they are."""
     for name, part in merged_parameters(model, device):
-        yield name, whole(part.to(device)) if isinstance(part, DTensor) else part
+        yield name, (whole(part.to(device)) if isinstance(part, DTensor) else part).to(dtype)
+    yield from saved_buffers(model)
+
+
+def weights_checksum(
+    model: PreTrainedModel, device: torch.device, dtypes: Sequence[torch.dtype], world_size: int
+) -> str:
+    """Of what others get, rounded to each of `dtypes` in turn. All ranks take part; each reads its own shards."""
+    parts = parts_of(model)
+
+    def pieces() -> Iterator[Piece]:
+        for name, tensor in merged_parameters(model, device):
+            local, offset = local_part(tensor)
+            for dtype in (*dtypes, torch.float32):
+                local = local.to(dtype)
+            yield from _pieces(parts[name], local.reshape(-1), offset)
+        for name, buffer in saved_buffers(model):  # which every rank has
+            local = buffer.float().reshape(-1)
+            yield from _pieces(parts[name], local if world_size == 1 or dist.get_rank() == 0 else local[:0], 0)
+
+    return sharded_weights_checksum(pieces(), world_size)
+
+
+def _pieces(parts: Iterable[Part], local: torch.Tensor, offset: int) -> Iterator[Piece]:
+    """`local`: of the flattened tensor, what follows the first `offset` elements."""
+    for part in parts:
+        first, last = (min(max(place - offset, 0), len(local)) for place in (part.start, part.end))
+        yield part.name, part.shape, local[first:last], offset + first - part.start
 
 
 def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, source: Path) -> None:

@@ -96,7 +96,13 @@ def merged_parameters(model: PreTrainedModel, device: torch.device) -> Iterator[
         tensor = parameter.detach()
         if name in adapted:
             tensor = add_to_part(tensor.to(device).float(), _delta(adapted[name], device))
-        yield name.replace(".base_layer.", "."), tensor
+        yield _without_adapter(name), tensor
+
+
+def base_parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same as they are before anything is merged into them."""
+    named = model.named_parameters()
+    return ((_without_adapter(name), parameter) for name, parameter in named if not _is_adapter(name))
 
 
 def save_adapters(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -135,6 +141,10 @@ def _delta(layer: Any, device: torch.device) -> torch.Tensor:
     """s B A of an adapted layer, whole on every rank: [out, in] float32."""
     a, b = (whole(factor[ADAPTER].weight.detach().to(device)) for factor in (layer.lora_A, layer.lora_B))
     return b @ a * layer.scaling[ADAPTER]
+
+
+def _without_adapter(name: str) -> str:
+    return name.replace(".base_layer.", ".")
 
 
 def _is_adapter(name: str) -> bool:

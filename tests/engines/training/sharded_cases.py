@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.weights.checksum import weights_checksum
 from cairn.storage.errors import StoreRefused
 from cairn.storage.store import Store, open_store
+from tests.architectures import architecture
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_batch, make_engine, part_of, weights_of
 
@@ -83,6 +85,12 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
     report["values"] = [values.tolist() for values in critic.score(BATCH, "critic")]
     critic.save(store, f"critic-{world_size}")
     report["critic's digest"] = critic.state_digest()
+
+    experts = work / "experts"
+    mixture = make_engine(experts if experts.is_dir() else architecture("deepseek_v3").save(experts), **ranks)
+    report["checksums of experts"] = [mixture.weights_checksum(), mixture.weights_checksum("bfloat16")]
+    sent = weights_of(mixture)
+    report["checksum of sent experts"] = weights_checksum(sent.items()) if rank == 0 else None
 
     variants: dict[str, dict[str, Any]] = {
         "per token": {"algorithm": PER_TOKEN},

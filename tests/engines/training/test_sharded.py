@@ -84,13 +84,16 @@ def test_losses_and_metrics_are_those_of_one_rank_though_micro_batches_are_uneve
 def test_ranks_agree_on_everything_they_report(both: list[Report]) -> None:
     first, second = both
     differing = {name for name in first if first[name] != second[name]}
-    exported = {"weights", "weights after it", "frozen weights"}  # by rank 0 alone
+    exported = {"weights", "weights after it", "frozen weights", "checksum of sent experts"}  # by rank 0 alone
     assert differing == {*exported, "failed save"}
 
 
 def test_digest_and_checksum_of_equal_bits_do_not_depend_on_the_layout(one: Report, two: Report) -> None:
     assert two["initial digest"] == one["initial digest"]
     assert two["initial checksums"] == one["initial checksums"]
+    assert two["checksums of experts"] == one["checksums of experts"]
+    for report in (one, two):
+        assert report["checksum of sent experts"] == report["checksums of experts"][0]
 
 
 def test_every_rank_gets_all_scores(one: Report, two: Report) -> None:
