@@ -64,7 +64,12 @@ def test_in_a_sliding_window_a_token_looks_at_no_more_than_it_holds(tmp_path: Pa
 
 
 def test_latent_attention_counts_the_sizes_of_keys_and_values(tmp_path: Path) -> None:
-    assert model_size(str(architecture("deepseek_v3").save(tmp_path))).attention == 4 * 4 * (16 + 8 + 16) / 2
+    size = model_size(str(architecture("deepseek_v3").save(tmp_path)))
+    assert size.attention == 4 * 4 * (16 + 8 + 12) / 2
+    projections = 64 * 24 + 24 * 4 * (16 + 8) + 64 * (16 + 8) + 16 * 4 * (16 + 12) + 4 * 12 * 64
+    router, expert = 64 * 16, 3 * 64 * 32
+    layers = 4 * projections + 3 * 64 * 96 + 3 * (router + (4 + 1) * expert)  # the first is dense
+    assert size.parameters == layers + 64 * 320
 
 
 def test_what_is_not_trained_does_not_count(tmp_path: Path) -> None:

@@ -164,6 +164,12 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
             "training.megatron.tensor_model_parallel_size > 1 needs training.megatron.sequence_parallel: true, for the "
             "model has experts"
         )
+    yield from _width_problems(training, derived)
+    if derived.get("rope_type") == "rope" and options.get("apply_rope_fusion"):
+        yield (
+            "training.megatron.apply_rope_fusion is true, and the model's latent attention has a rotary embedding "
+            "without YaRN, which Megatron does not fuse: leave it out"
+        )
     if experts and derived["add_bias_linear"] and (options.get("expert_tensor_parallel_size") or tensor) > 1:
         yield (
             "the model's experts have biases, which Megatron does not cut over ranks: set "
@@ -174,6 +180,22 @@ def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> It
             "training.megatron.moe_token_dispatcher_type=allgather needs as many tokens on every rank, which packed "
             "micro-batches do not have: set alltoall"
         )
+
+
+def _width_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
+    """Of experts, which Megatron cuts as it cuts dense layers, or over fewer ranks."""
+    tensor = training.tensor_model_parallel_size
+    asked = training.megatron.get("expert_tensor_parallel_size")
+    cuts = (
+        ("moe_ffn_hidden_size", "an expert", "expert_tensor_parallel_size" if asked else "", asked or tensor),
+        ("moe_shared_expert_intermediate_size", "the shared experts", "", tensor),
+    )
+    for field, whose, option, ranks in cuts:
+        if (width := derived.get(field)) and width % ranks:
+            yield (
+                f"training.megatron.{option or 'tensor_model_parallel_size'} is {ranks}, which must divide the width "
+                f"of {whose} of the model, {width}"
+            )
 
 
 def _layers_fit(layers: int, pipeline: int, options: Mapping[str, Any]) -> bool:

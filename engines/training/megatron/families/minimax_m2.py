@@ -50,11 +50,4 @@ class MiniMaxM2(Qwen3Moe):
         return {**super().model(hf), "rotary_percent": hf.rope_parameters.get("partial_rotary_factor", 1.0)}
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
-        found = Family.problems(self, hf)
-        width = getattr(hf, "rotary_dim", None)
-        if width is not None and width != hf.head_dim * hf.rope_parameters.get("partial_rotary_factor", 1.0):
-            found.append(
-                f"its config.json says rotary_dim, which transformers does not read: write partial_rotary_factor "
-                f"{width / hf.head_dim:g} into its rope_parameters"
-            )
-        return found
+        return Family.problems(self, hf)

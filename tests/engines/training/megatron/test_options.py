@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,37 @@ def test_heads_of_gated_delta_networks_are_cut_whole(delta_nets: Path) -> None:
 def test_gated_delta_networks_on_gpus_need_their_kernels(delta_nets: Path) -> None:
     training = TrainingConfig(engine="megatron", num_gpus_per_rank=1, dtype="bfloat16")
     assert any("pip install flash-linear-attention" in sentence for sentence in problems(training, str(delta_nets)))
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    narrow = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 96, "moe_intermediate_size": 20}
+    made = architecture("moonlight")
+    return replace(made, config={**made.config, **narrow}).save(tmp_path_factory.mktemp("latents"))
+
+
+@pytest.mark.parametrize(
+    ("megatron", "sentences"),
+    [
+        ({"tensor_model_parallel_size": 2}, []),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}, []),
+        ({"pipeline_model_parallel_size": 4, "context_parallel_size": 2}, []),
+        ({"tensor_model_parallel_size": 3}, ["width of an expert of the model, 20", "shared experts of the model, 40"]),
+        ({"tensor_model_parallel_size": 3, "expert_tensor_parallel_size": 1}, ["shared experts of the model, 40"]),
+        ({"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, ["6 attention heads"]),
+        ({"expert_model_parallel_size": 3}, ["8 experts"]),
+        ({"apply_rope_fusion": True}, ["without YaRN"]),
+        ({"kv_lora_rank": 8}, ["config.json"]),
+        ({"moe_router_bias_update_rate": 0.1}, ["config.json"]),
+    ],
+)
+def test_layouts_of_latent_attention_and_shared_experts_are_checked(
+    latents: Path, megatron: dict[str, Any], sentences: list[str]
+) -> None:
+    sequence = {"sequence_parallel": True} if "tensor_model_parallel_size" in megatron else {}
+    told = found(latents, 24, **sequence, **megatron)
+    assert len(told) == len(sentences)
+    assert all(part in sentence for part, sentence in zip(sentences, told, strict=True)), told
 
 
 @pytest.mark.parametrize(
