@@ -3,7 +3,7 @@ without the machines that they are for."""
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from cairn.configs.loader import load
 from cairn.configs.published import published_config
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.factory import kind_of
+from cairn.engines.rollout.sglang.installation import Installation
 from cairn.flows.driver.validation import data_problems, setup_problems
 from examples.quickstart.model import build_tokenizer
 
@@ -40,6 +41,15 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True)
         path.write_text(row + "\n")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_installation() -> Iterator[None]:
+    """SGLang is asked for its options once."""
+    found = Installation.find()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Installation, "find", lambda: found)
+        yield
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
