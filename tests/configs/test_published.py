@@ -55,7 +55,9 @@ BILLIONS = {
     "Qwen3.5-27B": 27,
     "Qwen3.5-35B-A3B": 35,
     "gpt-oss-120b": 116.8,
+    "gpt-oss-120b-bf16": 116.8,
     "gpt-oss-20b": 20.9,
+    "gpt-oss-20b-bf16": 20.9,
 }
 """Parameters by the models' cards and reports, without the layers that predict several tokens ahead, without image
 towers, and with one table where input and output share it."""
