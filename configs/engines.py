@@ -79,6 +79,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "algorithm.ref_update_interval",
         "algorithm.use_opd",
         "algorithm.use_rollout_logprobs",
+        "algorithm.use_rollout_routing_replay",
         "algorithm.use_tis",
         "algorithm.custom_tis_function_path",
         "algorithm.tis_clip",

@@ -47,6 +47,9 @@ class Segment:
     """Why it ended."""
     kept: KeptTokens | None = None
     """What its tokens were drawn from, where that is recorded and was less than the whole vocabulary."""
+    routed_experts: np.ndarray | None = None
+    """[S + T - 1, layers, top-k], where that is recorded: the experts of the S tokens before it, prompt included, and
+    of its own but the last, see `cairn.engines.types.Completion`."""
     seconds: float = 0.0
     """From the call's admission to its end."""
     cached_tokens: int = 0
@@ -72,6 +75,7 @@ class Segment:
             log_probs=np.concatenate([self.log_probs, rest.log_probs]),
             weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
             kept=_kept(self) + _kept(rest) if cut else None,
+            routed_experts=_first_read([self.routed_experts, rest.routed_experts]),
             seconds=self.seconds + rest.seconds,
         )
 
@@ -113,6 +117,20 @@ class Trajectory:
     def kept(self) -> KeptTokens:
         """Of all T tokens."""
         return sum(map(_kept, self.segments), KeptTokens.whole(0))
+
+    def routed_experts(self, prompt: int) -> np.ndarray | None:
+        """[prompt + T - 1, layers, top-k] of all tokens but the last; None where they are not recorded. Each token has
+        those with which it was read first, under the weights that sampled what follows it. Of tokens that the world
+        gave last, and nothing was sampled after, nobody has read any: theirs repeat the last ones.
+
+        Args:
+            prompt: tokens of the prompt.
+        """
+        known = _first_read([segment.routed_experts for segment in self.segments])
+        if known is None:
+            return None
+        unread = prompt + sum(map(len, self.segments)) - 1 - len(known)
+        return np.concatenate([known, np.repeat(known[-1:], unread, axis=0)]) if unread else known
 
     @property
     def seconds(self) -> float:
@@ -202,6 +220,15 @@ def call_seed(seed: int, call: str) -> int:
 
 def _kept(segment: Segment) -> KeptTokens:
     return KeptTokens.whole(len(segment)) if segment.kept is None else segment.kept
+
+
+def _first_read(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Of what calls, one after the other, say of all tokens up to theirs: of each token what the first call says."""
+    found: list[np.ndarray] = []
+    for part in parts:
+        if part is not None:
+            found.append(part[sum(map(len, found)) :])
+    return None if not found else found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

@@ -88,6 +88,8 @@ class SamplingParams:
     response's last."""
     return_kept: bool = False
     """Report, for each token, the ids that top_p and top_k left to draw from."""
+    return_routed_experts: bool = False
+    """Report, for each token that the model read, the experts that it chose."""
 
     @property
     def cuts_vocabulary(self) -> bool:
@@ -138,6 +140,9 @@ class Completion:
     """Of the input tokens, those whose keys and values the engine had kept from other requests."""
     kept: KeptTokens | None = None
     """What its T tokens were drawn from, where that was asked for and is less than the whole vocabulary."""
+    routed_experts: np.ndarray | None = None
+    """[S + T - 1, layers, top-k] uint8 or uint16, where that was asked for: the experts that each mixture of the model
+    chose for the S tokens that the request gave and for those generated, but the last, which it has not read."""
     error: str | None = None
     """Why generation failed; None where it did not."""
 
@@ -190,6 +195,10 @@ class TrainBatch:
     kept: list[KeptTokens] | None = None
     """Of R_i tokens: what each was drawn from. Log-probs and entropies are those of the softmax over it, under every
     model. None where all were drawn from the whole vocabulary."""
+    routed_experts: list[np.ndarray | None] | None = None
+    """[P_i + R_i - 1, layers, top-k] uint8 or uint16: the experts that each mixture of the rollout engine's model chose
+    for each token but the last, which the actor is given in the place of its own choice, in its scores and its updates;
+    None for samples, or all of them, for which it chooses by itself."""
     images: list[tuple[Image, ...]] | None = None
     """Of each prompt, in the order of their placeholders; None where none has any."""
     mean_correction: float | None = None

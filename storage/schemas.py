@@ -100,10 +100,22 @@ tokens of its response each has, one after the other. Each is a sequence after t
 `response_text` tells. Null: it has one."""
 
 
-def rollout_schema(*, cut: bool, several: bool = False) -> pa.Schema:
-    """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from, `several`: with trajectories."""
-    schema = ROLLOUT.append(KEPT) if cut else ROLLOUT
-    return schema.append(TRAJECTORIES) if several else schema
+ROUTED = pa.field(
+    "routed_experts",
+    pa.struct([("layers", pa.int16()), ("top_k", pa.int16()), ("bytes", pa.int8()), ("experts", pa.large_binary())]),
+    nullable=True,
+)
+"""A column of `rollout` where `algorithm.use_rollout_routing_replay` asks for it: the experts that the model of the
+rollout engine chose for each token that it read, prompt and response but for the last token, of each trajectory one
+after the other: [tokens, layers, top_k] unsigned integers of as many `bytes`, little-endian, one row after the other.
+Layers are those with experts. Null: they are not known, and the trainer's model chooses by itself."""
+
+
+def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False) -> pa.Schema:
+    """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from, `several`: with trajectories,
+    `routed`: with the experts of each token."""
+    asked = ((KEPT, cut), (TRAJECTORIES, several), (ROUTED, routed))
+    return pa.schema([*ROLLOUT, *(field for field, is_asked in asked if is_asked)])
 
 
 REWARD = _schema(

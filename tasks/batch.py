@@ -9,8 +9,9 @@ import pyarrow as pa
 from cairn.engines.training.needs import loss_needs
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import KEPT, TRAJECTORIES
+from cairn.storage.schemas import KEPT, ROUTED, TRAJECTORIES
 from cairn.tasks.recorded_run import RecordedRun
+from cairn.tasks.routes import routed_experts
 from cairn.tasks.selection import max_ages, removed_samples, trained_groups
 from cairn.tasks.sequences import several_trajectories, split_trajectories
 from cairn.tasks.versions import token_ages
@@ -76,6 +77,8 @@ def train_batch(
     """The batch of an iteration: trained groups in order, with advantages and scores where they are given; a sample
     of several trajectories is as many sequences of it."""
     columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions", KEPT.name, TRAJECTORIES.name]
+    replays = run.config.algorithm.use_rollout_routing_replay
+    columns += [ROUTED.name] if replays else []
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     prompts, responses = arrays(samples, "prompt_ids"), arrays(samples, "response_ids")
     loss_mask, _ = trained_tokens(run, selection, samples)
@@ -104,6 +107,7 @@ def train_batch(
         else arrays(estimated, "returns"),
         groups=samples.column("group_id").to_pylist(),
         kept=kept_tokens(samples, responses),
+        routed_experts=routed_experts(samples) if replays else None,
     )
     trajectories = several_trajectories(samples)
     return batch if trajectories is None else split_trajectories(batch, trajectories)
@@ -137,7 +141,7 @@ def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[Kept
 
 def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Some columns of a table; null those that a rollout writes where it has something to say."""
-    for field in (KEPT, TRAJECTORIES):
+    for field in (KEPT, TRAJECTORIES, ROUTED):
         if field.name in columns and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return table.select(list(columns))

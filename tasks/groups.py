@@ -15,11 +15,12 @@ import pyarrow as pa
 
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason, KeptTokens
-from cairn.storage.schemas import KEPT, ROLLOUT, TRAJECTORIES, Status, rollout_schema
+from cairn.storage.schemas import KEPT, ROLLOUT, ROUTED, TRAJECTORIES, Status, rollout_schema
 from cairn.tasks.batch import kept_column
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import DrawnRow
 from cairn.tasks.data.prompts import PromptRow
+from cairn.tasks.routes import routed_column, routes_of
 from cairn.tasks.sequences import last_trajectory, several_trajectories
 
 
@@ -106,6 +107,7 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
         reason = FinishReason(row["finish_reason"])
         segments = [{"tokens": tokens, "call": FIRST_CALL, "seed": row["seed"], "finish_reason": reason}] * bool(tokens)
     kept = None if row.get(KEPT.name) is None else KeptTokens.of(row[KEPT.name])
+    routes, prompt = routes_of(row.get(ROUTED.name)), len(row["prompt_ids"])
     found, start = [], 0
     for i, segment in enumerate(segments):
         span = slice(start, start + segment["tokens"])
@@ -124,6 +126,7 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
                 segment["seed"],
                 FinishReason(segment["finish_reason"]),
                 None if kept is None else kept.at(np.arange(span.start, span.stop)),
+                None if routes is None else routes[: prompt + span.stop - 1],
                 row["seconds"] if i == 0 else 0.0,
             )
         )
@@ -167,7 +170,8 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
     when groups were begun that are continued."""
     begun = any(part.lengths for group in groups.values() for part in group.parts.values())
     several = begun or "." in run.config.rollout.custom_generate_function_path
-    return rollout_schema(cut=run.records_kept, several=several)
+    routed = run.config.algorithm.use_rollout_routing_replay
+    return rollout_schema(cut=run.records_kept, several=several, routed=routed)
 
 
 def without_unused(samples: pa.Table) -> pa.Table:
@@ -221,6 +225,14 @@ def sample_table(
     arrays = {name: pa.array(columns[name], ROLLOUT.field(name).type) for name in ROLLOUT.names}
     if KEPT.name in schema.names:
         arrays[KEPT.name] = kept_column([trajectory.kept for trajectory in trajectories])
+    if ROUTED.name in schema.names:
+        lengths = [len(rows[sample.group_id].prompt_ids) for sample in samples]
+        arrays[ROUTED.name] = routed_column(
+            [
+                [one.routed_experts(prompt) for one in sample.trajectories]
+                for sample, prompt in zip(samples, lengths, strict=True)
+            ]
+        )
     if TRAJECTORIES.name in schema.names:
         arrays[TRAJECTORIES.name] = trajectories_column(samples)
     return pa.table(arrays, schema)

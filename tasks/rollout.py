@@ -54,6 +54,7 @@ from cairn.tasks.versions import version_of
         "rollout.rollout_stop_token_ids",
         "rollout.rollout_stop",
         "rollout.custom_generate_function_path",
+        "algorithm.use_rollout_routing_replay",
     ),
     externals=("data", "model"),
     engines=("rollout",),
@@ -229,4 +230,5 @@ def _sampling_params(run: RunContext) -> SamplingParams:
         stop_token_ids=config.rollout_stop_token_ids,
         stop=config.rollout_stop,
         return_kept=run.records_kept,
+        return_routed_experts=run.config.algorithm.use_rollout_routing_replay,
     )

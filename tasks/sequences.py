@@ -48,6 +48,14 @@ def split_trajectories(batch: TrainBatch, trajectories: Sequence[Sequence[int] |
     for ids, total, own in zip(batch.input_ids, batch.response_lengths, spans, strict=True):
         prompt, response = ids[: len(ids) - total], ids[len(ids) - total :]
         input_ids += [np.concatenate([prompt, response[start:end]]) for start, end in own]
+    routed = None
+    if batch.routed_experts is not None:
+        routed = []
+        for ids, total, experts, own in zip(
+            batch.input_ids, batch.response_lengths, batch.routed_experts, spans, strict=True
+        ):
+            ends = np.cumsum([len(ids) - total + end - start - 1 for start, end in own])
+            routed += [None] * len(own) if experts is None else np.split(experts, ends[:-1])
     per_token: dict[str, Any] = {name: cut(name) for name in PER_TOKEN}
     return replace(
         batch,
@@ -56,6 +64,7 @@ def split_trajectories(batch: TrainBatch, trajectories: Sequence[Sequence[int] |
         groups=None if batch.groups is None else [batch.groups[sample] for sample in samples],
         images=None if batch.images is None else [batch.images[sample] for sample in samples],
         samples=samples,
+        routed_experts=routed,
         **per_token,
     )
 

@@ -134,6 +134,11 @@ class AlgorithmConfig(Section):
     """Take the rollout engine's log-probs as those of the old policy instead of computing them again. slime:
     `--use-rollout-logprobs`."""
 
+    use_rollout_routing_replay: bool = False
+    """Of a mixture of experts, record which experts the rollout engine's model chose for each token, and have the
+    trainer's choose the same ones: in the scores of the old policy and in every update, with the weights that its own
+    router gives them (R3, arXiv 2510.11370). See docs/moe.md. slime: `--use-rollout-routing-replay`."""
+
     use_tis: bool = False
     """Correct for the difference between the trainer's and the rollout engine's log-probs, by
     `custom_tis_function_path`. slime: `--use-tis`."""

@@ -13,6 +13,7 @@ _NOT_OF_PAIRS = (
     "normalize_advantages",
     "use_opd",
     "use_rollout_logprobs",
+    "use_rollout_routing_replay",
     "get_mismatch_metrics",
     "use_tis",
     "custom_pg_loss_reducer_function_path",

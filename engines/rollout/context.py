@@ -109,6 +109,7 @@ class Context:
             seed,
             completion.finish_reason,
             completion.kept,
+            completion.routed_experts,
             completion.seconds,
             completion.cached_tokens,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cairn.engines.routing import FREE
 from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.kept import Kept
 from cairn.engines.types import TrainBatch
@@ -42,6 +43,9 @@ class Tokens:
     returns: torch.Tensor | None = None
     kept: Kept | None = None
     """What the tokens were drawn from; None where that is the whole vocabulary."""
+    routed_experts: torch.Tensor | None = None
+    """[B, L, layers, top-k] int16: the experts that each token is to be given, `cairn.engines.routing.FREE` where the
+    model chooses; None where it chooses for all."""
     mean_correction: float | None = None
     """By which the weights that correct for off-policy tokens are divided, if by anything."""
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -104,6 +108,7 @@ def collate_trained(
         values=pick(batch.values),
         returns=pick(batch.returns),
         kept=_kept(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
+        routed_experts=_routed(batch, samples, device),
         mean_correction=batch.mean_correction,
     )
 
@@ -114,8 +119,11 @@ def collate_responses(batch: TrainBatch, samples: Sequence[int], device: torch.d
     input_ids, positions, targets = _collate(batch, samples, chosen, device)
     nothing = torch.zeros(len(targets), device=device)
     kept = _kept(batch, samples, chosen, device)
+    routed = _routed(batch, samples, device)
     members = _membership(batch, samples, [len(places) for places in chosen], device)
-    return Tokens(input_ids, positions, targets, weights=nothing, shares=nothing, kept=kept, **members)
+    return Tokens(
+        input_ids, positions, targets, weights=nothing, shares=nothing, kept=kept, routed_experts=routed, **members
+    )
 
 
 def given(values: torch.Tensor | None) -> torch.Tensor:
@@ -142,6 +150,19 @@ def _kept(batch: TrainBatch, samples: Sequence[int], chosen: Sequence[np.ndarray
     if batch.kept is None:
         return None
     return Kept.of([batch.kept[sample].at(picked) for sample, picked in zip(samples, chosen, strict=True)], device)
+
+
+def _routed(batch: TrainBatch, samples: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    given = [] if batch.routed_experts is None else [batch.routed_experts[sample] for sample in samples]
+    shape = next((experts.shape[1:] for experts in given if experts is not None), None)
+    if shape is None:
+        return None
+    longest = max(len(batch.input_ids[sample]) for sample in samples)
+    routed = np.full((len(given), longest, *shape), FREE, np.int16)
+    for row, experts in enumerate(given):
+        if experts is not None:
+            routed[row, : len(experts)] = experts
+    return torch.from_numpy(routed).to(device)
 
 
 def _collate(

@@ -54,6 +54,12 @@ def check_batch(batch: TrainBatch) -> None:
         for sample, (values, length) in enumerate(zip(field, batch.response_lengths, strict=True)):
             if len(values) != length:
                 raise ValueError(f"{name} of sample {sample} has {len(values)} entries for {length} response tokens")
+    for sample, experts in enumerate(batch.routed_experts or ()):
+        if experts is not None and len(experts) != len(batch.input_ids[sample]) - 1:
+            raise ValueError(
+                f"routed_experts of sample {sample} has {len(experts)} entries for {len(batch.input_ids[sample])} "
+                "tokens: it needs one for each but the last"
+            )
     for sample, kept in enumerate(batch.kept or ()):
         ids, length = batch.input_ids[sample], batch.response_lengths[sample]
         place = kept.first_without(ids[len(ids) - length :])

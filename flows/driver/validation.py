@@ -51,6 +51,10 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
             from cairn.engines.training.torch.freezing import freezing_problems
 
         problems += freezing_problems(config.training, config.model.path)
+    if config.algorithm.use_rollout_routing_replay and not problems:
+        from cairn.engines.routing import replay_problems  # builds the library's model, without weights
+
+        problems += replay_problems(config.model.path)
     if config.model.path in there:
         try:
             load_tokenizer(config.model.path)

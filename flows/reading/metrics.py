@@ -172,6 +172,12 @@ METRICS: tuple[Metric, ...] = (
         "Mean |trainer's − rollout engine's| log-prob of a token.",
     ),
     Metric("train/train_rollout_logprob_abs_diff_max", "nats", "train", "The largest of a token."),
+    Metric(
+        "train/routing_mismatch",
+        "fraction",
+        "train",
+        "Experts that the rollout chose for a token and the trainer's router, given all that came before, would not have.",
+    ),
     Metric("train/ois", "ratio", "train", "Mean probability ratio of the current over the old policy."),
     Metric("train/tis", "ratio", "train", "Mean ratio of the old over the rollout policy, before truncation."),
     Metric("train/tis_clipfrac", "fraction", "train", "Tokens whose importance weight was truncated."),

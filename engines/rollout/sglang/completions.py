@@ -1,5 +1,6 @@
 """From SGLang's replies to completions."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ def completion(
     may_abort: bool,
     stop: tuple[str, ...] = (),
     with_kept: bool = False,
+    routes: Callable[[dict[str, Any], int], np.ndarray | None] | None = None,
 ) -> Completion:
     """One sample of the reply to a `/generate`.
 
@@ -27,6 +29,7 @@ def completion(
         may_abort: an abort was asked for, so a part will do.
         stop: the stop strings that were asked for.
         with_kept: what its tokens were drawn from was asked for.
+        routes: what the reply's `meta_info` says of experts, for a response of so many tokens, where it was asked.
 
     Raises:
         GenerationFailed: the server failed on it, or it has no finite log-prob for each token.
@@ -62,6 +65,7 @@ def completion(
         seconds=seconds,
         cached_tokens=meta.get("cached_tokens", 0),
         kept=kept,
+        routed_experts=routes(meta, len(ids)) if routes is not None and len(ids) else None,
     )
 
 

@@ -21,6 +21,7 @@ from cairn.engines.rollout.sglang.launch import FurtherRank, launch
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.sglang.routes import Routes
 from cairn.engines.rollout.sglang.stream import ServerStream
 from cairn.engines.rollout.sglang.watch import Watch
 from cairn.engines.rollout.sglang.weights import ServerWeights
@@ -62,6 +63,7 @@ class SGLangEngine:
         model = check_model_folder(model_path)
         self._context, self._vocab = context_length(model), model.vocab_size
         self._model_path = model_path
+        self._routes = Routes(model)
         self._timeout, self._concurrency = config.timeout, config.sglang_server_concurrency
         plan = plan or ServerPlan(options=config.sglang)
         launched = launch(model_path, config, device, plan, place or Place(), log, start_timeout)
@@ -99,6 +101,7 @@ class SGLangEngine:
             self._loads,
             self._occupancy,
             self._explained,
+            self._routes,
         )
         with self._lock:
             self._streams.add(generation)

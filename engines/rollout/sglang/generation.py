@@ -29,6 +29,7 @@ from cairn.engines.rollout.occupancy import Occupancy
 from cairn.engines.rollout.sglang.completions import completion
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
+from cairn.engines.rollout.sglang.routes import Routes
 from cairn.engines.types import Completion, FinishReason, GenerateRequest
 
 ATTEMPTS = 3
@@ -60,6 +61,7 @@ class Generation:
         loads: watches a server meanwhile.
         occupancy: of the engine.
         explained: what to say of a server that died.
+        routes: reads the experts of tokens from replies.
     """
 
     _over: asyncio.Event
@@ -74,6 +76,7 @@ class Generation:
         loads: Loads,
         occupancy: Occupancy,
         explained: Callable[[EngineDied], EngineDied] = lambda error: error,
+        routes: Routes | None = None,
     ) -> None:
         self._route = route
         self._context = context
@@ -81,6 +84,7 @@ class Generation:
         self._loads = loads
         self._occupancy = occupancy
         self._explained = explained
+        self._routes = routes
         self._slots = asyncio.Semaphore(concurrency)
         self._attempts = ATTEMPTS if route.servers != (route.url,) else 1
         self._name = uuid.uuid4().hex
@@ -203,7 +207,8 @@ class Generation:
                         content = await self._ask(rid, request)
             except _ServerFailed as failed:
                 raise failed.error from failed
-            params = request.sampling_params
+            params, given = request.sampling_params, len(request.input_ids)
+            routes = self._routes if params.return_routed_experts else None
             return completion(
                 request.request_id,
                 content,
@@ -211,6 +216,7 @@ class Generation:
                 may_abort=self._aborted,
                 stop=params.stop,
                 with_kept=params.cuts_vocabulary and params.return_kept,
+                routes=None if routes is None else lambda meta, length: routes.read(meta, given + length - 1),
             )
 
     async def _ask(self, rid: str, request: GenerateRequest) -> dict[str, Any]:
@@ -234,6 +240,7 @@ class Generation:
             },
             "return_logprob": True,
             "return_sampling_mask": params.cuts_vocabulary and params.return_kept,
+            **({"return_routed_experts": True} if params.return_routed_experts else {}),
         }
         url, headers = f"{self._route.url}/generate", self._route.headers(request.request_id)
         self._running.add(rid)

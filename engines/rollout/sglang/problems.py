@@ -10,6 +10,7 @@ from cairn.engines.rollout.sglang.installation import Installation, SGLangMissin
 from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
 from cairn.engines.rollout.sglang.launch_plan import plan_problems
 from cairn.engines.rollout.sglang.model_code import code_problem
+from cairn.engines.rollout.sglang.routes import routes_problems
 
 MOST_STOP_STRINGS = 32
 """Of a request (`MAX_STOP_COUNT` in SGLang's sampling parameters)."""
@@ -22,6 +23,8 @@ def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
     yield from plan_problems(rollout)
     if tells_kept:
         yield from kept_problems(rollout)
+    if config.algorithm.use_rollout_routing_replay:
+        yield from routes_problems(rollout)
     if (count := len(rollout.rollout_stop)) > MOST_STOP_STRINGS:
         yield f"rollout.rollout_stop has {count} strings, and SGLang takes {MOST_STOP_STRINGS} at most: give fewer"
     yield from _draft_problems(config)

@@ -35,6 +35,9 @@ class Sample:
     """When it was admitted, by `time.perf_counter`."""
     kept: list[np.ndarray] = field(default_factory=list)
     """Of each token generated, the ids that it was drawn from, where they are asked for."""
+    routes: list[np.ndarray] = field(default_factory=list)
+    """[T, layers, top-k] of tokens that the model has read: of a mixture of experts those of the prefill, and one after
+    the other where they are asked for."""
 
     @property
     def limit(self) -> int:
@@ -140,6 +143,22 @@ class Batch:
         self.samples += samples
         return list(range(rows.start, rows.stop))
 
+    @property
+    def asks_for_routes(self) -> bool:
+        """Whether a sample wants to know the experts of its tokens."""
+        return any(sample.request.sampling_params.return_routed_experts for sample in self.samples)
+
+    def know_routes(self, rows: Sequence[int], routes: Sequence[np.ndarray]) -> None:
+        """Note the experts of what the samples go on from, but for its last token."""
+        for row in rows:
+            self.samples[row].routes += routes
+
+    def read_routes(self, routes: np.ndarray) -> None:
+        """Note the experts [B, layers, top-k] of every row's last token, for the samples that ask for them."""
+        for row, experts in zip(self.samples, routes, strict=True):
+            if row.request.sampling_params.return_routed_experts:
+                row.routes.append(experts[None])
+
     def advance(self, logits: torch.Tensor) -> np.ndarray:
         """Draw every row's next token from its logits [B, V]. Returns the rows that ended, ascending."""
         rows = len(self)
@@ -181,6 +200,7 @@ class Batch:
                 f"{'/'.join(map(str, id))}): the policy has diverged; go back to an earlier checkpoint."
             )
         found = ended.watch is not None and ended.watch.found
+        asked = ended.request.sampling_params.return_routed_experts
         stopped = found or self._stops[self._stop_sets[row], self.tokens[row]]
         return ended, Completion(
             request_id=id,
@@ -190,6 +210,7 @@ class Batch:
             finish_reason=FinishReason.ABORT if aborted else FinishReason.STOP if stopped else FinishReason.LENGTH,
             seconds=now - ended.began,
             kept=KeptTokens.of(ended.kept) if ended.kept else None,
+            routed_experts=np.concatenate(ended.routes) if asked and ended.routes else None,
         )
 
     def remove(self, rows: np.ndarray) -> tuple[list[int], list[int]]:

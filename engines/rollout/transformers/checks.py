@@ -53,7 +53,7 @@ def _steps_are_invariant(decoder: Decoder) -> bool:
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         own = (one[rows] for one in read)
-        return decoder.step(tokens[rows], positions[rows], keys, [store[rows] for store in stores], *own)
+        return decoder.step(tokens[rows], positions[rows], keys, [store[rows] for store in stores], *own)[0]
 
     every = torch.arange(rows, device=decoder.device)
     logits = step(every)[:size]

@@ -33,6 +33,7 @@ from cairn.engines.rollout.transformers.attention import SLOT_ATTENTION
 from cairn.engines.rollout.transformers.decoding_step import DecodingStep, Step, record
 from cairn.engines.rollout.transformers.kv_cache import KVCache, round_up
 from cairn.engines.rollout.transformers.layer_states import KINDS, prompt_cache
+from cairn.engines.routing import RouteRecorder
 from cairn.engines.types import GenerateRequest
 
 if TYPE_CHECKING:
@@ -70,10 +71,13 @@ class Decoder:
         # An indexer's selection reaches attention as a mask only where the library knows its implementation.
         if model.config._attn_implementation == "sdpa" and not _SPARSE & {*layer_types}:
             model.set_attn_implementation(SLOT_ATTENTION)
-        self._example = self.forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
+        self.routes = RouteRecorder(model)
+        """The experts that it chooses."""
+        self._example, _ = self.forward_prompts(torch.zeros(1, 1, dtype=torch.int64))
         self.cache = KVCache(self._example, self._kinds)
         self.sees_images = sees_images(model.config)
-        step = DecodingStep(model, _windows(model.config.get_text_config(), layer_types), self.cache.layers)
+        windows = _windows(model.config.get_text_config(), layer_types)
+        step = DecodingStep(model, windows, self.cache.layers, self.routes)
         # Models of images and text count their positions' kinds in Python at every step: no recording is of use.
         recording = None if self.sees_images else record(step, self.cache, self.context_length, self.vocab_size)
         self.step: Step = recording or step
@@ -95,8 +99,9 @@ class Decoder:
             return prompts
         return -(-max(prompts * length + self._padding, MIN_ROWS) // length)
 
-    def forward_prompts(self, input_ids: torch.Tensor, seen: "ImageInputs | None" = None) -> Cache:
-        """What the layers keep of prompts [P, S]. `seen`: what the model reads beside them."""
+    def forward_prompts(self, input_ids: torch.Tensor, seen: "ImageInputs | None" = None) -> tuple[Cache, torch.Tensor]:
+        """What the layers keep of prompts [P, S], and the experts [P, S, layers, top-k] of their tokens. `seen`: what the
+        model reads beside them."""
         prompts = prompt_cache(self._kinds)
         given: AbstractContextManager[dict[str, Any]] = nullcontext({}) if seen is None else seen.given(self.model)
         with torch.inference_mode(), given as beside:
@@ -107,7 +112,8 @@ class Decoder:
                 logits_to_keep=1,
                 **beside,
             )
-        return prompts
+        routes = self.routes.take()
+        return prompts, routes.view(*input_ids.shape, *routes.shape[1:]) if self.routes.layers else routes
 
     @property
     def image_problem(self) -> Callable[[GenerateRequest], str | None]:

@@ -16,6 +16,7 @@ from cairn.engines.errors import GenerationFailed
 from cairn.engines.rollout.transformers.batch import Batch, Sample
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.kv_cache import round_up
+from cairn.engines.routing import compact
 from cairn.engines.types import Completion, FinishReason
 
 PREFILL_TOKENS = 8192
@@ -88,6 +89,8 @@ class Decoding:
                 for sample in group:
                     sample.shift = batch.samples[sibling].shift
                 slots = batch.admit(group)
+                if len(group[0].tokens) > 1:  # else nothing was prefilled
+                    batch.know_routes(slots, batch.samples[sibling].routes[:1])
                 decoder.cache.move(self._put([sibling] * len(slots)), self._put(slots), len(group[0].tokens) - 1)
             else:
                 alone = start if group[0].request.images else b""
@@ -120,7 +123,12 @@ class Decoding:
             known = group[0].tokens[:-1]
             row[: len(known)] = torch.from_numpy(known)
         cache.reserve(0, length)
-        cache.insert(self._decoder.forward_prompts(input_ids, seen), self._put(sources), self._put(slots))
+        prompts, routes = self._decoder.forward_prompts(input_ids, seen)
+        cache.insert(prompts, self._put(sources), self._put(slots))
+        if self._decoder.routes.layers:
+            experts = compact(routes, self._decoder.routes.num_experts)
+            for source, slot in zip(sources, slots, strict=True):
+                self._batch.know_routes([slot], [experts[source, : len(self._batch.samples[slot].tokens) - 1]])
 
     @torch.inference_mode()
     def _advance(self) -> np.ndarray:
@@ -134,7 +142,9 @@ class Decoding:
         )
         key_positions = torch.arange(length, device=decoder.device)
         read = (positions + torch.from_numpy(batch.shifts[:rows]).to(decoder.device),) if decoder.sees_images else ()
-        logits = decoder.step(tokens, positions, key_positions, decoder.cache.stores, *read)
+        logits, routes = decoder.step(tokens, positions, key_positions, decoder.cache.stores, *read)
+        if decoder.routes.layers and batch.asks_for_routes:
+            batch.read_routes(compact(routes[:size], decoder.routes.num_experts))
         return batch.advance(logits[:size])
 
     @torch.inference_mode()

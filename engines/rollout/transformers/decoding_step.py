@@ -13,13 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT, KVCache, Layer, StepCache
+from cairn.engines.routing import RouteRecorder
 
 StepInputs = tuple[Any, ...]
 """What a `Step` takes."""
 
-Step = Callable[..., torch.Tensor]
-"""(tokens [B], positions [B], key_positions [L], stores) -> logits [B, V]: feeds a token to each of the slots 0 … B - 1
-of a `KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of the first L. Of a
+StepOutputs = tuple[torch.Tensor, torch.Tensor]
+"""logits [B, V], and the experts [B, layers, top-k] that were chosen for the tokens; no layers without experts."""
+
+Step = Callable[..., StepOutputs]
+"""(tokens [B], positions [B], key_positions [L], stores) -> outputs: feeds a token to each of the slots 0 … B - 1 of a
+`KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of the first L. Of a
 model that sees images it takes a fifth argument, [B], the positions that the model reads, where the first ones are
 those in the slots."""
 
@@ -31,11 +35,15 @@ class DecodingStep(torch.nn.Module):
         model: any causal language model whose layers are of `layer_states.KINDS`.
         windows: kind of attention layer, as in `config.layer_types` -> its sliding window in tokens, or None.
         layers: as `KVCache.layers`.
+        routes: sees what experts the model chooses.
     """
 
-    def __init__(self, model: PreTrainedModel, windows: dict[str, int | None], layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, windows: dict[str, int | None], layers: Sequence[Layer], routes: RouteRecorder
+    ) -> None:
         super().__init__()
         self.model = model
+        self.routes = routes
         self.windows = windows
         self.layers = layers
 
@@ -46,7 +54,7 @@ class DecodingStep(torch.nn.Module):
         key_positions: torch.Tensor,
         stores: list[torch.Tensor],
         read_positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> StepOutputs:
         output = self.model(
             input_ids=tokens[:, None],
             position_ids=(positions if read_positions is None else read_positions)[:, None],
@@ -54,7 +62,7 @@ class DecodingStep(torch.nn.Module):
             past_key_values=StepCache(stores, self.layers, positions, key_positions.shape[0]),
             use_cache=True,
         )
-        return output.logits[:, -1]
+        return output.logits[:, -1], self.routes.take()
 
     def _masks(self, positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
         """[B, 1, 1, L] each, to be added to scores: -inf behind a row's position and outside its window."""
@@ -90,14 +98,14 @@ def record(step: DecodingStep, cache: KVCache, context_length: int, vocab_size: 
     if any(issubclass(warning.category, torch.jit.TracerWarning) for warning in caught):
         return None
 
-    def replay(*inputs: Any) -> torch.Tensor:
+    def replay(*inputs: Any) -> StepOutputs:
         with torch.jit.optimized_execution(False):  # no fusion: it would change the arithmetic
             return recording(*inputs)
 
     for inputs in trials:
         copies = _copy(inputs), _copy(inputs)
-        logits = step(*copies[0]), replay(*copies[1])
-        pairs = zip((logits[0], *copies[0][3]), (logits[1], *copies[1][3]), strict=True)
+        outputs = step(*copies[0]), replay(*copies[1])
+        pairs = zip((*outputs[0], *copies[0][3]), (*outputs[1], *copies[1][3]), strict=True)
         if not all(torch.equal(one, other) for one, other in pairs):
             return None
     return replay

@@ -13,6 +13,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.models import load_causal_lm
+from cairn.engines.routing import RouteReplay
 from cairn.engines.training.batching import MicroBatch, plan_micro_batches
 from cairn.engines.training.checkpoint import (
     REFERENCE,
@@ -77,14 +78,15 @@ class TorchEngine(ExactlyOnceEngine):
         prepare_process(training, self._device)
         # Weights that are not trained need no more bits than the passes read.
         self._model = self._load_model(model.path, self._dtype if training.lora.r else torch.float32, training)
+        replay = RouteReplay(self._model) if algorithm.use_rollout_routing_replay else None
         actor = TorchLearner(
-            self._model, partial(objective, algorithm=algorithm, temperature=temperature), training, world_size
+            self._model, partial(objective, algorithm=algorithm, temperature=temperature), training, world_size, replay
         )
         self._learners: dict[str, TorchLearner] = {"actor": actor}
         self._frozen: list[PreTrainedModel] = []
         self._reference: PreTrainedModel | None = None
         """The one that becomes the actor at an interval, and so is part of the state."""
-        self._scorers = {"actor": partial(self._log_probs, self._model)}
+        self._scorers = {"actor": partial(self._log_probs, self._model, replay=replay)}
         for role, path in untrained_models(model, algorithm).items():
             if role == "ref" and training.lora.r and model.ref_path is None:
                 self._scorers[role] = self._log_probs_without_adapters
@@ -190,14 +192,24 @@ class TorchEngine(ExactlyOnceEngine):
         return [learner.optimizer for learner in self._learners.values()]
 
     def _log_probs(
-        self, model: PreTrainedModel, batch: TrainBatch, micro_batches: Sequence[MicroBatch]
+        self,
+        model: PreTrainedModel,
+        batch: TrainBatch,
+        micro_batches: Sequence[MicroBatch],
+        replay: RouteReplay | None = None,
     ) -> torch.Tensor:
-        return self._responses(model, partial(read_log_probs, temperature=self._temperature), batch, micro_batches)
+        reading = partial(read_log_probs, temperature=self._temperature)
+        return self._responses(model, reading, batch, micro_batches, replay)
 
     def _responses(
-        self, model: PreTrainedModel, reading: Reading, batch: TrainBatch, micro_batches: Sequence[MicroBatch]
+        self,
+        model: PreTrainedModel,
+        reading: Reading,
+        batch: TrainBatch,
+        micro_batches: Sequence[MicroBatch],
+        replay: RouteReplay | None = None,
     ) -> torch.Tensor:
-        scores = score_responses(model, batch, micro_batches, reading)
+        scores = score_responses(model, batch, micro_batches, reading, replay)
         if self._world_size > 1:
             dist.all_reduce(scores)  # of one value and zeros: exact
         return scores

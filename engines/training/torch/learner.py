@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.routing import RouteReplay
 from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.checkpoint import NamedTensors
@@ -19,13 +20,21 @@ from cairn.engines.types import TrainBatch
 class TorchLearner:
     """See cairn.engines.training.exactly_once.Learner."""
 
-    def __init__(self, model: PreTrainedModel, objective: Objective, training: TrainingConfig, world_size: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        objective: Objective,
+        training: TrainingConfig,
+        world_size: int,
+        replay: RouteReplay | None = None,
+    ):
         """
         Args:
             model: whole, or sharded over all ranks.
             objective: of the model's outputs at the trained tokens.
+            replay: of the model, where it is given the rollout's experts.
         """
-        self.model, self._objective = model, objective
+        self.model, self._objective, self._replay = model, objective, replay
         self._clip_grad, self._world_size = training.clip_grad, world_size
         if training.gradient_checkpointing:
             recompute_activations(model)
@@ -40,7 +49,7 @@ class TorchLearner:
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]
     ) -> dict[str, float]:
         self.optimizer.zero_grad()
-        shares = accumulate_gradients(self.model, batch, micro_batches, weights, self._objective)
+        shares = accumulate_gradients(self.model, batch, micro_batches, weights, self._objective, self._replay)
         return merge_over_ranks(shares, self._world_size)
 
     def grad_norm(self) -> float:

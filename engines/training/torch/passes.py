@@ -1,17 +1,20 @@
 """Passes of micro-batches through a model: with gradients to train, without to score."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from cairn.engines.routing import RouteReplay
 from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
 from cairn.engines.training.kept import within
 from cairn.engines.training.log_probs import response_logits, token_log_probs
 from cairn.engines.training.losses.metrics import merge, numbers
+from cairn.engines.training.routes import MISMATCH, routed_choices
 from cairn.engines.types import TrainBatch
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -40,37 +43,56 @@ def accumulate_gradients(
     micro_batches: Iterable[MicroBatch],
     weights: dict[int, Weight],
     objective: Objective,
+    replay: RouteReplay | None = None,
 ) -> dict[str, float]:
     """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric.
 
     Args:
         weights: of each sample's trained tokens in the loss of the optimizer step.
+        replay: gives the model the experts that the rollout chose, where the batch has them.
     """
     kept = []
+    routed = routed_choices(batch, weights)
     for micro_batch in micro_batches:
         token_weights = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
-        logits = _logits(model, batch, micro_batch, tokens)
-        loss, metrics = objective(logits, tokens)
-        loss.backward()
+        with given_routes(replay, tokens):
+            logits = _logits(model, batch, micro_batch, tokens)
+            loss, metrics = objective(logits, tokens)
+            loss.backward()
+        if replay is not None and routed:
+            metrics[MISMATCH] = replay.differing() * micro_batch.counted / routed
         kept.append(metrics)
     return merge(map(numbers, kept))
 
 
 @torch.no_grad()
 def score_responses(
-    model: PreTrainedModel, batch: TrainBatch, micro_batches: Iterable[MicroBatch], reading: Reading
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    micro_batches: Iterable[MicroBatch],
+    reading: Reading,
+    replay: RouteReplay | None = None,
 ) -> torch.Tensor:
-    """[sum of R_i] float32: a number for each response token, sample after sample; 0 where other ranks have them."""
+    """[sum of R_i] float32: a number for each response token, sample after sample; 0 where other ranks have them.
+    `replay`: see `accumulate_gradients`."""
     ends = np.cumsum(batch.response_lengths)
     scores = torch.zeros(int(ends[-1]), device=model.device)
     for micro_batch in micro_batches:
         tokens = collate_responses(batch, micro_batch.samples, model.device)
-        read = reading(_logits(model, batch, micro_batch, tokens), tokens)
+        with given_routes(replay, tokens):
+            read = reading(_logits(model, batch, micro_batch, tokens), tokens)
         if micro_batch.counted:
             places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
             scores[torch.from_numpy(np.concatenate(places)).to(model.device)] = read
     return scores
+
+
+def given_routes(replay: RouteReplay | None, tokens: Tokens) -> AbstractContextManager[None]:
+    """Within it the model has the experts of the micro-batch's tokens."""
+    if replay is None:
+        return nullcontext()
+    return replay.replaying(None if tokens.routed_experts is None else tokens.routed_experts.flatten(0, 1))
 
 
 def _logits(model: PreTrainedModel, batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torch.Tensor:
