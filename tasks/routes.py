@@ -16,7 +16,7 @@ def routed_column(samples: Sequence[Sequence[np.ndarray | None]]) -> pa.Array:
     Args:
         samples: [tokens, layers, top-k] of each trajectory of each.
     """
-    values = []
+    values: list[dict[str, Any] | None] = []
     for parts in samples:
         known = [part for part in parts if part is not None]
         if not known or len(known) < len(parts):

@@ -48,7 +48,7 @@ def split_trajectories(batch: TrainBatch, trajectories: Sequence[Sequence[int] |
     for ids, total, own in zip(batch.input_ids, batch.response_lengths, spans, strict=True):
         prompt, response = ids[: len(ids) - total], ids[len(ids) - total :]
         input_ids += [np.concatenate([prompt, response[start:end]]) for start, end in own]
-    routed = None
+    routed: list[np.ndarray | None] | None = None
     if batch.routed_experts is not None:
         routed = []
         for ids, total, experts, own in zip(

@@ -176,7 +176,7 @@ METRICS: tuple[Metric, ...] = (
         "train/routing_mismatch",
         "fraction",
         "train",
-        "Experts that the rollout chose for a token and the trainer's router, given all that came before, would not have.",
+        "Experts that the rollout chose and the trainer's router, given the same before, would not have.",
     ),
     Metric("train/ois", "ratio", "train", "Mean probability ratio of the current over the old policy."),
     Metric("train/tis", "ratio", "train", "Mean ratio of the old over the rollout policy, before truncation."),

@@ -69,7 +69,13 @@ class MegatronEngine(ExactlyOnceEngine):
         backend = backend_for(self._device)
         actor = load_model(self._folder, training, backend)
         policy = Policy(actor.vocabulary, temperature)
-        self._actor = MegatronLearner(actor, partial(policy.objective, algorithm=algorithm), policy.read, training)
+        self._actor = MegatronLearner(
+            actor,
+            partial(policy.objective, algorithm=algorithm),
+            policy.read,
+            training,
+            replays=algorithm.use_rollout_routing_replay,
+        )
         self._learners: dict[str, MegatronLearner] = {"actor": self._actor}
         self._scorers = {"actor": self._actor.score}
         if has_critic(algorithm):

@@ -8,8 +8,9 @@ import torch
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.batching import MicroBatch
-from cairn.engines.training.megatron.model import Model, build_optimizer, clip_gradients, wrap
+from cairn.engines.training.megatron.model import Model, build_optimizer, clip_gradients, has_experts, wrap
 from cairn.engines.training.megatron.passes import Objective, Passes, Reading
+from cairn.engines.training.megatron.replay import Replay
 from cairn.engines.training.megatron.state import State
 from cairn.engines.types import TrainBatch
 
@@ -18,19 +19,28 @@ class MegatronLearner:
     """See cairn.engines.training.exactly_once.Learner."""
 
     def __init__(
-        self, model: Model, objective: Objective, reading: Reading, training: TrainingConfig, prefix: str = ""
+        self,
+        model: Model,
+        objective: Objective,
+        reading: Reading,
+        training: TrainingConfig,
+        prefix: str = "",
+        *,
+        replays: bool = False,
     ) -> None:
         """
         Args:
             objective: of what the model's output layer gives at the trained tokens.
             reading: of what it gives at response tokens, to score.
             prefix: of its tensors' names in the engine's state.
+            replays: whether its routers are given the experts of the rollout.
         """
         self.chunks, self._objective, self._reading = model.chunks, objective, reading
         self._wrapped = wrap(model, training)
         self.optimizer = build_optimizer(training, model, self._wrapped)
         self.state = State(model.parameters, self.optimizer, prefix)
-        self._passes = Passes(model.config, self._wrapped, model.parameters[0].value.device)
+        replay = Replay(model.config, self._wrapped, has_experts) if replays else None
+        self._passes = Passes(model.config, self._wrapped, model.parameters[0].value.device, replay)
         self.alignment = self._passes.alignment
 
     def accumulate_gradients(

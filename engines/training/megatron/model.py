@@ -305,7 +305,7 @@ def _block_spec(
 ) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    specs = [backend.layer_spec(config, experts=_has_experts(config, layer)) for layer in layers]
+    specs = [backend.layer_spec(config, experts=has_experts(config, layer)) for layer in layers]
     for layer, spec in zip(layers, specs, strict=True):
         if config.linear_attention_freq is not None and config.linear_attention_freq[layer]:
             spec.submodules.self_attention = delta_net_spec(spec.submodules.self_attention.submodules)
@@ -321,7 +321,8 @@ def _block_spec(
     return TransformerBlockSubmodules(specs, backend.norm)
 
 
-def _has_experts(config: TransformerConfig, layer: int) -> bool:
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer, from 0, is a mixture of experts."""
     if config.num_moe_experts is None:
         return False
     pattern = config.moe_layer_freq

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from cairn.engines.routing import FREE
 from cairn.engines.training.collate import Tokens
 from cairn.engines.types import TrainBatch
 
@@ -32,6 +33,8 @@ class Packed:
     """The chosen response tokens that this rank predicts; their `positions` count its own T tokens."""
     order: torch.Tensor
     """[N] int64: where each of them stands among the chosen tokens of the whole micro-batch."""
+    routed: torch.Tensor | None = None
+    """[T, layers, top-k]: the experts that each token is to be given, padding none; None where none is."""
 
 
 def padded_length(length: int, alignment: int) -> int:
@@ -102,7 +105,16 @@ def pack(
         longest=max(lengths),
         tokens=_chosen(tokens, order, predicted[order], group if size > 1 else None),
         order=order,
+        routed=_routed(tokens.routed_experts, held, max(lengths) - width),
     )
+
+
+def _routed(experts: torch.Tensor | None, held: torch.Tensor, padding: int) -> torch.Tensor | None:
+    """Of the held (sample, position)s, from [B, L, layers, top-k]."""
+    if experts is None:
+        return None
+    padded = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, padding), value=FREE)
+    return padded[held[:, 0], held[:, 1]]
 
 
 def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group: dist.ProcessGroup | None) -> Tokens:

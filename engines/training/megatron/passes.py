@@ -1,6 +1,7 @@
 """Micro-batches through Megatron's schedules: with gradients to train, without to score."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
 from cairn.engines.training.losses.metrics import merge, merge_over_ranks, numbers
 from cairn.engines.training.megatron.packing import Packed, pack
+from cairn.engines.training.megatron.replay import Replay
+from cairn.engines.training.routes import MISMATCH, routed_choices
 from cairn.engines.types import TrainBatch
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -32,11 +35,13 @@ OnOutputs = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any
 class Passes:
     """A model on this rank, and how micro-batches go through it."""
 
-    def __init__(self, config: Any, chunks: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, config: Any, chunks: Sequence[Any], device: torch.device, replay: Replay | None = None) -> None:
         """
         Args:
             chunks: of the model, as they are called.
+            replay: gives their routers the experts of the rollout.
         """
+        self._replay = replay
         self._chunks, self._device = list(chunks), device
         context = parallel_state.get_context_parallel_world_size()
         cut = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
@@ -67,7 +72,10 @@ class Passes:
 
         kept = self._run(micro_batches, make, on_outputs, forward_only=False)
         counts = parallel_state.get_tensor_model_parallel_rank() == 0
-        return merge_over_ranks(merge(map(numbers, kept)) if counts else {}, dist.get_world_size())
+        share = merge(map(numbers, kept)) if counts else {}
+        if self._replay is not None and (routed := routed_choices(batch, weights)):
+            share[MISMATCH] = self._replay.differing() / routed  # every rank has tokens and layers of its own
+        return merge_over_ranks(share, dist.get_world_size())
 
     @torch.no_grad()
     def score_responses(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], reading: Reading) -> torch.Tensor:
@@ -86,6 +94,8 @@ class Passes:
             return values.sum(), None
 
         self._run(micro_batches, make, on_outputs, forward_only=True)
+        if self._replay is not None:
+            self._replay.differing()  # is told of updates
         dist.all_reduce(scores)  # of one value and zeros: exact
         return scores
 
@@ -113,20 +123,21 @@ class Passes:
         def forward_step(data: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             micro_batch = next(data)
             packed = make(micro_batch)
-            output = chunk(
-                input_ids=packed.input_ids,
-                position_ids=None,
-                attention_mask=None,
-                packed_seq_params=PackedSeqParams(
-                    qkv_format="thd",
-                    cu_seqlens_q=packed.ends,
-                    cu_seqlens_kv=packed.ends,
-                    cu_seqlens_q_padded=packed.ends,
-                    cu_seqlens_kv_padded=packed.ends,
-                    max_seqlen_q=packed.longest,
-                    max_seqlen_kv=packed.longest,
-                ),
-            )
+            with nullcontext() if self._replay is None else self._replay.forward(chunk, _given(packed, micro_batch)):
+                output = chunk(
+                    input_ids=packed.input_ids,
+                    position_ids=None,
+                    attention_mask=None,
+                    packed_seq_params=PackedSeqParams(
+                        qkv_format="thd",
+                        cu_seqlens_q=packed.ends,
+                        cu_seqlens_kv=packed.ends,
+                        cu_seqlens_q_padded=packed.ends,
+                        cu_seqlens_kv_padded=packed.ends,
+                        max_seqlen_q=packed.longest,
+                        max_seqlen_kv=packed.longest,
+                    ),
+                )
 
             def loss_of(outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
                 chosen = outputs[0].index_select(0, packed.tokens.positions).float()
@@ -146,3 +157,8 @@ class Passes:
             forward_only=forward_only,
         )
         return kept
+
+
+def _given(packed: Packed, micro_batch: MicroBatch) -> torch.Tensor | None:
+    """The experts that its tokens are given; what does not count is nowhere counted."""
+    return packed.routed if micro_batch.counted else None

@@ -177,5 +177,17 @@ def cut_vocabulary(batch: TrainBatch, seed: int = 0) -> TrainBatch:
     return replace(batch, kept=kept, **fields)
 
 
+def routed(batch: TrainBatch, layers: int, experts: int, top_k: int, seed: int = 0) -> TrainBatch:
+    """The same samples as if most of them had been read by a mixture of experts that chose at random."""
+    draw = np.random.default_rng(seed)
+
+    def choices(tokens: int) -> np.ndarray:
+        return np.argsort(draw.random((tokens, layers, experts)), -1)[..., :top_k].astype(np.uint8)
+
+    return replace(
+        batch, routed_experts=[choices(len(ids) - 1) if i % 5 else None for i, ids in enumerate(batch.input_ids)]
+    )
+
+
 def weights_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
     return {name: tensor for bucket in engine.export_weights(1 << 30) for name, tensor in bucket.items()}

@@ -18,15 +18,18 @@ from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.weights.checksum import weights_checksum
-from tests.engines.training.builders import cut_vocabulary, make_batch
+from tests.engines.training.builders import EXPERTS, cut_vocabulary, make_batch, routed
 from tests.engines.training.ranks import fork_ranks
 
+LAYERS = 4
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
 PER_TOKEN = ALGORITHM.model_copy(update={"calculate_per_token_loss": True})
 PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo", "num_critic_only_steps": 1, "loss_scale_factor": 12})
 SEQUENCES = ALGORITHM.model_copy(update={"loss_type": f"{Path(__file__).parents[1] / 'gspo.py'}:loss"})
 BATCH = replace(make_batch(14, old=True, rollout=True, ref=True), groups=[i // 4 for i in range(14)])
 CUT = cut_vocabulary(BATCH)
+ROUTED = routed(BATCH, layers=LAYERS - 1, experts=EXPERTS["num_experts"], top_k=EXPERTS["num_experts_per_tok"])
+REPLAY = ALGORITHM.model_copy(update={"use_rollout_routing_replay": True})
 SEVERAL = replace(BATCH, samples=[0, 0, 1, 1, 2, 2, 2, 3, 4, 5, 5, 6, 7, 7])
 """As if some samples had several sequences."""
 UPDATES = 5
@@ -41,7 +44,6 @@ TRAINING: dict[str, Any] = {
 }
 RECOMPUTED = {"gradient_checkpointing": True}
 THREES = {"max_tokens_per_gpu": None, "micro_batch_size": 3}
-LAYERS = 4
 Lists = tuple[tuple[str, Any], ...]
 """Options that say what is trained, with their patterns."""
 FROZEN: Lists = (("freeze_params_name_list", ("embed_tokens", r"layers\.[01]\.", "k_norm", r"3\.mlp")),)
@@ -61,6 +63,8 @@ class Case:
     critic: bool = False
     cut: bool = False
     """Whether most tokens were drawn from a part of the vocabulary."""
+    replay: bool = False
+    """Whether routers are given the experts of most tokens."""
     sequences: bool = False
     """Whether the loss is one of sequences, from outside the tree; some samples then have several."""
     frozen: Lists = ()
@@ -80,7 +84,8 @@ class Case:
     @property
     def reference(self) -> tuple[Any, ...]:
         """Cases that have it in common are held against the same updates."""
-        return self.family, self.per_token, self.bfloat16, self.critic, self.cut, self.sequences, self.frozen
+        kinds = self.per_token, self.bfloat16, self.critic, self.cut, self.replay, self.sequences
+        return self.family, *kinds, self.frozen
 
     def freezes(self, name: str) -> bool:
         """Whether a tensor is to stay as it is."""
@@ -91,6 +96,8 @@ class Case:
 
     @property
     def algorithm(self) -> AlgorithmConfig:
+        if self.replay:
+            return REPLAY
         return PPO if self.critic else PER_TOKEN if self.per_token else SEQUENCES if self.sequences else ALGORITHM
 
 
@@ -140,6 +147,11 @@ CASES = [
     Case("TP 2, SP, ETP 1", 2, {**SP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
     Case("EP 2, Qwen3-MoE without norm_topk_prob", 2, EP, family="qwen3_moe_raw"),
+    Case("one rank, routing replay, recompute", 1, family="qwen3_moe", replay=True, training=RECOMPUTED, quick=True),
+    Case("TP 2, SP, EP 2, routing replay", 2, {**SP, **EP_ONE}, family="qwen3_moe", replay=True),
+    Case("PP 2, VPP 2, routing replay, recompute", 2, VPP, family="qwen3_moe", replay=True, training=RECOMPUTED),
+    Case("CP 2, routing replay", 2, CP, family="qwen3_moe", replay=True),
+    Case("EP 2, distributed optimizer, routing replay", 2, {**EP, **ZERO}, family="qwen3_moe", replay=True),
     Case("TP 2, SP, frozen layers", 2, {**SP, **ZERO}, frozen=FROZEN),
     Case("PP 2, distributed optimizer, frozen layers", 2, {**PP, **ZERO}, frozen=FROZEN, quick=True),
     Case("DP 2, distributed optimizer, recompute, frozen layers", 2, ZERO, frozen=FROZEN, training=RECOMPUTED),
@@ -162,7 +174,7 @@ ALONE = "one rank"
 def five_updates(engine: Any, case: Case) -> dict[str, Any]:
     """What scores, metrics and first digests an engine gives; with a critic, which alone is trained first, its values
     too, before and after."""
-    batch = CUT if case.cut else SEVERAL if case.sequences else BATCH
+    batch = CUT if case.cut else ROUTED if case.replay else SEVERAL if case.sequences else BATCH
     roles = ["actor", *(["critic"] if case.critic else [])]
     report: dict[str, Any] = {"digest": engine.state_digest(), "checksum": engine.weights_checksum("bfloat16")}
     report["scores"] = [values.tolist() for role in roles for values in engine.score(batch, role)]

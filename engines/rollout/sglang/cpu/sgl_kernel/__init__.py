@@ -69,3 +69,14 @@ fill_accept_out_cache_loc_cpu = _absent("fill_accept_out_cache_loc_cpu")
 fill_bonus_tokens_cpu = _absent("fill_bonus_tokens_cpu")
 rotate_input_ids_cpu = _absent("rotate_input_ids_cpu")
 verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")
+
+
+class _HostMemory:
+    """Of CUDA's runtime what SGLang asks for where it keeps the experts of tokens: memory for GPUs to copy from."""
+
+    @staticmethod
+    def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
+        return 0
+
+
+torch.cuda.cudart = lambda: _HostMemory
