@@ -100,8 +100,11 @@ class Decoder:
         return -(-max(prompts * length + self._padding, MIN_ROWS) // length)
 
     def forward_prompts(self, input_ids: torch.Tensor, seen: "ImageInputs | None" = None) -> tuple[Cache, torch.Tensor]:
-        """What the layers keep of prompts [P, S], and the experts [P, S, layers, top-k] of their tokens. `seen`: what the
-        model reads beside them."""
+        """What the layers keep of prompts [P, S], and the experts [P, S, layers, top-k] of their tokens.
+
+        Args:
+            seen: what the model reads beside the tokens.
+        """
         prompts = prompt_cache(self._kinds)
         given: AbstractContextManager[dict[str, Any]] = nullcontext({}) if seen is None else seen.given(self.model)
         with torch.inference_mode(), given as beside:
