@@ -51,8 +51,17 @@ class ExpertLayers:
         return cls(tuple(places), max((_num_experts(block) or 0 for block in found.values()), default=0))
 
 
-def replay_problems(path: str) -> Iterator[str]:
-    """Sentences on why the model of a folder has no choice of experts that could be recorded and given."""
+def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on why the model of a folder has no choice of experts that could be recorded and given.
+
+    Args:
+        megatron: Megatron's options, where it trains.
+    """
+    if megatron.get("moe_router_fusion"):
+        yield (
+            "algorithm.use_rollout_routing_replay is true, and with training.megatron.moe_router_fusion experts are "
+            "chosen in a kernel, which the rollout's choice cannot take the place of: leave one of them out"
+        )
     try:
         config = check_model_folder(path)
         known = ExpertLayers.of(config)
@@ -93,6 +102,12 @@ def differing(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return ((given >= 0) & ~there).sum()
 
 
+def chosen_experts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """[T, top-k]: of what a mixture hands to its experts, the indices that its router chose."""
+    found: torch.Tensor = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+    return found
+
+
 class RouteRecorder:
     """Sees what the mixtures of a model choose, from now on."""
 
@@ -112,7 +127,7 @@ class RouteRecorder:
         return torch.stack(seen, 1) if seen else torch.zeros(0, 0, 0, dtype=torch.int64)
 
     def _see(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._seen[layer] = next(value for value in (*args, *kwargs.values()) if not value.is_floating_point())
+        self._seen[layer] = chosen_experts(args, kwargs)
 
 
 class RouteReplay:

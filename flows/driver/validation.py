@@ -54,7 +54,7 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     if config.algorithm.use_rollout_routing_replay and not problems:
         from cairn.engines.routing import replay_problems  # builds the library's model, without weights
 
-        problems += replay_problems(config.model.path)
+        problems += replay_problems(config.model.path, config.training.megatron)
     if config.model.path in there:
         try:
             load_tokenizer(config.model.path)

@@ -159,3 +159,11 @@ def test_the_column_gives_back_what_it_was_given_of_several_trajectories() -> No
 def test_a_model_without_experts_is_refused(tiny_assets: Path) -> None:
     (problem,) = setup_problems(replay_config(tiny_assets))
     assert "has no mixture of experts" in problem
+
+
+def test_what_would_choose_in_the_place_of_the_routers_is_refused(moe_assets: Path) -> None:
+    asked = {"engine": "megatron", "megatron": {"moe_router_fusion": True}}
+    training = replay_config(moe_assets).training
+    config = replay_config(moe_assets).model_copy(update={"training": training.model_copy(update=asked)})
+    problems = setup_problems(config)
+    assert any("training.megatron.moe_router_fusion experts are chosen in a kernel" in one for one in problems)
