@@ -38,6 +38,8 @@ class BlockFp8:
 
     rows: int
     columns: int
+    powers_of_two: bool = False
+    """Whether all scales are."""
 
     suffixes = ("_scale_inv",)
 
@@ -94,8 +96,9 @@ def quantization_of(folder: Path) -> Scheme | None:
     if not said:
         return None
     method = said.get("quant_method")
-    if method == "fp8" and len(block := said.get("weight_block_size") or ()) == 2:
-        return BlockFp8(*block)
+    if method == "fp8" and said.get("weight_block_size"):
+        rows, columns = said["weight_block_size"]
+        return BlockFp8(rows, columns, said.get("scale_fmt") == "ue8m0")
     if method == "mxfp4":
         return Mxfp4()
     if method == "compressed-tensors" and said.get("format") == "pack-quantized":

@@ -1,6 +1,7 @@
 """Tiny models with quantised weights as published ones have them, by formulas, and what their weights are."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ BLOCK = (24, 40)
 Tensors = dict[str, torch.Tensor]
 
 
-def fp8_folder(name: str, folder: Path, more: Tensors | None = None) -> Tensors:
+def fp8_folder(
+    name: str,
+    folder: Path,
+    more: Tensors | None = None,
+    quantize_by: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> Tensors:
     """Write an architecture's model, and `more` tensors, in FP8 of blocks, scales in another file than weights; returns
-    its weights."""
+    its weights. `quantize_by`: gives values and scales of the model's own weights, in place of a formula."""
     architecture(name).save(folder)
     stored: Tensors = {}
     weights = load_file(folder / "model.safetensors") | (more or {})
     for index, (key, weight) in enumerate(sorted(weights.items())):
         if is_quantized(key, weight):
-            values, scales = fp8_values(weight.shape, index)
+            values, scales = fp8_values(weight.shape, index) if quantize_by is None else quantize_by(weight)
             stored |= {key: values, f"{key}_scale_inv": scales}
             weights[key] = dequantized(values, scales, BLOCK)
         else:

@@ -12,6 +12,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
 from cairn.engines.fleet.calls import Deadline, put, wait
 from cairn.engines.fleet.handles import SENDING, Actor, ModelHandle
+from cairn.engines.rollout.factory import kind_of
 from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.engines.weights.layout import Layout
 from cairn.storage.errors import NoSpace
@@ -175,8 +176,9 @@ class TrainingHandle(ModelHandle):
         if len(self._actors) > 1:
             store_address = self._result(first.call("listen"), deadline, first, "listen")
         arguments = (config.model, config.training, config.algorithm, config.rollout.rollout_temperature)
+        as_stored = kind_of(config.rollout.engine).holds_as_stored
         calls = [
-            actor.call("start", *arguments, self._total_steps, rank, store_address)
+            actor.call("start", *arguments, self._total_steps, rank, store_address, as_stored)
             for rank, actor in enumerate(self._actors)
         ]
         self._gather(calls, deadline, "start")

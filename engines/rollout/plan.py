@@ -67,6 +67,8 @@ class EngineKind:
     """Whether one engine may compute on several GPUs."""
     tells_checksum: bool = False
     """Whether it can say which weights it holds."""
+    holds_as_stored: bool = False
+    """Whether it holds weights as the model folder does, quantised or not, rather than as what they stand for."""
     takes_broadcasts: bool = False
     """Whether its processes join a group in which the trainer broadcasts weights."""
     maps_gpu_memory: bool = False

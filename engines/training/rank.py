@@ -51,14 +51,20 @@ class TrainingRank(WeightSource):
         total_steps: int,
         rank: int,
         store_address: tuple[str, int] | None,
+        sends_as_stored: bool = False,
     ) -> None:
-        """Make the engine; with several ranks, once all have met at rank 0's store. Raises BadModel."""
+        """Make the engine; with several ranks, once all have met at rank 0's store. `sends_as_stored`: whether rollout
+        engines hold weights as the model folder does, and are to get them so. Raises BadModel."""
         from cairn.engines.training.determinism import prepare_environment
         from cairn.engines.training.factory import make_engine
 
         device = "cuda" if training.num_gpus_per_rank > 0 else "cpu"
         prepare_environment(training, device)
         self._rank = rank
+        if sends_as_stored:
+            from cairn.engines.weights.fp8 import Fp8Weights
+
+            self._fp8 = Fp8Weights.of(model.path)
         if store_address is not None:
             self._meet(store_address, training, device)
         self._engine = make_engine(

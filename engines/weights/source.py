@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from cairn.engines.training.base import Sharing, TrainingEngine
     from cairn.engines.weights.buckets import Bucket
+    from cairn.engines.weights.fp8 import Fp8Weights
     from cairn.engines.weights.group import SendingGroup
 
 
@@ -34,6 +35,8 @@ class WeightSource:
     _shared: "dict[str, torch.Tensor] | None" = None
     _groups: "Mapping[str, SendingGroup]" = MappingProxyType({})
     """By the engine that receives."""
+    _fp8: "Fp8Weights | None" = None
+    """What the rollout engines hold in FP8."""
 
     def begin_export(self, version: int, bucket_bytes: int) -> None:
         """Begin to give out the weights of `version`; an export that did not end is dropped.
@@ -42,7 +45,7 @@ class WeightSource:
             WrongVersion: the engine stands elsewhere.
         """
         self._require_version(version)
-        self._export = self._started.export_weights(bucket_bytes)
+        self._export = self._packed(self._started.export_weights(bucket_bytes))
 
     def next_bucket(self) -> "tuple[Bucket | None, bool]":
         """On rank 0: the next bucket of weights, and whether there was one."""
@@ -138,7 +141,7 @@ class WeightSource:
     def begin_export_on_device(self, version: int, bucket_bytes: int) -> None:
         """On all ranks: begin to give out the weights of `version` from GPU memory. Raises WrongVersion."""
         self._require_version(version)
-        self._export = self._sharing.export_on_device(bucket_bytes)
+        self._export = self._packed(self._sharing.export_on_device(bucket_bytes))
 
     def share_bucket(self) -> tuple[list[str], bytes] | None:
         """On all ranks: names of the next bucket's weights and a handle on this rank's copy, which lives until the next
@@ -162,6 +165,9 @@ class WeightSource:
                 shutil.rmtree(folder, ignore_errors=True)
         if not names:
             shutil.rmtree(parent, ignore_errors=True)
+
+    def _packed(self, buckets: "Iterator[dict[str, torch.Tensor]]") -> "Iterator[dict[str, torch.Tensor]]":
+        return buckets if self._fp8 is None else self._fp8.packed(buckets)
 
     def _require_version(self, version: int) -> None:
         found = self._started.position().weight_version

@@ -27,6 +27,7 @@ from cairn.engines.rollout.sglang.watch import Watch
 from cairn.engines.rollout.sglang.weights import ServerWeights
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.types import GenerateRequest
+from cairn.engines.weights.fp8 import Fp8Weights
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.commits import Environment
 
@@ -74,9 +75,9 @@ class SGLangEngine:
         self._deterministic = launched.deterministic
         self._environment = launched.environment
         self._control = Control(self.server.url, call_timeout)
-        self._weights = ServerWeights(
-            self._control, parameter_names(model_path), config.timeout, ours=plan.external_url is None
-        )
+        fp8 = Fp8Weights.of(model_path)
+        names = parameter_names(model_path) | (fp8.scales if fp8 else frozenset())
+        self._weights = ServerWeights(self._control, names, config.timeout, ours=plan.external_url is None)
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()

@@ -28,6 +28,7 @@ KIND = EngineKind(
     problems=_problems,
     router="cairn.engines.rollout.sglang.router:make",
     spans_gpus=True,
+    holds_as_stored=True,
     takes_broadcasts=True,
     maps_gpu_memory=True,
     caches_prefixes=True,

@@ -10,6 +10,7 @@ from cairn.engines.rollout.sglang.installation import Installation, SGLangMissin
 from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
 from cairn.engines.rollout.sglang.launch_plan import plan_problems
 from cairn.engines.rollout.sglang.model_code import code_problem
+from cairn.engines.rollout.sglang.quantized import quantized_problems
 from cairn.engines.rollout.sglang.routes import routes_problems
 
 MOST_STOP_STRINGS = 32
@@ -28,6 +29,7 @@ def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
     if (count := len(rollout.rollout_stop)) > MOST_STOP_STRINGS:
         yield f"rollout.rollout_stop has {count} strings, and SGLang takes {MOST_STOP_STRINGS} at most: give fewer"
     yield from _draft_problems(config)
+    yield from quantized_problems(config)
     yield from _served_otherwise(config.model.path)
     if rollout.external_urls and rollout.router is None:  # nothing is launched here
         return

@@ -25,7 +25,7 @@ class ServerWeights:
 
     Args:
         control: of the server.
-        names: of every parameter, tied ones once.
+        names: of every tensor that an update is to send, tied ones once.
         load_timeout: seconds that loading a model folder may take.
         ours: whether the server was started with the run's initial weights; those of others are unknown, whatever their
             server calls them, until an update has ended.

@@ -13,7 +13,9 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import INTERPRETER
 from cairn.flows.driver.validation import data_problems, setup_problems
 from examples.quickstart.model import build_model, build_tokenizer
+from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
+from tests.quantized_models import fp8_folder, mxfp4_folder
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +343,31 @@ def test_servers_that_run_elsewhere_need_no_sglang_here_and_take_no_options(
     assert any("SGLang is not installed" in found for found in setup_problems(config(model, data, rollout=base)))
     with pytest.raises(ConfigError, match="sglang has no effect on the servers of external_urls"):
         config(model, data, rollout=elsewhere | {"sglang": {"tp_size": 2}}, **sections)
+
+
+def test_what_servers_of_quantised_weights_cannot_do_is_named(data: Path, tmp_path: Path) -> None:
+    rollout = {"engine": "sglang", "num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16}
+    fp8_folder("qwen3", tmp_path / "fp8")
+    fleet = {"update_weight_transport": "disk", "update_weight_disk_dir": "weights", "check_weight_update_equal": True}
+    problems = "\n".join(setup_problems(config(tmp_path / "fp8", data, rollout=rollout, fleet=fleet)))
+    for sentence in (
+        "for which SGLang has no kernels without a GPU",
+        "set rollout.dtype to bfloat16",
+        "in FP8 would read plain weights",
+        "check_weight_update_equal compares log-probs",
+    ):
+        assert sentence in problems
+    served = rollout | {"dtype": "bfloat16", "num_gpus_per_engine": 1}
+    problems = "\n".join(setup_problems(config(tmp_path / "fp8", data, rollout=served)))
+    assert "FP8" not in problems
+    problems = "\n".join(setup_problems(config(tmp_path / "fp8", data, rollout=rollout | {"engine": "transformers"})))
+    assert "FP8" not in problems
+    mxfp4_folder(tmp_path / "mxfp4")
+    problems = "\n".join(setup_problems(config(tmp_path / "mxfp4", data, rollout=served)))
+    assert "in four bits, in which no weights are sent" in problems
+    online = served | {"sglang": {"quantization": "fp8"}}
+    problems = "\n".join(setup_problems(config(architecture("qwen3").save(tmp_path / "plain"), data, rollout=online)))
+    assert "rollout.sglang.quantization rounds weights when a server starts" in problems
 
 
 def test_layers_that_sglang_would_take_for_others_are_named(data: Path, tmp_path: Path) -> None:

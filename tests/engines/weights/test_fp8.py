@@ -1,0 +1,126 @@
+"""Weights in FP8 as servers take them: the published formula, its inverse, and what a trainer sends."""
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.configs.schema.run import ModelConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.models import open_weights, parameter_names
+from cairn.engines.quantized import BlockFp8
+from cairn.engines.rollout.factory import kind_of
+from cairn.engines.training.rank import TrainingRank
+from cairn.engines.weights.buckets import Bucket
+from cairn.engines.weights.fp8 import Fp8Weights, quantize
+from cairn.engines.weights.group import flatten
+from tests.architectures import architecture
+from tests.mtp_models import mtp_tensors
+from tests.quantized_models import BLOCK, dequantized, fp8_folder
+
+SCHEME = BlockFp8(*BLOCK)
+WEIGHT = torch.randn(100, 130, generator=torch.Generator().manual_seed(0)) * 0.02
+"""No multiple of a block in either direction."""
+
+
+def test_a_blocks_greatest_number_becomes_448_and_its_scale_the_448th_part() -> None:
+    weight = torch.tensor([[1.0, -896.0, 448.0], [3.5, 0.0, -26.0], [0.0, 0.0, 7.0]])
+    values, scales = quantize(weight, BlockFp8(2, 2))
+    assert scales.tolist() == [[2.0, 1.0], [pytest.approx(1e-12 / 448), 7 / 448]]
+    assert values.float().tolist() == [[0.5, -448.0, 448.0], [1.75, 0.0, -26.0], [0.0, 0.0, 448.0]]
+
+
+def test_what_comes_back_differs_by_half_a_step_of_the_format_at_most() -> None:
+    """Three bits of mantissa: a sixteenth of a number, or where numbers are denormal half of 2^-9 of a scale."""
+    for weight in (WEIGHT, WEIGHT.bfloat16()):
+        values, scales = quantize(weight, SCHEME)
+        assert (values.shape, scales.shape) == (weight.shape, (5, 4))
+        error = (dequantized(values, scales, BLOCK) - weight.float()).abs()
+        step = dequantized(torch.ones_like(values), scales, BLOCK)
+        bound = torch.maximum(weight.float().abs() / 16, step / 1024) * (1 + 1e-6)
+        assert (error <= bound).all()
+        assert error.max() > 0
+
+
+def test_what_came_back_becomes_the_same_bytes_again() -> None:
+    values, scales = quantize(WEIGHT, SCHEME)
+    again, scales_again = quantize(dequantized(values, scales, BLOCK), SCHEME)
+    assert torch.equal(again.view(torch.uint8), values.view(torch.uint8))
+    assert torch.allclose(scales_again, scales, rtol=2e-7)
+
+
+def test_it_is_what_transformers_makes_of_whole_blocks() -> None:
+    weight = WEIGHT[:96, :120].contiguous()
+    config = SimpleNamespace(weight_block_size=BLOCK, scale_fmt=None)
+    theirs = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": weight})
+    values, scales = quantize(weight, SCHEME)
+    assert torch.allclose(scales, theirs["x.weight_scale_inv"], rtol=2e-7)
+    # It multiplies where this divides: numbers in the middle between two of the format may go to either.
+    assert (values.view(torch.uint8) == theirs["x.weight"].view(torch.uint8)).float().mean() > 0.999
+
+
+def test_scales_are_powers_of_two_where_the_folder_says_so() -> None:
+    values, scales = quantize(WEIGHT, BlockFp8(*BLOCK, powers_of_two=True))
+    assert torch.equal(scales.log2().round(), scales.log2())
+    _, exact = quantize(WEIGHT, SCHEME)
+    assert (scales >= exact).all()
+    assert (scales < 2 * exact).all()
+    assert (dequantized(values, scales, BLOCK) - WEIGHT).abs().max() <= WEIGHT.abs().max() / 16
+
+
+def test_a_trainer_sends_servers_the_published_bytes_of_a_folder_that_it_began_with(tmp_path: Path) -> None:
+    """Those of a folder as the formula makes it, whose every block has a number of the greatest magnitude."""
+    fp8_folder("qwen3", tmp_path, mtp_tensors("deepseek_v3"), quantize_by=lambda weight: quantize(weight, SCHEME))
+    published = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    rank = TrainingRank("127.0.0.1")
+    as_stored = kind_of("sglang").holds_as_stored
+    training = TrainingConfig(num_threads=1, dtype="float32")
+    rank.start(ModelConfig(path=str(tmp_path)), training, AlgorithmConfig(), 1.0, 1, 0, None, as_stored)
+    rank.begin_export(0, 100_000)
+    sent: dict[str, torch.Tensor] = {}
+    while (bucket := rank.next_bucket()[0]) is not None:
+        sent |= bucket
+    fp8 = Fp8Weights.of(tmp_path)
+    assert fp8 is not None
+    assert sent.keys() == parameter_names(tmp_path) | fp8.scales
+    assert len(fp8.names) == 4 * 7
+    for name, tensor in sent.items():
+        if name in fp8.scales:
+            assert torch.allclose(tensor, published[name], rtol=2e-7), name
+        else:
+            assert torch.equal(tensor.float(), published[name].float()), name
+            assert (tensor.dtype == torch.float8_e4m3fn) == (name in fp8.names)
+
+
+def test_they_travel_through_the_object_store_and_by_broadcast_as_they_are() -> None:
+    values, scales = quantize(WEIGHT, SCHEME)
+    bucket = Bucket({"w": values, "w_scale_inv": scales})
+    arrived = pickle.loads(pickle.dumps(bucket))
+    assert arrived["w"].dtype == torch.float8_e4m3fn
+    assert all(torch.equal(arrived[name].view(torch.uint8), bucket[name].view(torch.uint8)) for name in bucket)
+    layout, flat = flatten(bucket)
+    assert layout == [("w_scale_inv", "float32", (5, 4)), ("w", "float8_e4m3fn", (100, 130))]
+    assert torch.equal(flat[5 * 4 * 4 :].view(100, 130), values.view(torch.uint8))
+
+
+def test_engines_that_read_what_weights_stand_for_are_sent_that(tmp_path: Path) -> None:
+    weights = fp8_folder("qwen3", tmp_path)
+    rank = TrainingRank("127.0.0.1")
+    as_stored = kind_of("transformers").holds_as_stored
+    rank.start(
+        ModelConfig(path=str(tmp_path)), TrainingConfig(num_threads=1), AlgorithmConfig(), 1.0, 1, 0, None, as_stored
+    )
+    rank.begin_export(0, 1 << 30)
+    sent, _ = rank.next_bucket()
+    assert sent is not None
+    assert sent.keys() == open_weights(tmp_path).keys() - {"lm_head.weight"}
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in sent.items())
+
+
+def test_a_folder_without_fp8_is_sent_as_it_is(tmp_path: Path) -> None:
+    assert Fp8Weights.of(architecture("qwen3").save(tmp_path)) is None
