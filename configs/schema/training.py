@@ -196,7 +196,10 @@ class TrainingConfig(Section):
         if options and self.engine != "megatron":
             raise ValueError(f"megatron is set, but engine is {self.engine}, which does not read it")
         if self.lora.r and self.engine != "torch":
-            raise ValueError(f"lora.r is {self.lora.r}, but engine is {self.engine}, which has no LoRA: take torch")
+            raise ValueError(
+                f"lora.r is {self.lora.r}, but engine is {self.engine}, and megatron-core has no adapters: set engine "
+                "to torch"
+            )
         for name, value in options.items():
             if name.endswith("_parallel_size") and value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"megatron.{name} is {value!r}; it must be a whole number of ranks")

@@ -172,7 +172,7 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         ),
         (
             "training={engine: megatron, lora: {r: 4}}",
-            "training: lora.r is 4, but engine is megatron, which has no LoRA: take torch",
+            "training: lora.r is 4, but engine is megatron, and megatron-core has no adapters: set engine to torch",
         ),
         (
             "algorithm.use_opd=true",
