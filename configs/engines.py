@@ -55,6 +55,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "training.start_weight_decay",
         "training.end_weight_decay",
         "training.reset_optimizer_states",
+        "training.moe_router_bias_update_rate",
         "training.adam_beta1",
         "training.adam_beta2",
         "training.adam_eps",

@@ -114,6 +114,12 @@ class TrainingConfig(Section):
     go on. With one step an iteration that step is the sign of the gradient, as slime's `--use-stateless-adam` takes
     it. slime: `--reset-optimizer-states`."""
 
+    moe_router_bias_update_rate: float = Field(0.0, ge=0)
+    """How far an optimizer step moves the biases by which routers of DeepSeek V3, GLM-4.5, MiniMax-M2 and their like
+    choose experts: down where more tokens chose an expert than the mean, up where fewer did. 0 leaves them as they were
+    published; 1e-3 is what such models are pretrained with. See docs/moe.md. Megatron:
+    `--moe-router-bias-update-rate`."""
+
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Megatron: `--adam-beta1`."""
 
@@ -250,6 +256,11 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainingConfig":
+        if self.lora.r and self.moe_router_bias_update_rate:
+            raise ValueError(
+                f"moe_router_bias_update_rate ({self.moe_router_bias_update_rate}) moves weights of the model itself, "
+                f"and with lora.r = {self.lora.r} adapters alone are trained: leave it out"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr}) is above lr ({self.lr})")
         critic = self.of_critic

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from cairn.engines.training.sharding import local_part
 from cairn.engines.weights.checksum import digest, fingerprint
@@ -17,6 +18,8 @@ def state_digest(named_tensors: Iterable[tuple[str, torch.Tensor]], weight_versi
     entries, fingerprints = [], []
     for name, tensor in named_tensors:
         local, offset = local_part(tensor)
+        if world_size > 1 and not isinstance(tensor, DTensor) and dist.get_rank():
+            local = local[:0]  # the first rank answers for what all have whole
         entries.append((name, tensor.shape, str(tensor.dtype)))
         fingerprints.append(fingerprint(local, offset))
     return digest(entries, _sum_over_ranks(fingerprints, world_size), f"weight_version {weight_version}")

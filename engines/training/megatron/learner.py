@@ -8,6 +8,7 @@ import torch
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.batching import MicroBatch
+from cairn.engines.training.megatron.balance import Balance
 from cairn.engines.training.megatron.model import Model, build_optimizer, clip_gradients, has_experts, wrap
 from cairn.engines.training.megatron.passes import Objective, Passes, Reading
 from cairn.engines.training.megatron.replay import Replay
@@ -40,7 +41,10 @@ class MegatronLearner:
         self.optimizer = build_optimizer(training, model, self._wrapped)
         self.state = State(model.parameters, self.optimizer, prefix)
         replay = Replay(model.config, self._wrapped, has_experts) if replays else None
-        self._passes = Passes(model.config, self._wrapped, model.parameters[0].value.device, replay)
+        rate = training.moe_router_bias_update_rate
+        self._balance = Balance(model.config, self._wrapped, rate) if rate else None
+        device = model.parameters[0].value.device
+        self._passes = Passes(model.config, self._wrapped, device, replay, self._balance)
         self.alignment = self._passes.alignment
 
     def accumulate_gradients(
@@ -49,6 +53,8 @@ class MegatronLearner:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self._balance is not None:
+            self._balance.forget()
         return self._passes.accumulate_gradients(batch, micro_batches, weights, self._objective)
 
     def grad_norm(self) -> float:
@@ -60,6 +66,8 @@ class MegatronLearner:
         self.state.set_rates(lr, weight_decay)
         clip_gradients(self.optimizer, self._norm)
         self.optimizer.step_with_ready_grads()
+        if self._balance is not None:
+            self._balance.update()
 
     def forget_moments(self) -> None:
         self.state.forget_moments()

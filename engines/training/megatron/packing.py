@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from cairn.engines.routing import FREE
 from cairn.engines.training.collate import Tokens
@@ -33,6 +34,8 @@ class Packed:
     """The chosen response tokens that this rank predicts; their `positions` count its own T tokens."""
     order: torch.Tensor
     """[N] int64: where each of them stands among the chosen tokens of the whole micro-batch."""
+    real: torch.Tensor
+    """[T] bool: which of the tokens are no padding."""
     routed: torch.Tensor | None = None
     """[T, layers, top-k]: the experts that each token is to be given, padding none; None where none is."""
 
@@ -67,6 +70,18 @@ def as_rows(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     count, longest = (places.max(0).values + 1).tolist()
     rows = tokens.new_zeros(count, longest, *tokens.shape[1:])
     return rows.index_put((places[:, 0], places[:, 1]), tokens)
+
+
+def own_tokens(values: torch.Tensor, cut: bool) -> torch.Tensor:
+    """Of what is known of this context-parallel rank's tokens, [T, …], what is of those that a router of this
+    tensor-parallel rank sees. `cut`: whether such ranks share a sequence between layers."""
+    if not cut:
+        return values
+    ranks, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    return values.chunk(ranks)[rank]
 
 
 def pack(
@@ -105,6 +120,7 @@ def pack(
         longest=max(lengths),
         tokens=_chosen(tokens, order, predicted[order], group if size > 1 else None),
         order=order,
+        real=held[:, 1] < torch.tensor([len(row) for row in rows], device=device)[held[:, 0]],
         routed=_routed(tokens.routed_experts, held, max(lengths) - width),
     )
 

@@ -1,7 +1,7 @@
 """Micro-batches through Megatron's schedules: with gradients to train, without to score."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
 from cairn.engines.training.losses.metrics import merge, merge_over_ranks, numbers
+from cairn.engines.training.megatron.balance import Balance
 from cairn.engines.training.megatron.packing import Packed, pack
 from cairn.engines.training.megatron.replay import Replay
 from cairn.engines.training.routes import MISMATCH, routed_choices
@@ -35,13 +36,21 @@ OnOutputs = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any
 class Passes:
     """A model on this rank, and how micro-batches go through it."""
 
-    def __init__(self, config: Any, chunks: Sequence[Any], device: torch.device, replay: Replay | None = None) -> None:
+    def __init__(
+        self,
+        config: Any,
+        chunks: Sequence[Any],
+        device: torch.device,
+        replay: Replay | None = None,
+        balance: Balance | None = None,
+    ) -> None:
         """
         Args:
             chunks: of the model, as they are called.
             replay: gives their routers the experts of the rollout.
+            balance: counts the tokens of their experts in updates.
         """
-        self._replay = replay
+        self._replay, self._balance = replay, balance
         self._chunks, self._device = list(chunks), device
         context = parallel_state.get_context_parallel_world_size()
         cut = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
@@ -123,7 +132,11 @@ class Passes:
         def forward_step(data: Iterator[MicroBatch], chunk: Any) -> tuple[torch.Tensor, Any]:
             micro_batch = next(data)
             packed = make(micro_batch)
-            with nullcontext() if self._replay is None else self._replay.forward(chunk, _given(packed, micro_batch)):
+            with ExitStack() as around:
+                if self._replay is not None:
+                    around.enter_context(self._replay.forward(chunk, packed.routed if micro_batch.counted else None))
+                if self._balance is not None and not forward_only and micro_batch.counted:
+                    around.enter_context(self._balance.counting(packed.real))
                 output = chunk(
                     input_ids=packed.input_ids,
                     position_ids=None,
@@ -157,8 +170,3 @@ class Passes:
             forward_only=forward_only,
         )
         return kept
-
-
-def _given(packed: Packed, micro_batch: MicroBatch) -> torch.Tensor | None:
-    """The experts that its tokens are given; what does not count is nowhere counted."""
-    return packed.routed if micro_batch.counted else None

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
 from cairn.engines.routing import RouterChoice, differing, with_replayed
+from cairn.engines.training.megatron.packing import own_tokens
 
 
 class GivenExperts:
@@ -80,7 +80,8 @@ class Replay:
                 nothing is given; None: nothing is.
         """
         for given in self._given[id(chunk)]:
-            given.forward, given.given = True, None if routed is None else self._own(routed[:, given.layer])
+            given.forward = True
+            given.given = None if routed is None else own_tokens(routed[:, given.layer], self._cut)
             if self._again and torch.is_grad_enabled():
                 given.again.append(given.given)
         yield
@@ -96,13 +97,3 @@ class Replay:
             given.again.clear()
             given.differing = 0.0
         return total
-
-    def _own(self, routed: torch.Tensor) -> torch.Tensor:
-        """Of the tokens of a sequence that tensor-parallel ranks share, this one's."""
-        if not self._cut:
-            return routed
-        ranks, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        return routed.chunk(ranks)[rank]

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from cairn.configs.schema.lora import LoraConfig
+from cairn.engines.biases import biases_of
 from cairn.engines.models import load_causal_lm
 from cairn.engines.training.checkpoint import actors_parameters, read_description, read_state
 from cairn.engines.training.torch.export import save_model_folder, whole_weights
@@ -41,6 +42,8 @@ def export_checkpoint(
         add_adapters(actor, lora)
     trained = [(name, parameter.detach()) for name, parameter in actor.named_parameters() if parameter.requires_grad]
     state = read_description(store, checkpoint)
+    saved = {name for file in state.files for name in file.tensors}
+    trained += [(name, bias) for name, bias in biases_of(actor) if name in saved]  # which steps have moved
     read_state(store, checkpoint, state, {"parameters": trained}, actors_parameters)
     if adapter:
         save_adapters(actor, dict(trained), target)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.biases import biases_of
 from cairn.engines.models import load_causal_lm
 from cairn.engines.routing import RouteReplay
 from cairn.engines.training.batching import MicroBatch, plan_micro_batches
@@ -248,16 +250,21 @@ class TorchEngine(ExactlyOnceEngine):
             for kind, tensors in learner.state().items():
                 kinds.setdefault(kind, []).extend((prefix + name, tensor) for name, tensor in tensors)
         if self._reference is not None:
-            kinds[REFERENCE] = [(name, value.detach()) for name, value in self._reference.named_parameters()]
+            kinds[REFERENCE] = [(name, value.detach()) for name, value in self._weights_of(self._reference)]
         return kinds
 
     @torch.no_grad()
     def _update_reference(self) -> None:
         if self._reference is None:
             return
-        actor = dict(self._model.named_parameters())
-        for name, value in self._reference.named_parameters():
+        actor = dict(self._weights_of(self._model))
+        for name, value in self._weights_of(self._reference):
             copy_part(value, whole(actor[name].detach()))
+
+    def _weights_of(self, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+        """What steps may change: the parameters, and routers' biases where they are moved."""
+        moved = biases_of(model) if self._training.moe_router_bias_update_rate else iter(())
+        return chain(model.named_parameters(), moved)
 
     def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole weights by their names in the model, copied to the CPU; on rank 0 alone, gathered from all."""

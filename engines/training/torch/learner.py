@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.biases import biases_of
 from cairn.engines.routing import RouteReplay
 from cairn.engines.training.aggregations import Weight
 from cairn.engines.training.batching import MicroBatch
@@ -13,6 +14,7 @@ from cairn.engines.training.checkpoint import NamedTensors
 from cairn.engines.training.losses.metrics import merge_over_ranks
 from cairn.engines.training.optimizer import MOMENTS, build_optimizer, set_position, set_rates
 from cairn.engines.training.sharding import recompute_activations, whole
+from cairn.engines.training.torch.biases import Balance
 from cairn.engines.training.torch.passes import Objective, accumulate_gradients
 from cairn.engines.types import TrainBatch
 
@@ -39,9 +41,12 @@ class TorchLearner:
         if training.gradient_checkpointing:
             recompute_activations(model)
         named = list(model.named_parameters())
+        rate = training.moe_router_bias_update_rate
+        self._balance = Balance(model, rate) if rate else None
+        self._biases = [*biases_of(model)] if rate else []  # else they are those of the model's folder
         self._trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._kept = self._trained if training.lora.r else named
-        self.names = {name for name, _ in self._kept}
+        self.names = {name for name, _ in (*self._kept, *self._biases)}
         self.frozen = self.names - {name for name, _ in self._trained}
         self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
 
@@ -49,7 +54,11 @@ class TorchLearner:
         self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: dict[int, Weight]
     ) -> dict[str, float]:
         self.optimizer.zero_grad()
-        shares = accumulate_gradients(self.model, batch, micro_batches, weights, self._objective, self._replay)
+        if self._balance is not None:
+            self._balance.forget()
+        shares = accumulate_gradients(
+            self.model, batch, micro_batches, weights, self._objective, self._replay, self._balance
+        )
         return merge_over_ranks(shares, self._world_size)
 
     def grad_norm(self) -> float:
@@ -62,6 +71,8 @@ class TorchLearner:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in self._trained], self._clip_grad, self._norm)
         set_rates(self.optimizer, lr, weight_decay)
         self.optimizer.step()
+        if self._balance is not None:
+            self._balance.update(self._world_size)
 
     def forget_moments(self) -> None:
         for state in self.optimizer.state.values():
@@ -72,7 +83,7 @@ class TorchLearner:
         set_position(self.optimizer, steps)
 
     def state(self) -> dict[str, NamedTensors]:
-        """Every tensor of the state, by its kind: parameters, frozen ones too but for those beside adapters, and the
-        optimizer's moments of each that is trained."""
+        """Every tensor of the state, by its kind: parameters, frozen ones too but for those beside adapters, routers'
+        biases where steps move them, and the optimizer's moments of each that is trained."""
         moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in self._trained] for kind in MOMENTS}
-        return {"parameters": [(name, p.detach()) for name, p in self._kept], **moments}
+        return {"parameters": [(name, p.detach()) for name, p in (*self._kept, *self._biases)], **moments}

@@ -15,6 +15,7 @@ from cairn.engines.training.kept import within
 from cairn.engines.training.log_probs import response_logits, token_log_probs
 from cairn.engines.training.losses.metrics import merge, numbers
 from cairn.engines.training.routes import MISMATCH, routed_choices
+from cairn.engines.training.torch.biases import Balance
 from cairn.engines.types import TrainBatch
 
 Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -44,12 +45,14 @@ def accumulate_gradients(
     weights: dict[int, Weight],
     objective: Objective,
     replay: RouteReplay | None = None,
+    balance: Balance | None = None,
 ) -> dict[str, float]:
     """Add this rank's share of the loss's gradient to the parameters'; returns its share of every metric.
 
     Args:
         weights: of each sample's trained tokens in the loss of the optimizer step.
         replay: gives the model the experts that the rollout chose, where the batch has them.
+        balance: counts the tokens of experts.
     """
     kept = []
     routed = routed_choices(batch, weights)
@@ -57,7 +60,8 @@ def accumulate_gradients(
         token_weights = [weights[i] if micro_batch.counted else NO_WEIGHT for i in micro_batch.samples]
         tokens = collate_trained(batch, micro_batch.samples, token_weights, model.device)
         with given_routes(replay, tokens):
-            logits = _logits(model, batch, micro_batch, tokens)
+            with nullcontext() if balance is None else balance.counting(_counted(batch, micro_batch, tokens)):
+                logits = _logits(model, batch, micro_batch, tokens)
             loss, metrics = objective(logits, tokens)
             loss.backward()
         if replay is not None and routed:
@@ -86,6 +90,14 @@ def score_responses(
             places = [np.arange(ends[i] - batch.response_lengths[i], ends[i]) for i in micro_batch.samples]
             scores[torch.from_numpy(np.concatenate(places)).to(model.device)] = read
     return scores
+
+
+def _counted(batch: TrainBatch, micro_batch: MicroBatch, tokens: Tokens) -> torch.Tensor | None:
+    """[B * L] bool: the tokens that are no padding; None where the micro-batch does not count."""
+    if not micro_batch.counted:
+        return None
+    lengths = torch.tensor([[len(batch.input_ids[i])] for i in micro_batch.samples], device=tokens.input_ids.device)
+    return (torch.arange(tokens.input_ids.shape[1], device=lengths.device) < lengths).flatten()
 
 
 def given_routes(replay: RouteReplay | None, tokens: Tokens) -> AbstractContextManager[None]:

@@ -18,6 +18,8 @@ from tests.requests import group
 
 REPLAY = AlgorithmConfig(use_rollout_routing_replay=True)
 FAMILIES = ("qwen3_moe", "deepseek_v3")
+EXPERTS = 8
+"""At least as many as this have each of their layers."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -110,7 +112,7 @@ def test_other_choices_give_other_log_probs_and_say_how_many(folder: Path, sampl
     own = own_choices(free, sampled)
     other = [experts.copy() for experts in own]
     for experts in other:
-        unchosen = [e for e in range(8) if e not in experts[0, 0]]
+        unchosen = [e for e in range(EXPERTS) if e not in experts[0, 0]]
         experts[0, 0, 0] = unchosen[0]
     changed = dataclasses.replace(sampled, routed_experts=other)
     assert all(
