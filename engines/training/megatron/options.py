@@ -58,7 +58,6 @@ SET_HERE = {
     "hidden_dropout": "dropout would make log-probs differ from the rollout's",
     "moe_aux_loss_coeff": "its gradients are divided by a count of tokens, which Cairn's loss has in its weights",
     "moe_expert_capacity_factor": "tokens would be dropped in silence",
-    "moe_router_bias_update_rate": "it is training.moe_router_bias_update_rate, which every engine reads",
     "moe_z_loss_coeff": "its gradients are divided by a count of tokens, which Cairn's loss has in its weights",
     "mtp_num_layers": "the layers would be trained from nothing, by a loss that takes no part in the objective",
     "optimizer_cpu_offload": "its optimizer keeps moments where the digest and checkpoints do not look",
