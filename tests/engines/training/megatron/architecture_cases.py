@@ -2,6 +2,7 @@
 one of them."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,8 +91,8 @@ CASES = [Case(each, layout) for each in ARCHITECTURES if each.name not in REFUSE
 
 
 def loss_of(model: PreTrainedModel) -> tuple[torch.Tensor, list[np.ndarray]]:
-    """The loss of the policy gradient's first step, where every ratio is 1: the mean over samples of the mean over
-    their trained tokens of advantage times negative log-prob; and the log-probs of response tokens."""
+    """What has the gradient of the policy gradient's first step, where every ratio is 1: the mean over samples of the
+    mean over their trained tokens of advantage times negative log-prob; and the log-probs of response tokens."""
     losses, scores = [], []
     columns = zip(BATCH.input_ids, BATCH.response_lengths, BATCH.loss_mask, BATCH.advantages, strict=True)
     for ids, length, mask, advantages in columns:
@@ -110,6 +111,7 @@ def make_reference(architecture: Architecture, folder: Path) -> None:
     model.save_pretrained(folder / "model")
     loss, scores = loss_of(model)
     loss.backward()
+    norm = math.sqrt(sum(float(each.grad.square().sum()) for each in model.parameters() if each.grad is not None))
     for parameter in model.parameters():
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     trained = {name for name, _ in model.named_parameters()}
@@ -118,6 +120,7 @@ def make_reference(architecture: Architecture, folder: Path) -> None:
             buffer.zero_()
     model.save_pretrained(folder / "gradients")
     np.savez(folder / "scores.npz", *scores)
+    (folder / "metrics.json").write_text(json.dumps({"grad_norm": norm}))
 
 
 def run_case(case: Case, models: Path, work: Path, rank: int) -> None:
@@ -141,10 +144,10 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> None:
         rank=rank,
         world_size=case.layout.ranks,
     )
-    report = {"digest": engine.state_digest(), "checksum": engine.weights_checksum()}
+    state = {"digest": engine.state_digest(), "checksum": engine.weights_checksum()}
     scores = engine.score(BATCH, "actor")
     weights = {name: value for bucket in engine.export_weights(1 << 20) for name, value in bucket.items()}
-    engine.train(BATCH, num_steps=1, expected_version=0, input_digest="d")
+    metrics = engine.train(BATCH, num_steps=1, expected_version=0, input_digest="d").metrics
     gradients = dict(gradients_of(engine))
     if rank == 0:
         folder = folder_of(case, work)
@@ -152,7 +155,8 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> None:
         np.savez(folder / "scores.npz", *scores)
         save_file(weights, folder / "weights.safetensors")
         save_file(gradients, folder / "gradients.safetensors")
-        (folder / "report.json").write_text(json.dumps(report))
+        (folder / "state.json").write_text(json.dumps(state))
+        (folder / "metrics.json").write_text(json.dumps(metrics))
 
 
 def gradients_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

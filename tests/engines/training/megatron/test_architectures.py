@@ -86,6 +86,15 @@ def test_exported_weights_are_those_of_the_model_folder_byte_for_byte(case: Case
     record(case.architecture.name, Check.CONVERSION, f"{len(exported)} of {len(published)}")
 
 
+@OF_CASES
+def test_the_gradients_norm_is_that_of_autograd(case: Case, runs: Path) -> None:
+    found, right = (
+        json.loads((folder / "metrics.json").read_text())["grad_norm"]
+        for folder in (folder_of(case, runs), runs / case.architecture.name)
+    )
+    assert found == pytest.approx(right, rel=GRADIENTS_BOUND)
+
+
 @OF_ARCHITECTURES
 def test_gradients_are_those_of_autograd_in_every_layout(of: Architecture, cases: list[Case], runs: Path) -> None:
     right = tensors(runs / of.name / "gradients" / "model.safetensors")
@@ -104,7 +113,7 @@ def test_gradients_are_those_of_autograd_in_every_layout(of: Architecture, cases
 @OF_ARCHITECTURES
 def test_digest_and_checksum_are_the_same_in_every_layout(of: Architecture, cases: list[Case], runs: Path) -> None:
     reports = [
-        json.loads((folder_of(case, runs) / "report.json").read_text()) for case in cases if case.architecture == of
+        json.loads((folder_of(case, runs) / "state.json").read_text()) for case in cases if case.architecture == of
     ]
     assert len(reports) > 2
     assert all(report == reports[0] for report in reports)
