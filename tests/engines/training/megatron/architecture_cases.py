@@ -144,7 +144,11 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> None:
         rank=rank,
         world_size=case.layout.ranks,
     )
-    state = {"digest": engine.state_digest(), "checksum": engine.weights_checksum()}
+    state = {
+        "digest": engine.state_digest(),
+        "checksum": engine.weights_checksum(),
+        "rounded checksum": engine.weights_checksum("bfloat16"),
+    }
     scores = engine.score(BATCH, "actor")
     weights = {name: value for bucket in engine.export_weights(1 << 20) for name, value in bucket.items()}
     metrics = engine.train(BATCH, num_steps=1, expected_version=0, input_digest="d").metrics

@@ -10,6 +10,7 @@ import torch
 
 from cairn.engines.errors import BadModel
 from cairn.engines.training.megatron.families import UNMAPPED, family_of
+from cairn.engines.weights.folders import folder_checksum
 from tests.architectures import ARCHITECTURES, Architecture, architecture
 from tests.engines.training.megatron.architecture_cases import (
     CASES,
@@ -111,12 +112,17 @@ def test_gradients_are_those_of_autograd_in_every_layout(of: Architecture, cases
 
 
 @OF_ARCHITECTURES
-def test_digest_and_checksum_are_the_same_in_every_layout(of: Architecture, cases: list[Case], runs: Path) -> None:
+def test_digest_and_checksum_are_the_same_in_every_layout_and_the_checksum_is_the_folders(
+    of: Architecture, cases: list[Case], runs: Path
+) -> None:
     reports = [
         json.loads((folder_of(case, runs) / "state.json").read_text()) for case in cases if case.architecture == of
     ]
     assert len(reports) > 2
     assert all(report == reports[0] for report in reports)
+    folder = runs / of.name / "model"
+    assert reports[0]["checksum"] == folder_checksum(folder, "float32")
+    assert reports[0]["rounded checksum"] == folder_checksum(folder, "bfloat16")
     if not of.experts:
         record(of.name, Check.EXPERTS, "no experts")
 
