@@ -49,6 +49,9 @@ SIGMOID: dict[str, Any] = {
 }
 """Sigmoid routing with a correction bias, a shared expert, and a dense first layer."""
 
+DEEPSEEK: dict[str, Any] = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+"""As published; transformers reads none of it, SGLang does."""
+
 GROUPS: dict[str, Any] = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 """Experts in groups, of which the best two experts of each decide which groups are chosen from."""
 
@@ -154,13 +157,13 @@ ARCHITECTURES = (
         "deepseek_v3",
         "deepseek_v3",
         "DeepSeek V3, V3.1 and R1, Kimi K2",
-        {**LATENT, **SIGMOID, **GROUPS, "rope_parameters": YARN},
+        {**LATENT, **SIGMOID, **DEEPSEEK, **GROUPS, "rope_parameters": YARN},
     ),
     Architecture(
         "moonlight",
         "deepseek_v3",
         "Moonlight-16B-A3B",
-        {**LATENT, **SIGMOID, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+        {**LATENT, **SIGMOID, **DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
     ),
     Architecture(
         "glm4_moe_lite",

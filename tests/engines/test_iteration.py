@@ -1,6 +1,7 @@
 """A whole iteration of every architecture by the embedded engines: `transformers` generates, `torch` trains, and what
 was trained generates. Those that Cairn promises by name are among the quick tests."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from cairn.engines.models import parameter_names
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams, TrainBatch
 from cairn.engines.weights.folders import folder_checksum
-from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture
+from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture, architecture
 from tests.engines.rollout.models import rollout_config, same
 from tests.engines.training.builders import make_engine
 from tests.model_table import Check, record
@@ -74,14 +75,14 @@ def send(weights: Sequence[dict[str, torch.Tensor]], engine: TransformersEngine,
 def quickly(*names: str) -> Any:
     """Parametrizes by architecture; those that are not named are slow."""
     cases = [pytest.param(each, marks=() if each.name in names else pytest.mark.slow) for each in ARCHITECTURES]
-    return pytest.mark.parametrize("architecture", cases, ids=lambda each: each.name)
+    return pytest.mark.parametrize("of", cases, ids=lambda each: each.name)
 
 
 @quickly(*(each.name for each in ARCHITECTURES if each.named))
 def test_an_iteration_trains_what_was_sampled_and_samples_from_what_was_trained(
-    architecture: Architecture, tmp_path: Path
+    of: Architecture, tmp_path: Path
 ) -> None:
-    folder = architecture.save(tmp_path / "model")
+    folder = of.save(tmp_path / "model")
     rollout = TransformersEngine(str(folder), rollout_config(max_running_requests=5))  # so that slots are used again
     training = make_engine(folder, max_tokens_per_gpu=150)
     asked = requests()
@@ -101,7 +102,7 @@ def test_an_iteration_trains_what_was_sampled_and_samples_from_what_was_trained(
     batch = batch_of(asked, samples)
     after = largest_difference(training.score(batch, "actor"), batch)
     assert max(before, after) <= 1e-4
-    record(architecture.name, Check.ITERATION, max(before, after))
+    record(of.name, Check.ITERATION, max(before, after))
 
     training.export_hf(tmp_path / "trained")
     assert folder_checksum(tmp_path / "trained", "float32") == training.weights_checksum()
@@ -109,9 +110,9 @@ def test_an_iteration_trains_what_was_sampled_and_samples_from_what_was_trained(
 
 @quickly("deepseek_v3")
 def test_rounded_weights_are_those_that_the_trainer_says_and_biases_of_routers_stay_exact(
-    architecture: Architecture, tmp_path: Path
+    of: Architecture, tmp_path: Path
 ) -> None:
-    folder = architecture.save(tmp_path / "model")
+    folder = of.save(tmp_path / "model")
     rollout = TransformersEngine(str(folder), rollout_config(dtype="bfloat16"))
     assert rollout.weights_checksum() == folder_checksum(folder, "bfloat16")
     for version, dtype in enumerate(("float32", "bfloat16"), 1):
@@ -125,9 +126,9 @@ def test_rounded_weights_are_those_that_the_trainer_says_and_biases_of_routers_s
 
 
 @quickly("deepseek_v3")
-def test_a_sample_that_was_aborted_goes_on_as_if_it_had_not_been(architecture: Architecture, tmp_path: Path) -> None:
+def test_a_sample_that_was_aborted_goes_on_as_if_it_had_not_been(of: Architecture, tmp_path: Path) -> None:
     """But for rounding: what came before is then prefilled."""
-    engine = TransformersEngine(str(architecture.save(tmp_path)), rollout_config())
+    engine = TransformersEngine(str(of.save(tmp_path)), rollout_config())
     asked = requests(max_new_tokens=24)
     whole = by_id(engine.generate(asked))
     stream, begun = engine.open(), {}
@@ -146,3 +147,20 @@ def test_a_sample_that_was_aborted_goes_on_as_if_it_had_not_been(architecture: A
         log_probs = np.concatenate([begun[id].log_probs, rest.log_probs])
         assert [*begun[id].response_ids, *rest.response_ids] == whole[id].response_ids.tolist()
         np.testing.assert_allclose(log_probs, whole[id].log_probs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("model_type", "name"), [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2")])
+def test_models_that_the_library_has_no_class_for_are_trained_as_what_they_are(
+    model_type: str, name: str, tmp_path: Path
+) -> None:
+    folder = architecture(name).save(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": model_type, "architectures": ["OfItsOwn"], "auto_map": {"AutoConfig": "its.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    rollout, training = TransformersEngine(str(folder), rollout_config()), make_engine(folder)
+    asked = requests()
+    batch = batch_of(asked, by_id(rollout.generate(asked)))
+    assert largest_difference(training.score(batch, "actor"), batch) <= 1e-4
+    training.train(batch, num_steps=1, expected_version=0, input_digest="d")
+    send(list(training.export_weights(1 << 20)), rollout, 1)
+    assert rollout.weights_checksum() == training.weights_checksum()

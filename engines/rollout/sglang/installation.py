@@ -227,6 +227,8 @@ class Installation:
                     "`make sglang-env`"
                 )
             environment |= {"PYTHONPATH": str(STAND_INS), "SGLANG_USE_CPU_ENGINE": "1"}
+            # Routers are compiled for a GPU; on a CPU that takes longer than a server may be silent for.
+            environment["TORCHDYNAMO_DISABLE"] = "1"
         # A router asks for /health at any time; a request that it made would be in the way of new weights.
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
         return environment

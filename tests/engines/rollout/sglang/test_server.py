@@ -186,7 +186,7 @@ def test_stand_ins_are_set_for_that_process_alone_and_another_version_of_sglang_
     before = dict(os.environ)
     environment = installation.environment(on_cpu=True, num_threads=1)
     assert environment["PYTHONPATH"] == str(STAND_INS)
-    assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert environment["SGLANG_USE_CPU_ENGINE"] == environment["TORCHDYNAMO_DISABLE"] == "1"
     assert dict(os.environ) == before
     assert "PYTHONPATH" not in installation.environment(on_cpu=False, num_threads=1)
 
