@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cairn.engines.images import Image
 from cairn.engines.types import FinishReason, KeptTokens
 
 FIRST_CALL = "0"
@@ -161,6 +162,8 @@ class SampleRequest:
     """The expected answer, as the data row has it."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Of the data row; empty where it has none."""
+    images: tuple[Image, ...] = ()
+    """Of the prompt, in the order of their placeholders."""
 
     @property
     def key(self) -> SampleKey:

@@ -137,6 +137,22 @@ class Commit(Marker):
         """How other commits name this one: `000042/rollout.00-000`."""
         return layout.commit_name(self.iteration, self.step, self.shard)
 
+    @property
+    def tables(self) -> tuple[OutputFile, ...]:
+        """Its files but that of images."""
+        return tuple(output for output in self.outputs if output is not self.images)
+
+    @property
+    def table(self) -> OutputFile:
+        """That of a commit that has exactly one."""
+        (only,) = self.tables
+        return only
+
+    @property
+    def images(self) -> OutputFile | None:
+        """The file of the images of a rollout's prompts; None where they have none."""
+        return next((output for output in self.outputs if output.path.endswith(f"/{layout.IMAGES_FILE}")), None)
+
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Commit":
         """Read a marker. Raises Damaged, naming `path`, unless its bytes are those that were committed there."""

@@ -45,6 +45,8 @@ LONGEST_NAME = 100
 """Characters of a run's or a shard's."""
 _LONGEST_ATTEMPT = LONGEST_NAME + len(".000000-0123456789ab")
 LAST_NUMBER = 999_999
+IMAGES_FILE = "images.parquet"
+"""In the folder of an attempt at a rollout: the images of its samples' prompts."""
 
 
 class Kind(StrEnum):

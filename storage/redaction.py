@@ -41,6 +41,7 @@ from cairn.storage.errors import Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.redacted import without_text
 from cairn.storage.retention import brought_back_from, forks, needed_iterations, newest_checkpoint
+from cairn.storage.schemas import IMAGES
 from cairn.storage.snapshots import read_bytes
 from cairn.storage.write_ahead import waiting_prompts
 
@@ -115,6 +116,8 @@ def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda s
     """What a run holds of a prompt's text and tokens. Reads the samples of all iterations that it still has."""
     seen = _Seen()
     for commit, output in _tables(ledger, {Step.ROLLOUT}):
+        if output == commit.images:
+            continue
         progress(f"looking for prompt {prompt} in {commit.name}")
         if (data := _read(ledger, commit, output)) is not None:
             table = tables.from_parquet(data)
@@ -125,7 +128,7 @@ def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda s
         progress(f"looking at {commit.name}")
         if commit.run != ledger.run or (data := _read(ledger, commit, output)) is None:
             continue
-        new, holds_some = _bytes_without(data, commit, prompt, seen)
+        new, holds_some = _bytes_without(ledger, data, commit, output, prompt, seen)
         if commit.step is Step.ADVANTAGE and holds_some:
             trained.add(commit.iteration)
         if new is not data:
@@ -222,18 +225,35 @@ def _rows(step: Step, table: pa.Table, prompt: int, seen: _Seen) -> pa.Array:
     return found.combine_chunks()
 
 
-def _bytes_without(data: bytes, commit: Commit, prompt: int, seen: _Seen) -> tuple[bytes, bool]:
-    """A table's file with the prompt's text taken out, the same one where there is none; whether rows are its."""
+def _bytes_without(
+    ledger: Ledger, data: bytes, commit: Commit, output: OutputFile, prompt: int, seen: _Seen
+) -> tuple[bytes, bool]:
+    """A table's file with the prompt's text taken out, the same one where there is none; whether rows are its. Of
+    images those go that no other prompt's samples have."""
     table = tables.from_parquet(data)
+    if output == commit.images:
+        kept = _images_of_others(ledger, commit, prompt)
+        left = table.filter(pc.is_in(table.column("sha256"), pa.array(sorted(kept), pa.string())))
+        return (data if left.num_rows == table.num_rows else tables.to_parquet(left)), False
     rows = _rows(commit.step, table, prompt, seen)
     emptied = without_text(table, rows)
     return (data if emptied.equals(table) else tables.to_parquet(emptied)), bool(pc.any(rows).as_py())
 
 
+def _images_of_others(ledger: Ledger, commit: Commit, prompt: int) -> set[str]:
+    """SHA-256 of the images in a rollout that other prompts have."""
+    data = _read(ledger, commit, commit.table)
+    assert data is not None  # a commit's files retire together
+    samples = tables.from_parquet(data)
+    others = samples.filter(pc.not_equal(samples.column("prompt_index"), prompt))
+    return {image["sha256"] for images in others.column(IMAGES.name).to_pylist() for image in images or ()}
+
+
 def _replace(ledger: Ledger, file: RedactedFile, found: Found) -> None:
     commit = _commit(ledger, file)
     (output,) = (output for output in commit.outputs if output.path == file.path)
-    data, _ = _bytes_without(read_bytes(ledger.store, ledger.run, output), commit, found.prompt, found.seen)
+    before = read_bytes(ledger.store, ledger.run, output)
+    data, _ = _bytes_without(ledger, before, commit, output, found.prompt, found.seen)
     ledger.store.write(layout.in_run(ledger.run, file.path), data)
 
 

@@ -110,11 +110,31 @@ rollout engine chose for each token that it read, prompt and response but for th
 after the other: [tokens, layers, top_k] unsigned integers of as many `bytes`, little-endian, one row after the other.
 Layers are those with experts. Null: they are not known, and the trainer's model chooses by itself."""
 
+IMAGES = pa.field(
+    "images",
+    pa.list_(
+        pa.struct(
+            [
+                ("sha256", pa.string()),  # of its bytes, which lie beside the table
+                ("height", pa.int32()),  # in pixels, as the model sees it
+                ("width", pa.int32()),
+            ]
+        )
+    ),
+    nullable=True,
+)
+"""A column of `rollout` where prompts may have images, and of `eval`: those of the sample's prompt, in order; the bytes
+of an evaluation's are in its benchmark. Null: it has none."""
 
-def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False) -> pa.Schema:
+IMAGE_BYTES = _schema(("sha256", pa.string()), ("data", pa.binary()))
+"""Of the file beside the table of a `rollout` whose samples have images (`cairn.storage.layout.IMAGES_FILE`): one row
+an image. `data` is as the data set has it, encoded."""
+
+
+def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False, images: bool = False) -> pa.Schema:
     """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from, `several`: with trajectories,
-    `routed`: with the experts of each token."""
-    asked = ((KEPT, cut), (TRAJECTORIES, several), (ROUTED, routed))
+    `routed`: with the experts of each token, `images`: with those of prompts."""
+    asked = ((KEPT, cut), (TRAJECTORIES, several), (ROUTED, routed), (IMAGES, images))
     return pa.schema([*ROLLOUT, *(field for field, is_asked in asked if is_asked)])
 
 

@@ -1,15 +1,17 @@
 """From committed snapshots to the batch that the training engine takes."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from cairn.engines.images import Image
 from cairn.engines.training.needs import loss_needs
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import KEPT, ROUTED, TRAJECTORIES
+from cairn.storage.schemas import IMAGES, KEPT, ROUTED, TRAJECTORIES
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.routes import routed_experts
 from cairn.tasks.selection import max_ages, removed_samples, trained_groups
@@ -76,7 +78,8 @@ def train_batch(
 ) -> TrainBatch:
     """The batch of an iteration: trained groups in order, with advantages and scores where they are given; a sample
     of several trajectories is as many sequences of it."""
-    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions", KEPT.name, TRAJECTORIES.name]
+    columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions"]
+    columns += [KEPT.name, TRAJECTORIES.name, IMAGES.name]
     replays = run.config.algorithm.use_rollout_routing_replay
     columns += [ROUTED.name] if replays else []
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
@@ -108,6 +111,7 @@ def train_batch(
         groups=samples.column("group_id").to_pylist(),
         kept=kept_tokens(samples, responses),
         routed_experts=routed_experts(samples) if replays else None,
+        images=_images(run, rollouts, samples),
     )
     trajectories = several_trajectories(samples)
     return batch if trajectories is None else split_trajectories(batch, trajectories)
@@ -139,9 +143,23 @@ def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[Kept
     return found
 
 
+def row_images(value: Sequence[Mapping[str, Any]] | None, data: Mapping[str, bytes]) -> tuple[Image, ...]:
+    """The images of a row of the rollout table. `data`: their bytes, by their SHA-256."""
+    return tuple(Image(data[one["sha256"]], one["height"], one["width"]) for one in value or ())
+
+
+def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> list[tuple[Image, ...]] | None:
+    """Those of each sample's prompt, out of the snapshots; None where none has any."""
+    column = samples.column(IMAGES.name)
+    if column.null_count == len(column):
+        return None
+    data = {sha256: bytes for commit in rollouts for sha256, bytes in run.images(commit).items()}
+    return [row_images(own, data) for own in column.to_pylist()]
+
+
 def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Some columns of a table; null those that a rollout writes where it has something to say."""
-    for field in (KEPT, TRAJECTORIES, ROUTED):
+    for field in (KEPT, TRAJECTORIES, ROUTED, IMAGES):
         if field.name in columns and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return table.select(list(columns))

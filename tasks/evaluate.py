@@ -16,13 +16,20 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import EVAL, GENERATED_EVAL, TRAJECTORIES, Status
+from cairn.storage.schemas import EVAL, GENERATED_EVAL, IMAGES, TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.benchmarks import SCORE, EvaluatedSample, measure
 from cairn.tasks.evaluated_rows import Answers
 from cairn.tasks.evaluation_sharing import engines_environment, sharing
 from cairn.tasks.generation import generate_samples
-from cairn.tasks.groups import finished_samples, segments_value, status_of, trajectories_column, without_unused
+from cairn.tasks.groups import (
+    finished_samples,
+    images_column,
+    segments_value,
+    status_of,
+    trajectories_column,
+    without_unused,
+)
 from cairn.tasks.questions import Questions, own_questions
 from cairn.tasks.reward import given_samples, grade_generated, graded_again, messages_of
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
@@ -141,6 +148,8 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
         },
         EVAL.append(TRAJECTORIES),
     )
+    if any(row.images for row in asked):
+        table = table.append_column(IMAGES, images_column(asked))
     return Outcome(
         tables={"samples.parquet": without_unused(table)},
         values={"benchmark": name, **({"found": shared.folder} if shared is not None and found is not None else {})},

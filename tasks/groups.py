@@ -6,7 +6,7 @@ with the seed that it had. Its row then holds the whole response, with the weigh
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,15 @@ import pyarrow as pa
 
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason, KeptTokens
-from cairn.storage.schemas import KEPT, ROLLOUT, ROUTED, TRAJECTORIES, Status, rollout_schema
-from cairn.tasks.batch import kept_column
+from cairn.storage.schemas import IMAGE_BYTES, IMAGES, KEPT, ROLLOUT, ROUTED, TRAJECTORIES, Status, rollout_schema
+from cairn.tasks.batch import kept_column, row_images
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import DrawnRow
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.routes import routed_column, routes_of
 from cairn.tasks.sequences import last_trajectory, several_trajectories
+
+_IMAGE = ("sha256", "height", "width")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Group:
             prompt=row.prompt_text,
             label=row.label,
             metadata=row.metadata or {},
+            images=row.images,
         )
 
 
@@ -74,8 +77,9 @@ def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow[PromptRow]) -> 
     return Group(drawn, tuple(sample_seed(run.config.seed, iteration, drawn.group_id, index) for index in samples))
 
 
-def unfinished_group(rows: pa.Table) -> Group:
-    """Of a group's rows in the rollout table that left it unfinished, in the order of its samples."""
+def unfinished_group(rows: pa.Table, images: Mapping[str, bytes]) -> Group:
+    """Of a group's rows in the rollout table that left it unfinished, in the order of its samples. `images`: of that
+    rollout, by their SHA-256."""
     samples = rows.to_pylist()
     first = samples[0]
     row = PromptRow(
@@ -85,6 +89,7 @@ def unfinished_group(rows: pa.Table) -> Group:
         prompt_ids=tuple(first["prompt_ids"]),
         label=first["label"],
         metadata=None if first["metadata"] is None else json.loads(first["metadata"]),
+        images=row_images(first.get(IMAGES.name), images),
     )
     parts = {
         sample["sample_index"]: GeneratedSample(
@@ -171,7 +176,8 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
     begun = any(part.lengths for group in groups.values() for part in group.parts.values())
     several = begun or "." in run.config.rollout.custom_generate_function_path
     routed = run.config.algorithm.use_rollout_routing_replay
-    return rollout_schema(cut=run.records_kept, several=several, routed=routed)
+    images = run.config.data.has_images or any(group.drawn.row.images for group in groups.values())
+    return rollout_schema(cut=run.records_kept, several=several, routed=routed, images=images)
 
 
 def without_unused(samples: pa.Table) -> pa.Table:
@@ -235,7 +241,22 @@ def sample_table(
         )
     if TRAJECTORIES.name in schema.names:
         arrays[TRAJECTORIES.name] = trajectories_column(samples)
+    if IMAGES.name in schema.names:
+        arrays[IMAGES.name] = images_column([one.row for one in drawn])
     return pa.table(arrays, schema)
+
+
+def images_column(rows: Sequence[PromptRow]) -> pa.Array:
+    """The images of some prompts, as `cairn.storage.schemas.IMAGES` has them."""
+    values = [[dict(zip(_IMAGE, image.key, strict=True)) for image in row.images] or None for row in rows]
+    return pa.array(values, IMAGES.type)
+
+
+def image_table(groups: Iterable[Group]) -> pa.Table | None:
+    """The bytes of the images of some groups' prompts, each once; None where they have none."""
+    found = {image.sha256: image.data for group in groups for image in group.drawn.row.images}
+    columns = zip(*sorted(found.items()), strict=True)
+    return pa.table(dict(zip(IMAGE_BYTES.names, columns, strict=True)), IMAGE_BYTES) if found else None
 
 
 def trajectories_column(samples: Sequence[GeneratedSample]) -> pa.Array:

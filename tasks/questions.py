@@ -58,6 +58,7 @@ class Questions:
                 prompt=row.prompt_text,
                 label=row.label,
                 metadata=row.metadata or {},
+                images=row.images,
             )
             for row in self.rows
             for index in range(self.n)
@@ -91,7 +92,10 @@ def own_questions(
 ) -> Questions:
     """Those of a run's own benchmark. `seed`: the run's. `stop_token_ids`, `stop`: its tokens and strings that end a
     response. `graded_by`: name and version of the grader. Raises BadPrompt."""
-    asked = benchmark.model_dump(mode="json", exclude={"name", "path", "rm_type"})
+    without = {"name", "path", "rm_type"}
+    if not benchmark.multimodal_keys:  # results of texts keep the keys that they had before there were images
+        without |= {"multimodal_keys", "min_pixels", "max_pixels"}
+    asked = benchmark.model_dump(mode="json", exclude=without)
 
     def measured(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
         found = summary(samples)

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
@@ -10,7 +10,9 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.commits import Commit, OutputFile, Step
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
-from cairn.storage.snapshots import read_table
+from cairn.storage.schemas import IMAGE_BYTES
+from cairn.storage.snapshots import read_recorded_table, read_table
+from cairn.storage.store import Store
 
 TABLE_BYTES_KEPT = 2 << 30
 """Of snapshots that stay in memory after they were written or read, since later steps of the iteration read them again;
@@ -47,15 +49,25 @@ class RecordedRun:
 
     def read(self, commit: Commit, columns: Sequence[str] | None = None) -> pa.Table:
         """The Parquet snapshot of a commit that has exactly one, checked against its digest."""
-        (output,) = commit.outputs
+        table = self._read(commit.run, commit.table, read_table)
+        return table if columns is None else table.select(list(columns))
+
+    def images(self, commit: Commit) -> dict[str, bytes]:
+        """The images of the prompts of a rollout, by their SHA-256, checked as `read` does."""
+        if commit.images is None:
+            return {}
+        table = self._read(commit.run, commit.images, read_recorded_table)
+        return dict(zip(*(table.column(name).to_pylist() for name in IMAGE_BYTES.names), strict=True))
+
+    def _read(self, run: str, output: OutputFile, read: Callable[[Store, str, OutputFile], pa.Table]) -> pa.Table:
         with self._lock:
             table = self._tables.get(output.sha256)
             if table is not None:
                 self._tables.move_to_end(output.sha256)
         if table is None:
-            table = read_table(self.ledger.store, commit.run, output)
+            table = read(self.ledger.store, run, output)
             self.remember(output, table)
-        return table if columns is None else table.select(list(columns))
+        return table
 
     def remember(self, output: OutputFile, table: pa.Table) -> None:
         """Keep a snapshot that was just written: the next steps read it."""

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
+from cairn.storage.layout import IMAGES_FILE
 from cairn.storage.schemas import TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
@@ -27,6 +28,7 @@ from cairn.tasks.groups import (
     Group,
     finished_samples,
     fresh_group,
+    image_table,
     sample_schema,
     sample_table,
     unfinished_group,
@@ -122,8 +124,9 @@ def rollout(
         samples = without_unused(_whole_groups(pa.concat_tables(tables), by_id, encode))
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
+    images = image_table(groups)
     return Outcome(
-        tables={"samples.parquet": samples.combine_chunks()},
+        tables={"samples.parquet": samples.combine_chunks(), **({} if images is None else {IMAGES_FILE: images})},
         values={
             "cursor": draw.cursor,
             "batch_invariant": engine.batch_invariant and needed is None,
@@ -214,8 +217,9 @@ def _size(count: int, part: int, parts: int) -> int:
 
 def _continued(run: RunContext, places: Sequence[GroupPlace], rollouts: Sequence[Commit]) -> list[Group]:
     tables = {(commit.iteration, commit.shard): run.read(commit) for commit in rollouts}
+    images = {(commit.iteration, commit.shard): run.images(commit) for commit in rollouts}
     return [
-        unfinished_group(tables[iteration, shard].filter(pc.field("group_id") == group_id))
+        unfinished_group(tables[iteration, shard].filter(pc.field("group_id") == group_id), images[iteration, shard])
         for iteration, shard, group_id in places
     ]
 

@@ -45,6 +45,16 @@ class RowFormat(Section):
     tool_key: str | None = None
     """Column with tool definitions for the chat template, a list or a JSON string of one. slime: `--tool-key`."""
 
+    multimodal_keys: dict[str, str] = Field(default_factory=dict)
+    """Columns with what prompts hold besides text, by its kind: `{image: images}`. Images alone can be read, and only
+    by a model of images and text, see docs/vision.md. slime: `--multimodal-keys`."""
+
+    min_pixels: int | None = Field(None, ge=1)
+    """Smaller images are enlarged to so many pixels for the model; by default what the model's processor says."""
+
+    max_pixels: int | None = Field(None, ge=1)
+    """Larger images are made smaller, to so many pixels; by default what the model's processor says."""
+
     label_pattern: str | None = None
     r"""Regular expression with one group that cuts the answer out of the label, such as `####\s*(.+)` for GSM8K."""
 
@@ -59,6 +69,18 @@ class RowFormat(Section):
     @classmethod
     def _one_group(cls, pattern: str | None) -> str | None:
         return one_group(pattern)
+
+    @model_validator(mode="after")
+    def _images_alone(self) -> "RowFormat":
+        if others := sorted(set(self.multimodal_keys) - {"image"}):
+            raise ValueError(
+                f"multimodal_keys names a column of {others[0]}, and images alone can be read: leave it out"
+            )
+        if not self.multimodal_keys and (self.min_pixels or self.max_pixels):
+            raise ValueError("min_pixels and max_pixels have no effect without multimodal_keys: leave them out")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels})")
+        return self
 
 
 class MixedSource(RowFormat):
@@ -141,6 +163,11 @@ class DataConfig(RowFormat):
     """Demonstrations, preferences: what becomes of a row longer than `max_length`. `pass_over`: it is passed over and
     counted; `refuse`: the step ends with the row's number; `truncate`: its end is cut off and it is counted, and
     passed over where nothing is left to learn."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether prompts may have some."""
+        return any(source.multimodal_keys for source in (self, *self.mixture))
 
     @property
     def paths(self) -> tuple[str, ...]:

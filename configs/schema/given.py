@@ -11,7 +11,7 @@ _OF_DEMONSTRATIONS, _OF_PREFERENCES = ("response_key",), ("chosen_key", "rejecte
 """Options of `data` for responses that its rows hold."""
 
 _OF_SAMPLED: dict[str, tuple[str, ...]] = {
-    "data": ("mixture", "get_samples_path", "curriculum"),
+    "data": ("mixture", "get_samples_path", "curriculum", "multimodal_keys", "min_pixels", "max_pixels"),
     "rollout": (
         "n_samples_per_prompt",
         "over_sampling_batch_size",

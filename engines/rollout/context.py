@@ -66,7 +66,8 @@ class Context:
     async def sample(self, ids: Sequence[int] | np.ndarray, *, max_new_tokens: int | None = None) -> Segment:
         """Ask the policy for one continuation of `ids`: the prompt, and all that came after it.
 
-        May be called several times, one after the other or side by side in tasks. `max_new_tokens` may only be less
+        Its images are seen in all that begins with the prompt. May be called several times, one after the other or side
+        by side in tasks. `max_new_tokens` may only be less
         than the run's. Raises RequestRefused where the engine cannot go on from these tokens, for one because they fill
         its context.
         """
@@ -95,10 +96,11 @@ class Context:
         seed = call_seed(self._sample.seed, call)
         id = (*self._sample.key, self._count)
         self._count += 1
+        images = self._sample.images if np.array_equal(before[: len(self._prompt)], self._prompt) else ()
         if begun is None or not len(begun):
-            request = GenerateRequest(id, before, seed, params)
+            request = GenerateRequest(id, before, seed, params, images=images)
         else:
-            request = GenerateRequest(id, [*before, *begun.ids], seed, params, position=len(begun))
+            request = GenerateRequest(id, [*before, *begun.ids], seed, params, len(begun), images)
         completion = await self._ask(request)
         segment = Segment(
             completion.response_ids,

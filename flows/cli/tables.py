@@ -143,6 +143,9 @@ def print_samples(views: Sequence["SampleView"], total: int) -> None:
             "tokens": f"{view.prompt_tokens} + {view.response_tokens}",
             "group": f"{view.group_id}, sample {view.sample_index}",
         }
+        if view.images:
+            images = (f"{image.sha256[:12]} ({image.width} × {image.height} pixels)" for image in view.images)
+            facts["images"] = ", ".join(images)
         if view.error:
             facts["error"] = view.error
         out.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), printable(fact)) for name, fact in facts.items()))

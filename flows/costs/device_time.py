@@ -98,7 +98,7 @@ def priced(device_seconds: float | None, per_device_hour: float | None) -> float
 
 def rows(commit: Commit) -> int:
     """Of all tables of a commit."""
-    return sum(output.rows or 0 for output in commit.outputs)
+    return sum(output.rows or 0 for output in commit.tables)
 
 
 def engine_of(commit: Commit, config: RunConfig) -> int:

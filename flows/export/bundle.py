@@ -126,8 +126,7 @@ def _rollout_of(ledger: Ledger, view: SampleView) -> Commit:
 
 def sample_row(ledger: Ledger, commit: Commit, group_id: int, sample_index: int) -> dict[str, Any] | None:
     """A sample's row in the only table of a commit."""
-    (output,) = commit.outputs
-    table = read_table(ledger.store, commit.run, output)
+    table = read_table(ledger.store, commit.run, commit.table)
     found = table.filter(
         pc.and_(pc.equal(table.column("group_id"), group_id), pc.equal(table.column("sample_index"), sample_index))
     )

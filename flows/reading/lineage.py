@@ -209,7 +209,7 @@ def _update(
         state_digest=trained.state_digest,
         published_digest=None if published is None else _text(published.values.get("digest")),
         loss=trained.metrics.get("loss"),
-        samples=sum(output.rows or 0 for output in (advantage or rollout).outputs),
+        samples=(advantage or rollout).table.rows or 0,
         estimated_by=None if advantage is None else _made(advantage),
         made_by=_made(trained),
     )
@@ -264,8 +264,7 @@ def _at(row: Mapping[str, Any], column: str, token: int) -> Any:
 
 
 def _rows(ledger: Ledger, commit: Commit, condition: pc.Expression) -> list[dict[str, Any]]:
-    (output,) = commit.outputs
-    table: pa.Table = read_table(ledger.store, commit.run, output)
+    table: pa.Table = read_table(ledger.store, commit.run, commit.table)
     return table.filter(condition).to_pylist()
 
 
@@ -281,7 +280,7 @@ def _missing(ledger: Ledger, iteration: int, group_id: int, sample_index: int, r
         row
         for commit in ledger.commits(iteration)
         if commit.step is Step.ROLLOUT
-        for row in read_table(ledger.store, commit.run, commit.outputs[0], ["group_id"]).column(0).to_pylist()
+        for row in read_table(ledger.store, commit.run, commit.table, ["group_id"]).column(0).to_pylist()
     }
     has = f"it has groups {min(groups)} to {max(groups)}" if groups else "it has no samples"
     return f"run {ledger.run!r} has no group {group_id} in iteration {iteration}; {has}"

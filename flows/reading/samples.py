@@ -6,13 +6,23 @@ import pyarrow as pa
 from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
-from cairn.storage.schemas import Disposition
-from cairn.storage.snapshots import read_table
+from cairn.storage.schemas import IMAGES, Disposition
+from cairn.storage.snapshots import read_recorded_table, read_table
 
 _ROLLOUT = [
     "group_id", "sample_index", "prompt_text", "prompt_ids", "response_text", "response_ids", "label", "finish_reason"
 ]  # fmt: skip
 _REWARD = ["group_id", "sample_index", "reward", "status", "error"]
+
+
+class ImageView(Record):
+    """An image of a prompt."""
+
+    sha256: str
+    """Of its bytes, in hex."""
+    height: int
+    """In pixels, as the model saw it."""
+    width: int
 
 
 class SampleView(Record):
@@ -38,6 +48,8 @@ class SampleView(Record):
     error: str | None
     prompt_tokens: int
     response_tokens: int
+    images: tuple[ImageView, ...] = ()
+    """Of the prompt, in order."""
 
 
 def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
@@ -63,7 +75,8 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
         graded = ledger.find(origin, Step.REWARD, shard)
         assert generated is not None
         rewards = {} if graded is None else _by_sample(_read(ledger, graded, _REWARD))
-        for key, row in _by_sample(_read(ledger, generated, _ROLLOUT)).items():
+        sampled = read_recorded_table(ledger.store, generated.run, generated.table, [*_ROLLOUT, IMAGES.name])
+        for key, row in _by_sample(sampled).items():
             group = groups.get(row["group_id"], {})
             was_continued = group and (group["iteration"], group["shard"]) != (origin, shard)
             if (origin == iteration or group) and not was_continued:
@@ -86,14 +99,14 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
             error=graded_row.get("error"),
             prompt_tokens=len(row["prompt_ids"]),
             response_tokens=len(row["response_ids"]),
+            images=tuple(ImageView(**image) for image in row.get(IMAGES.name) or ()),
         )
         for number, (origin, key, row, graded_row, group, advantage) in enumerate(found)
     ]
 
 
 def _read(ledger: Ledger, commit: Commit, columns: list[str] | None = None) -> pa.Table:
-    (output,) = commit.outputs
-    return read_table(ledger.store, commit.run, output, columns)
+    return read_table(ledger.store, commit.run, commit.table, columns)
 
 
 def _by_sample(table: pa.Table) -> dict[tuple[int, int], dict]:

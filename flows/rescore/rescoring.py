@@ -213,13 +213,13 @@ class _Again:
 
     def _shard(self, rollout: Commit, rewards: Commit | None) -> _Shard | None:
         if rewards is None:
-            self.passed_over["not graded"] += rollout.outputs[0].rows or 0
+            self.passed_over["not graded"] += rollout.table.rows or 0
             return None
         try:
             samples = complete(self._read(rollout, self._columns), ROLLOUT)
             before = self._read(rewards, ["reward"])
         except Retired:
-            self.passed_over["retired"] += rollout.outputs[0].rows or 0
+            self.passed_over["retired"] += rollout.table.rows or 0
             return None
         if rollout.name in self._redacted:
             kept = pc.fill_null(pc.not_equal(samples["error"], MARK), True)
@@ -248,4 +248,4 @@ class _Again:
         return rows.filter(pa.array(finished, pa.bool_()))
 
     def _read(self, commit: Commit, columns: Sequence[str]) -> pa.Table:
-        return read_recorded_table(self._ledger.store, commit.run, commit.outputs[0], columns)
+        return read_recorded_table(self._ledger.store, commit.run, commit.table, columns)

@@ -45,7 +45,7 @@ COMMITS = pa.schema(
         ("table_bytes", pa.list_(pa.int64())),
     ]
 )
-"""`tables` are the store paths of the step's Parquet files, `table_bytes` their sizes."""
+"""`tables` are the store paths of the step's Parquet files but that of images, `table_bytes` their sizes."""
 
 
 def row_of(data: bytes, path: str) -> dict[str, Any]:
@@ -58,7 +58,11 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
         if layout.commit(run, iteration, step, shard) != path:
             raise ValueError(f"it is that of {run} {iteration} {step}")
         outputs, environment = fields.get("outputs", []), fields["environment"]
-        tables = [output for output in outputs if output["path"].endswith(".parquet")]
+        tables = [
+            output
+            for output in outputs
+            if output["path"].endswith(".parquet") and not output["path"].endswith(f"/{layout.IMAGES_FILE}")
+        ]
         return {
             **{name: fields.get(name) for name in _PLAIN},
             "name": layout.commit_name(iteration, step, shard),
@@ -73,7 +77,7 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
             "versions": _items(environment.get("versions", {})),
             "files": len(outputs),
             "bytes": sum(output["bytes"] for output in outputs),
-            "rows": sum(output.get("rows") or 0 for output in outputs),
+            "rows": sum(output.get("rows") or 0 for output in tables),
             "tables": [_table_path(run, output["path"]) for output in tables],
             "table_bytes": [output["bytes"] for output in tables],
         }

@@ -17,6 +17,7 @@ from pydantic import JsonValue
 from cairn.configs.kinds import STATEFUL_SOURCE
 from cairn.configs.schema.data import DataConfig
 from cairn.tasks.data.errors import BadData, BadPrompt
+from cairn.tasks.data.images import RowImages
 from cairn.tasks.data.prompts import PromptData, PromptRow
 from cairn.tasks.data.results import GroupResult
 from cairn.tasks.data.stream import Draw, DrawnRow, drawn_so_far
@@ -48,6 +49,7 @@ class GivenPrompts:
         self.path = config.path
         self.name = config.get_samples_path
         self._format = config
+        self._images = RowImages(config, tokenizer.name_or_path) if config.multimodal_keys else None
         self._tokenizer = tokenizer
         self._function = STATEFUL_SOURCE.load(config.get_samples_path)
 
@@ -75,7 +77,10 @@ class GivenPrompts:
             found, state = self._ask(state, count - len(rows), results)
             taken = len(rows)
             data = PromptData(
-                _Given(f"{self.name}, from its prompt {given + 1} on", found), self._format, self._tokenizer
+                _Given(f"{self.name}, from its prompt {given + 1} on", found),
+                self._format,
+                self._tokenizer,
+                self._images,
             )
             for index in range(len(found)):
                 try:

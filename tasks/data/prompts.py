@@ -10,8 +10,10 @@ from jinja2 import TemplateError
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import RowFormat
+from cairn.engines.images import Image
 from cairn.tasks.data.errors import BadData, BadPrompt
-from cairn.tasks.data.rows import open_rows
+from cairn.tasks.data.images import RowImages, with_parts
+from cairn.tasks.data.rows import FILES, open_rows, without_slice
 
 Messages = list[dict[str, Any]]
 
@@ -33,6 +35,9 @@ class PromptRow:
     label: str | None
     metadata: dict[str, Any] | None
     """As the row has it; with tools, they are added under `tools`, as in slime."""
+    images: tuple[Image, ...] = ()
+    """In the order of their placeholders, of which each has as many among `prompt_ids` as it takes, and one in
+    `prompt_text`."""
 
 
 class Rows(Protocol):
@@ -75,10 +80,11 @@ class OverRows:
 class PromptData(OverRows):
     """The prompts of one data set."""
 
-    def __init__(self, rows: Rows, format: RowFormat, tokenizer: Any) -> None:
+    def __init__(self, rows: Rows, format: RowFormat, tokenizer: Any, images: RowImages | None = None) -> None:
         super().__init__(rows)
         self._tokenizer = tokenizer
         self._format = format
+        self._images = images
 
     @classmethod
     def open(
@@ -97,10 +103,16 @@ class PromptData(OverRows):
         required = {format.input_key: "input_key"}
         if format.label_key is not None:
             required[format.label_key] = "label_key"
-        optional = {key for key in (format.metadata_key, format.tool_key) if key is not None}
+        images = None
+        if format.multimodal_keys:
+            beside = without_slice(path) if format.data_source_path == FILES else None
+            images = RowImages(format, tokenizer.name_or_path, beside)
+        optional = {*format.multimodal_keys.values(), format.metadata_key, format.tool_key} - {None}
 
         def looked_at(row: dict[str, Any], where: str) -> None:
             metadata = _fields(row, format, where).metadata
+            if images is not None:
+                images.check(row, where)
             if check is not None:
                 try:
                     check(metadata, where)
@@ -108,22 +120,34 @@ class PromptData(OverRows):
                     raise BadData(str(error)) from error
 
         rows = open_rows(format.data_source_path, path, required, optional, looked_at)
-        return cls(rows, format, tokenizer)
+        if images is not None:
+            images.end_checks()
+        return cls(rows, format, tokenizer, images)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of all that the data source gives, and of the images that its rows name."""
+        return super().fingerprint if self._images is None else self._images.fingerprint(super().fingerprint)
 
     def row(self, index: int) -> PromptRow:
         """Read, render and tokenize the row at `index`. Raises BadPrompt if the chat template refuses it, it is empty,
         or it holds what is no text."""
         where = f"{self.path}, row {index + 1}"
-        prompt, label, metadata, tools = _fields(self._rows.read(index), self._format, where)
+        row = self._rows.read(index)
+        prompt, label, metadata, tools = _fields(row, self._format, where)
         text = self._render(prompt, tools, where) if self._format.apply_chat_template else prompt
         require_text(str(text) + (label or ""), where)
         # The template writes the special tokens that it wants; a plain prompt is taken literally, as in slime.
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise BadPrompt(f"{where} has an empty prompt: give it some text or remove the row")
+        images: tuple[Image, ...] = ()
+        if self._images is not None:
+            images = self._images.of(row, where)
+            ids = self._images.laid(ids, images, where)
         if tools is not None:
             metadata = {**(metadata or {}), "tools": tools}
-        return PromptRow(index, prompt, str(text), tuple(ids), label, metadata)
+        return PromptRow(index, prompt, str(text), tuple(ids), label, metadata, images)
 
     def require_all(self) -> None:
         """Make every prompt once: none of a benchmark's can be passed over. Raises BadPrompt."""
@@ -132,6 +156,8 @@ class PromptData(OverRows):
 
     def _render(self, prompt: str | Messages, tools: list[Any] | None, where: str) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self._images is not None:
+            messages = with_parts(messages, where)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,

@@ -25,6 +25,7 @@ from cairn.storage.errors import NoSpace
 from cairn.storage.space import naming_full
 from cairn.tasks.data.errors import BadData
 from cairn.tasks.data.files import Binary, is_parquet, open_file, parquet_rows, parsed
+from cairn.tasks.data.images import as_text
 
 Check = Callable[[dict[str, Any], str], object]
 """Looks at one row and raises BadData; the second argument says where the row stands."""
@@ -82,7 +83,7 @@ def open_rows(source: str, path: str, required: Mapping[str, str], optional: Col
         fingerprint = hashlib.file_digest(lines, "sha256").hexdigest()
         if is_parquet(url):
             columns = partial(_columns, required=required, optional=optional, url=url)
-            lines = _spooled(parquet_rows(lines, url, columns), default=str)
+            lines = _spooled(parquet_rows(lines, url, columns), default=as_text)
     else:
         lines = _spooled(_given(source, url))
         lines.seek(0)
@@ -96,6 +97,12 @@ def open_rows(source: str, path: str, required: Mapping[str, str], optional: Col
         if not offsets:
             raise BadData(f"{path} selects none of the {total} rows: correct the slice")
     return RowFile(path, lines, offsets, fingerprint)
+
+
+def without_slice(path: str) -> str:
+    """A path without the slice that it may end in."""
+    match = _SLICE.fullmatch(path)
+    return match["path"] if match else path
 
 
 def _given(source: str, path: str) -> Iterator[dict[str, Any]]:

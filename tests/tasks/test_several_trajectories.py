@@ -138,7 +138,7 @@ def check_report_of(run: RunContext, index: int) -> None:
 def check_continued(run: RunContext, table: pa.Table) -> None:
     """Finished samples of a group that is continued stay as they were, also by a fork without the function."""
     rows = table.filter(pc.field("group_id") == 1).drop_columns([*MEASURED])
-    group = unfinished_group(rows.append_column("seconds", pa.array([0.0] * rows.num_rows)))
+    group = unfinished_group(rows.append_column("seconds", pa.array([0.0] * rows.num_rows)), {})
     plain = run.config.rollout.model_copy(update={"custom_generate_function_path": "single_turn"})
     for config in (run.config, run.config.model_copy(update={"rollout": plain})):
         written = sample_table(run.seen_as(config), "rollout:0", {1: group}, group.finished())

@@ -99,6 +99,11 @@ SAMPLES = View(
         "prompt_ids": column("INTEGER[]", "b.prompt_ids", ""),
         "response_ids": column("INTEGER[]", "b.response_ids", ""),
         "trajectories": column("INTEGER[]", "b.trajectories", "tokens of each trajectory; NULL: it has one"),
+        "images": column(
+            "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",
+            "b.images",
+            "of the prompt, in order, and the pixels in which the model saw them; NULL: it has none",
+        ),
         "log_prob": column("DOUBLE", "list_avg(b.log_probs)", "mean over the response's tokens, of the rollout engine"),
         "weight_version": column("INTEGER", "list_max(b.weight_versions)", "the newest that sampled a token of it"),
         "finish_reason": column("VARCHAR", "b.finish_reason", "`stop`, `length` or `abort`"),
