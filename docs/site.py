@@ -22,6 +22,7 @@ ORDER = {
         "data.md",
         "algorithms.md",
         "sft.md",
+        "vision.md",
         "rewards.md",
         "plugins.md",
         "coming-from-slime.md",

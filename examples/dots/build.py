@@ -1,10 +1,10 @@
-"""Counting and naming dots: `python -m examples.dots.build`.
+"""Naming the colour of dots: `python -m examples.dots.build`.
 
 build/dots/
-    train.parquet          questions with a picture each, as bytes in the column `images`
+    train.parquet          a question with a picture each, the picture as bytes in the column `images`
     heldout.jsonl          others, with paths of pictures
     heldout/               those pictures: none is trained on
-    demonstrations.jsonl   of the warm start: questions without pictures
+    demonstrations.jsonl   of the warm start: the question without a picture
     untrained/             the model before its warm start, its tokenizer and its image processor
     runs/warm-start/       the ledger of the warm start
     model/                 the warm-started model
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples.building import build_by_command, write_rows
-from examples.dots.task import QUESTIONS, demonstration, picture
+from examples.dots.task import QUESTION, demonstration, picture
 
 FOLDER = Path("build/dots")
 TRAIN_ROWS = 2048
@@ -68,13 +68,9 @@ def begin(folder: Path, seed: int, shown: int, train: int = TRAIN_ROWS, held_out
 
 
 def _rows(rng: random.Random, count: int) -> list[tuple[bytes, dict[str, str]]]:
-    """Pictures, each with a question and its answer."""
-    rows = []
-    for _ in range(count):
-        data, right = picture(rng)
-        kind = rng.choice(list(QUESTIONS))
-        rows.append((data, {"prompt": f"<image>{QUESTIONS[kind]}", "label": right[kind]}))
-    return rows
+    """Pictures, each with the question and its answer."""
+    drawn = (picture(rng) for _ in range(count))
+    return [(data, {"prompt": f"<image>{QUESTION}", "label": colour}) for data, colour in drawn]
 
 
 if __name__ == "__main__":

@@ -221,6 +221,7 @@ _ROW: dict[str, Rule] = {
     "label_key": _anything,
     "metadata_key": _anything,
     "tool_key": _anything,
+    "multimodal_keys": _anything,
     "label_pattern": _anything,
     "apply_chat_template_kwargs": _template_arguments,
     "path": _data,

@@ -107,7 +107,8 @@ class PromptData(OverRows):
         if format.multimodal_keys:
             beside = without_slice(path) if format.data_source_path == FILES else None
             images = RowImages(format, tokenizer.name_or_path, beside)
-        optional = {*format.multimodal_keys.values(), format.metadata_key, format.tool_key} - {None}
+        optional = {key for key in (format.metadata_key, format.tool_key) if key is not None}
+        optional.update(format.multimodal_keys.values())
 
         def looked_at(row: dict[str, Any], where: str) -> None:
             metadata = _fields(row, format, where).metadata
