@@ -64,4 +64,9 @@ class Routes:
             raise EngineError(f"the server reports experts that are not of this model: {error}") from error
         if len(experts) < tokens:
             raise EngineError(f"the server reports the experts of {len(experts)} tokens, where it read {tokens}")
+        if (np.diff(np.sort(experts[:1], -1)) == 0).any():
+            raise EngineError(
+                "the server reports that one expert was chosen twice for a token, as it does where its kernels choose "
+                "and do not say: set rollout.sglang.moe_runner_backend to one that routes apart"
+            )
         return compact(experts, self._layers.num_experts)

@@ -1,5 +1,6 @@
 """The experts that a real SGLang server reports, and what is refused of them before one starts."""
 
+import base64
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,9 @@ def test_a_reply_of_another_shape_is_an_error() -> None:
         routes.read({"routed_experts": "AAAAAA=="}, 5)
     with pytest.raises(EngineError, match="the experts of 0 tokens, where it read 5"):
         routes.read({"routed_experts": ""}, 5)
+    nothing = base64.b64encode(np.zeros((5, 4, 3), np.int32).tobytes()).decode()
+    with pytest.raises(EngineError, match="one expert was chosen twice"):
+        routes.read({"routed_experts": nothing}, 5)
 
 
 def test_servers_that_would_not_report_them_are_refused() -> None:
