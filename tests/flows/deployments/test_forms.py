@@ -95,10 +95,13 @@ def test_recipes_are_those_of_the_folder_and_those_that_come_with_cairn(
 ) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text((ROOT / RECIPE).read_text())
+    (tmp_path / "recipes" / "warmer.yaml").write_text("base: mine.yaml\nrollout: {rollout_temperature: 1.2}\n")
     (tmp_path / "prefect.yaml").write_text("deployments: []\n")
     monkeypatch.chdir(tmp_path)
     found = recipes(tmp_path)
-    assert "recipes/mine.yaml" in found
+    assert {"recipes/mine.yaml", "recipes/warmer.yaml"} <= set(found)
+    assert "models/Qwen3-4B.yaml" in found
+    assert "models/base/math.yaml" not in found
     assert "quickstart.yaml" in found
     assert "prefect.yaml" not in found
     assert load(recipe_path("quickstart.yaml")) == load(ROOT / RECIPE)
