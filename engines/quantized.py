@@ -42,6 +42,7 @@ class BlockFp8:
     """Whether all scales are."""
 
     suffixes = ("_scale_inv",)
+    """What names of a weight's parts end with; the first part stands for all of them."""
 
     def of(self, name: str, tensors: Mapping[str, Slice]) -> tuple[str, Slice]:
         stem = name.removesuffix("_scale_inv")
@@ -76,10 +77,9 @@ class PackedInt4:
     def of(self, name: str, tensors: Mapping[str, Slice]) -> tuple[str, Slice]:
         stem = name.rpartition("_")[0]
         packed, scales = tensors[f"{stem}_packed"], tensors[f"{stem}_scale"]
-        rows, columns = tensors[f"{stem}_shape"][...].tolist()
-        _require_shape(f"{stem}_packed", packed, [rows, -(-columns // 8)])
-        _require_shape(f"{stem}_scale", scales, [rows, columns // self.group])
-        return stem, _Int4Weight(packed, scales, columns, self.group)
+        rows, words = packed.get_shape()  # whole groups fill whole words, so `_shape` says nothing more
+        _require_shape(f"{stem}_scale", scales, [rows, words * 8 // self.group])
+        return stem, _Int4Weight(packed, scales, self.group)
 
 
 Scheme = BlockFp8 | Mxfp4 | PackedInt4
@@ -132,13 +132,14 @@ def open_tensors(files: Iterable[Path], scheme: Scheme | None) -> dict[str, Slic
     weights = dict(tensors)
     for name in tensors:
         if name.endswith(scheme.suffixes):
+            del weights[name]
+        if name.endswith(scheme.suffixes[0]):
             try:
                 weight, view = scheme.of(name, tensors)
             except KeyError as missing:
                 raise BadModel(
                     f"{name} belongs to {missing}, which the weight files lack: copy the folder again."
                 ) from None
-            del weights[name]
             weights[weight] = view
     return weights
 
@@ -194,17 +195,16 @@ class _Mxfp4Weight(Dequantized):
 class _Int4Weight(Dequantized):
     packed: Slice
     scales: Slice
-    columns: int
     group: int
 
     def get_shape(self) -> list[int]:
-        return [self.packed.get_shape()[0], self.columns]
+        rows, words = self.packed.get_shape()
+        return [rows, words * 8]
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         rows, columns = _ranges(key, self.get_shape())
         values = (self.packed[rows].unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-        values = values.flatten(1)[:, : self.columns] - 8
-        return (values * self.scales[rows].float().repeat_interleave(self.group, 1))[:, columns]
+        return ((values.flatten(1) - 8) * self.scales[rows].float().repeat_interleave(self.group, 1))[:, columns]
 
 
 def _ranges(key: Any, shape: list[int]) -> tuple[slice, ...]:

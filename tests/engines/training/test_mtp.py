@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cairn.configs.schema.lora import LoraConfig
 from cairn.engines.models import load_causal_lm, open_weights, parameter_names, weight_files
+from cairn.engines.training.torch.convert import export_checkpoint
 from cairn.engines.weights.folders import checksums_as, folder_checksum
+from cairn.storage.store import open_store
 from tests.architectures import architecture
 from tests.engines.training.builders import make_engine
 from tests.mtp_models import NAMES, mtp_folder, mtp_tensors
@@ -32,6 +35,15 @@ def test_they_are_kept_again_of_a_folder_that_was_written(tmp_path: Path) -> Non
     assert all(torch.equal(second[key][...], tensor) for key, tensor in kept.items())
     assert second.keys() == open_weights(tmp_path / "model").keys()
     load_causal_lm(tmp_path / "second", torch.float32)
+
+
+def test_a_checkpoint_becomes_a_folder_that_has_them(tmp_path: Path) -> None:
+    kept = mtp_folder("mimo", tmp_path / "model")
+    store = open_store(str(tmp_path))
+    make_engine(tmp_path / "model").save(store, "checkpoint")
+    export_checkpoint(store, "checkpoint", tmp_path / "model", tmp_path / "out", dtype=torch.float32, lora=LoraConfig())
+    found = open_weights(tmp_path / "out")
+    assert all(torch.equal(found[key][...], tensor) for key, tensor in kept.items())
 
 
 def test_digests_and_checksums_are_those_of_the_model_without_them(tmp_path: Path) -> None:

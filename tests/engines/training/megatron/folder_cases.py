@@ -10,6 +10,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.megatron.backend import backend_for
+from cairn.storage.store import open_store
 from tests.engines.training.ranks import fork_ranks
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -21,18 +22,25 @@ OPTIONS: dict[str, dict[str, Any]] = {"MXFP4": {"expert_tensor_parallel_size": 1
 """Of a folder's model: Megatron does not cut experts that have biases."""
 
 
-def launched(folders: Path, names: list[str]) -> None:
-    """Have every folder read and written again in every layout, as <name>/<layout>."""
+def launched(folders: Path, names: list[str], converted: list[str]) -> None:
+    """Have every folder read and written again in every layout, as "<name> <layout>", and some on one rank as a
+    checkpoint too, which becomes "<name> converted"."""
     backend_for(torch.device("cpu"))
     import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
 
     for layout, megatron in LAYOUTS.items():
         ranks = 1 if layout == "one rank" else 2
-        fork_ranks(read_and_write, folders, names, layout, megatron, ranks, world_size=ranks)
+        fork_ranks(read_and_write, folders, names, converted, layout, megatron, ranks, world_size=ranks)
 
 
 def read_and_write(
-    rank: int, folders: Path, names: list[str], layout: str, megatron: dict[str, Any], ranks: int
+    rank: int,
+    folders: Path,
+    names: list[str],
+    converted: list[str],
+    layout: str,
+    megatron: dict[str, Any],
+    ranks: int,
 ) -> None:
     from cairn.engines.training.factory import make_engine
 
@@ -50,4 +58,10 @@ def read_and_write(
             world_size=ranks,
         )
         engine.export_hf(folders / f"{name} {layout}")
+        if name in converted and ranks == 1:
+            from cairn.engines.training.megatron.convert import export_checkpoint
+
+            store, target, cpu = open_store(str(folders)), folders / f"{name} converted", torch.device("cpu")
+            engine.save(store, f"{name} checkpoint")
+            export_checkpoint(store, f"{name} checkpoint", folders / name, target, dtype="float32", device=cpu)
     dist.destroy_process_group()

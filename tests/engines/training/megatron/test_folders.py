@@ -1,7 +1,10 @@
 """Model folders that Megatron reads, on one rank and on two, and writes again."""
 
 import json
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,26 +16,35 @@ from tests.engines.training.ranks import run_forking
 from tests.mtp_models import mtp_folder
 from tests.quantized_models import Tensors, fp8_folder, int4_folder, mxfp4_folder
 
-QUANTIZED = {
-    "FP8": lambda folder: fp8_folder("qwen3_moe", folder),
+QUANTIZED: dict[str, Callable[[Path], Tensors]] = {
     "FP8, DeepSeek": lambda folder: fp8_folder("deepseek_v3", folder),
+    "FP8": lambda folder: fp8_folder("qwen3_moe", folder),
     "MXFP4": mxfp4_folder,
     "INT4": lambda folder: int4_folder("qwen3_moe", folder),
 }
-MTP = ["deepseek_v3", "mimo"]
+MTP: dict[str, Callable[[Path], Tensors]] = {name: partial(mtp_folder, name) for name in ("deepseek_v3", "mimo")}
+QUICK = ("FP8, DeepSeek", "deepseek_v3")
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    """Those that are quick as they are, the others for long runs."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensors]]:
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Tensors]]:
+    """Every folder that is asked for, read and written in one launch."""
     work = tmp_path_factory.mktemp("folders")
-    weights = {name: make(work / name) for name, make in QUANTIZED.items()}
-    weights |= {name: mtp_folder(name, work / name) for name in MTP}
-    run_forking(launched, work, [*QUANTIZED, *MTP])
+    every = request.config.option.markexpr != "not slow"
+    weights = {name: make(work / name) for name, make in {**QUANTIZED, **MTP}.items() if every or name in QUICK}
+    run_forking(launched, work, list(weights), [name for name in weights if name in MTP])
     return work, weights
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", some(QUANTIZED))
 def test_every_layout_holds_the_dequantised_weights_bit_for_bit(
     folders: tuple[Path, dict[str, Tensors]], name: str, layout: str
 ) -> None:
@@ -44,13 +56,13 @@ def test_every_layout_holds_the_dequantised_weights_bit_for_bit(
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MTP)
+@pytest.mark.parametrize("written", [*LAYOUTS, "converted"])
+@pytest.mark.parametrize("name", some(MTP))
 def test_layers_that_are_not_trained_are_kept_byte_for_byte(
-    folders: tuple[Path, dict[str, Tensors]], name: str, layout: str
+    folders: tuple[Path, dict[str, Tensors]], name: str, written: str
 ) -> None:
     work, kept = folders
-    found, before = open_weights(work / f"{name} {layout}"), open_weights(work / name)
+    found, before = open_weights(work / f"{name} {written}"), open_weights(work / name)
     assert found.keys() == before.keys() >= kept[name].keys()
     assert all(torch.equal(tensor[...], before[key][...]) for key, tensor in found.items())
     assert all(found[key][...].dtype == torch.bfloat16 for key in kept[name])
