@@ -150,9 +150,10 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> None:
         "rounded checksum": engine.weights_checksum("bfloat16"),
     }
     scores = engine.score(BATCH, "actor")
-    weights = {name: value for bucket in engine.export_weights(1 << 20) for name, value in bucket.items()}
+    weights = exported(engine)
     metrics = engine.train(BATCH, num_steps=1, expected_version=0, input_digest="d").metrics
     gradients = dict(gradients_of(engine))
+    after = [engine.score(BATCH, "actor"), exported(engine), engine.weights_checksum()] if case.layout == ONE else []
     if rank == 0:
         folder = folder_of(case, work)
         folder.mkdir(parents=True)
@@ -161,6 +162,14 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> None:
         save_file(gradients, folder / "gradients.safetensors")
         (folder / "state.json").write_text(json.dumps(state))
         (folder / "metrics.json").write_text(json.dumps(metrics))
+        if after:
+            np.savez(folder / "trained.npz", *after[0])
+            save_file(after[1], folder / "trained.safetensors")
+            (folder / "trained.txt").write_text(after[2])
+
+
+def exported(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: value for bucket in engine.export_weights(1 << 20) for name, value in bucket.items()}
 
 
 def gradients_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:

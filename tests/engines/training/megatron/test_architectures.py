@@ -9,16 +9,20 @@ import pytest
 import torch
 
 from cairn.engines.errors import BadModel
+from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.megatron.families import UNMAPPED, family_of
 from cairn.engines.weights.folders import folder_checksum
 from tests.architectures import ARCHITECTURES, Architecture, architecture
+from tests.engines.rollout.models import rollout_config
 from tests.engines.training.megatron.architecture_cases import (
     CASES,
+    ONE,
     QUICK,
     REFUSED,
     Case,
     folder_of,
     launched,
+    loss_of,
     make_reference,
     tensors,
 )
@@ -112,7 +116,19 @@ def test_gradients_are_those_of_autograd_in_every_layout(of: Architecture, cases
 
 
 @OF_ARCHITECTURES
-def test_digest_and_checksum_are_the_same_in_every_layout_and_the_checksum_is_the_folders(
+def test_a_rollout_engine_takes_the_trained_weights(of: Architecture, runs: Path) -> None:
+    found = folder_of(Case(of, ONE), runs)
+    engine = TransformersEngine(str(runs / of.name / "model"), rollout_config())
+    engine.begin_weight_update(1)
+    engine.update_weights(tensors(found / "trained.safetensors"))
+    engine.end_weight_update()
+    assert engine.weights_checksum() == (found / "trained.txt").read_text()
+    pairs = zip(np.load(found / "trained.npz").values(), loss_of(engine._model)[1], strict=True)
+    assert max(float(np.abs(one - other).max()) for one, other in pairs) <= LOGITS_BOUND
+
+
+@OF_ARCHITECTURES
+def test_the_digest_is_the_same_in_every_layout_and_the_checksum_the_model_folders(
     of: Architecture, cases: list[Case], runs: Path
 ) -> None:
     reports = [
