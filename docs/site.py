@@ -19,6 +19,7 @@ ORDER = {
     "Train": [
         "configuration.md",
         "recipes.md",
+        "plan.md",
         "data.md",
         "algorithms.md",
         "sft.md",

@@ -12,12 +12,14 @@ not count, nor what LoRA spares: it is the work of the model, not of the machine
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from transformers import PretrainedConfig
 
 from cairn.engines.models import check_model_folder, open_weights, parameter_names
 
@@ -45,18 +47,26 @@ class ModelSize:
 @cache
 def model_size(path: str) -> ModelSize:
     """Of the model in a folder, read from the headers of its weight files. Raises BadModel."""
-    config = check_model_folder(path).get_text_config()
+    config, names = check_model_folder(path).get_text_config(), parameter_names(path)
+    weights = open_weights(Path(path)).items()
+    return size_of(config, {name: weight.get_shape() for name, weight in weights if name in names})
+
+
+def size_of(config: PretrainedConfig, shapes: Mapping[str, Sequence[int]]) -> ModelSize:
+    """Of a model with this config.
+
+    Args:
+        shapes: of its parameters, tied ones once.
+    """
     experts = next(
         (n for name in ("num_experts", "num_local_experts", "n_routed_experts") if (n := getattr(config, name, None))),
         1,
     )
     active = (getattr(config, "num_experts_per_tok", None) or experts) / experts
-    names = {name for name in parameter_names(path) if not re.search(r"\bvisual\.", name)}
-    tables = ("bias", "embed_tokens.weight") if "lm_head.weight" in names else ("bias",)
+    tables = ("bias", "embed_tokens.weight") if "lm_head.weight" in shapes else ("bias",)
     parameters = 0.0
-    for name, weight in open_weights(Path(path)).items():
-        shape = weight.get_shape()
-        if name in names and len(shape) > 1 and not name.endswith(tables):
+    for name, shape in shapes.items():
+        if not re.search(r"\bvisual\.", name) and len(shape) > 1 and not name.endswith(tables):
             parameters += prod(shape) * (active if ".experts." in name else 1)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     usual = "sliding_attention" if window else "full_attention"

@@ -12,6 +12,7 @@ from cairn.flows.cli.history import diff, fork, replay
 from cairn.flows.cli.housekeeping import delete, gc, probe
 from cairn.flows.cli.lineage import lineage
 from cairn.flows.cli.operating import up
+from cairn.flows.cli.plan import plan
 from cairn.flows.cli.query import sql
 from cairn.flows.cli.reading import runs, show, status, verify
 from cairn.flows.cli.report import report
@@ -22,7 +23,7 @@ from cairn.flows.cli.whatif import whatif
 __all__ = ["app"]
 
 LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, rescore, whatif, diff, benchmarks)
-WORKING = (train, resume, validate, fork, convert, export, probe, up)
+WORKING = (train, resume, validate, plan, fork, convert, export, probe, up)
 DECIDING = (approve, reject, pin, unpin, quarantine, keygen)
 REMOVING = (gc, delete)
 ONE_SAMPLE = (bundle, unbundle)

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.fleet.syntax import parsed
@@ -103,12 +105,19 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
                 "training.engine to torch."
             )
         hf = config.get_text_config()
-        derived = family_of(hf).transformer(hf)
-        names = frozenset().union(*option_names().values())
-    except MegatronMissing as error:
+    except BadModel as error:
         yield f"training.engine: {error}"
         return
-    except BadModel as error:
+    yield from model_problems(training, hf)
+    yield from _gpu_problems(training, hf)
+
+
+def model_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[str]:
+    """The same for a model of which there is no more than its config, and on whatever machine."""
+    try:
+        derived = family_of(hf).transformer(hf)
+        names = frozenset().union(*option_names().values())
+    except BadModel as error:  # megatron-core is missing, or it cannot train the model
         yield f"training.engine: {error}"
         return
     for name in training.megatron:
@@ -128,7 +137,6 @@ def problems(training: TrainingConfig, model_path: str) -> Iterator[str]:
             hint = f"; did you mean {close[0]}?" if close else ""
             yield f"training.megatron.{name} is not an option of megatron-core {_version()}{hint}"
     yield from _layout_problems(training, derived)
-    yield from _gpu_problems(training, derived)
 
 
 def _layout_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
@@ -212,7 +220,7 @@ def _layers_fit(layers: int, pipeline: int, options: Mapping[str, Any]) -> bool:
     return middle and all(count > 0 and count % parts == 0 for count in given)
 
 
-def _gpu_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Iterator[str]:
+def _gpu_problems(training: TrainingConfig, hf: PretrainedConfig) -> Iterator[str]:
     if not training.num_gpus_per_rank:
         return
     if find_spec("transformer_engine") is None:
@@ -220,7 +228,7 @@ def _gpu_problems(training: TrainingConfig, derived: Mapping[str, Any]) -> Itera
             "training.engine=megatron on GPUs needs Transformer Engine: pip install --no-build-isolation "
             "'transformer-engine[pytorch]'"
         )
-    if derived.get("linear_attention_freq") and find_spec("fla") is None:
+    if "linear_attention" in (getattr(hf, "layer_types", None) or ()) and find_spec("fla") is None:
         yield (
             "the model's gated delta networks need flash-linear-attention on GPUs: pip install flash-linear-attention"
         )

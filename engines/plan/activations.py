@@ -1,0 +1,234 @@
+"""Memory of what the forward pass keeps for the backward pass.
+
+The count is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section
+4: the inputs of every matrix product, and what the operations between them keep. Its equation 1, for a layer of GPT
+with dropout and kept scores of attention, is s b h (34 + 5 a s / h) bytes. The layers here have no dropout, and scores
+are not kept, for kernels of flash attention do what its selective recomputation does (equation 6); but they have gated
+feed-forward parts, fewer key-value heads, norms of queries and keys, latent attention and experts. So the terms are
+added up one by one.
+
+How ranks share them: tensor parallelism divides what lies within attention and feed-forward part (equation 2), sequence
+parallelism the rest as well (equation 4), context parallelism the tokens; a pipeline's first stage keeps as many
+micro-batches as there are stages (section 4.2.3), the others fewer.
+"""
+
+from dataclasses import dataclass
+
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.plan.tensors import Layer, Model
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What operations keep beside the inputs of matrix products."""
+
+    norm_float32: int
+    """Tensors in float32 of a norm's size."""
+    norm: int
+    """Those in the number format of training."""
+    gate: int
+    """Tensors of the width of a gated feed-forward part between its two matrix products."""
+    weighted: int
+    """Further ones of an expert, whose output is multiplied by the router's weight."""
+    rotary: int
+    """Tensors of a head's size that each layer keeps for rotary embeddings."""
+    outputs: int
+    """Copies of attention's output: as its own, and as the next product's input."""
+    mixed: bool
+    """Whether a norm of keys keeps the output of one projection to queries, keys and values whole."""
+    scores: bool = False
+    """Whether scores are kept where the sizes of a key and a value differ."""
+
+
+TORCH_CPU = Kernels(norm_float32=1, norm=1, gate=3, weighted=0, rotary=0, outputs=1, mixed=False, scores=True)
+"""The library's modules, of PyTorch's own operations."""
+TORCH = Kernels(norm_float32=1, norm=1, gate=3, weighted=0, rotary=0, outputs=1, mixed=False)
+"""The same on a GPU, where other kernels of attention take sizes that differ."""
+MEGATRON_CPU = Kernels(norm_float32=2, norm=0, gate=4, weighted=1, rotary=4, outputs=2, mixed=True, scores=True)
+"""`cairn.engines.training.megatron.cpu_modules`."""
+MEGATRON = Kernels(norm_float32=0, norm=1, gate=4, weighted=1, rotary=0, outputs=1, mixed=True)
+"""Transformer Engine's norms and attention, Megatron's own gate."""
+MEGATRON_FUSED = Kernels(norm_float32=0, norm=1, gate=2, weighted=0, rotary=0, outputs=1, mixed=True)
+"""The same with `bias_activation_fusion`."""
+
+
+def kernels_of(training: TrainingConfig) -> Kernels:
+    """Those that a training engine computes with."""
+    on_gpu = training.num_gpus_per_rank > 0
+    if training.engine == "torch":
+        return TORCH if on_gpu else TORCH_CPU
+    if not on_gpu:
+        return MEGATRON_CPU
+    return MEGATRON_FUSED if training.megatron.get("bias_activation_fusion") else MEGATRON
+
+
+def bytes_of(dtype: str) -> int:
+    """Of a number."""
+    return {"float32": 4, "bfloat16": 2}[dtype]
+
+
+def layer_bytes(model: Model, layer: Layer, training: TrainingConfig, longest: int) -> float:
+    """That a layer keeps of each token on a rank, nothing recomputed.
+
+    Args:
+        longest: tokens of the longest sequence, for kernels that keep scores.
+    """
+    kernels, size = kernels_of(training), bytes_of(training.dtype)
+    tensor = training.tensor_model_parallel_size
+    around = tensor if training.megatron.get("sequence_parallel") else 1
+    hidden = model.config.hidden_size
+    norm = 4 * kernels.norm_float32 + size * kernels.norm
+    outside = layer.norms * (hidden * norm + 4)  # each with a float32 scale of the token
+    outside += hidden * size * (1 + (layer.width > 0 or layer.expert_width > 0))  # what follows the two norms
+    whole = size * kernels.rotary * model.key_size * (layer.attention != "linear")
+    inside = _attention(model, layer, kernels, size, norm, longest)
+    inside += layer.width * size * (kernels.gate + 1)
+    if layer.expert_width:
+        chosen, cut = model.experts_per_token, training.megatron.get("expert_tensor_parallel_size") or tensor
+        gate = max(6, kernels.gate) if _is_clamped(model) else kernels.gate
+        routed = layer.expert_width * size * (gate + kernels.weighted + 1)
+        inside += chosen * (hidden * size * cut + routed)
+        if kernels in (TORCH, TORCH_CPU):  # its experts' outputs are weighted, and not what goes in
+            inside += chosen * hidden * size
+        inside += 12 * model.experts + 32 * chosen  # maps and weights of the router
+    return outside / around + whole + inside / tensor
+
+
+def _attention(model: Model, layer: Layer, kernels: Kernels, size: int, norm: int, longest: int) -> float:
+    """Bytes of a token, before any rank takes its part."""
+    config = model.config
+    if layer.attention == "linear":
+        return _delta_net(model, size)
+    eager = model.sinks and kernels is not MEGATRON and kernels is not MEGATRON_FUSED
+    kv_heads = model.heads if model.latent or eager else model.kv_heads
+    queries, keys, values = model.heads * model.key_size, kv_heads * model.key_size, kv_heads * model.value_size
+    out = model.heads * model.value_size
+    kept = size * (queries + keys + values + kernels.outputs * out)
+    kept += 4 * model.heads  # log-sum-exp of the scores
+    if model.latent:
+        ranks = [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank]
+        kept += sum(rank * (norm + size) + 4 for rank in ranks)
+    if eager or (model.latent and kernels.scores):
+        kept += size * model.heads * (longest + eager)
+    if normed := _norms_of_heads(model):
+        mixed = queries + 2 * keys if kernels.mixed else 0
+        if kernels is MEGATRON_CPU and size == 4:
+            kept += 4 * (2 * queries + keys + mixed)
+        elif kernels.mixed and not kernels.norm_float32:
+            kept += size * (queries + mixed)
+        else:
+            kept += norm * (queries + keys)
+        kept += 4 * normed
+    if _is_gated(model):
+        kept += 3 * size * out  # the gate, its sigmoid, and the product's input
+    return kept
+
+
+def _norms_of_heads(model: Model) -> int:
+    """Scales that the norms of queries and keys keep for a token; 0 where there are none."""
+    names = [tensor.name for tensor in model.tensors if tensor.layer == _first_full(model)]
+    if not any(name.endswith("q_norm.weight") for name in names):
+        return 0
+    return model.heads + model.kv_heads
+
+
+def _first_full(model: Model) -> int:
+    return next((number for number, layer in enumerate(model.layers) if layer.attention != "linear"), 0)
+
+
+def _is_gated(model: Model) -> bool:
+    """Whether the projection to queries gives a gate of attention's output as well."""
+    rows = next((one.shape[0] for one in model.tensors if one.name.endswith("self_attn.q_proj.weight")), 0)
+    return rows == 2 * model.heads * model.key_size
+
+
+def _is_clamped(model: Model) -> bool:
+    """Whether experts bound both inputs of their gate, each of which is kept."""
+    return getattr(model.config, "swiglu_limit", None) is not None or model.sinks
+
+
+def _delta_net(model: Model, size: int) -> float:
+    """A gated delta network (Yang et al., "Gated Delta Networks", 2025): inputs and outputs of its convolution, queries
+    and keys of every value head, values, gate, output and its gated norm. An estimate: its kernels keep states of
+    chunks besides, or compute them again."""
+    config = model.config
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    repeated = config.linear_num_value_heads * config.linear_key_head_dim
+    return size * (2 * (2 * keys + values) + 2 * repeated + values + 4 * values) + 8 * config.linear_num_value_heads
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of a rank, in bytes."""
+
+    kept: float
+    """Of all micro-batches that are on their way, layers alone."""
+    again: float
+    """Of what is recomputed, while it is."""
+
+
+def stage_activations(
+    model: Model,
+    training: TrainingConfig,
+    layers: range,
+    stage: int,
+    tokens: int,
+    micro_batches: int,
+    longest: int,
+) -> Activations:
+    """What a pipeline stage keeps.
+
+    Args:
+        layers: of the stage.
+        tokens: of a micro-batch on this rank.
+        micro_batches: of an optimizer step on this rank.
+        longest: tokens of the longest sequence.
+    """
+    size, options = bytes_of(training.dtype), training.megatron
+    around = training.tensor_model_parallel_size if options.get("sequence_parallel") else 1
+    entry = tokens * model.config.hidden_size * size / around
+    each = [tokens * layer_bytes(model, model.layers[layer], training, longest) for layer in layers]
+    under_way = micro_batches_under_way(training, stage, micro_batches)
+    granularity = "full" if training.gradient_checkpointing else options.get("recompute_granularity")
+    if granularity != "full":  # of selective recomputation attention's scores alone, which are not kept anyway
+        return Activations(sum(each) * under_way, 0.0)
+    if not training.gradient_checkpointing and options.get("recompute_method") == "block":
+        recomputed = min(len(each), int(options.get("recompute_num_layers") or len(each)))
+        kept = recomputed * entry + sum(each[recomputed:])
+        return Activations(kept * under_way, max(each[:recomputed], default=0.0))
+    together = 1 if training.gradient_checkpointing else int(options.get("recompute_num_layers") or 1)
+    groups = [each[first : first + together] for first in range(0, len(each), together)]
+    return Activations(len(groups) * entry * under_way, max(map(sum, groups), default=0.0))
+
+
+def micro_batches_under_way(training: TrainingConfig, stage: int, micro_batches: int) -> float:
+    """Forward passes whose backward pass is still to come, at most: p - stage in a pipeline of p stages; with v virtual
+    stages, in units of whole stages, (2 (p - stage - 1) + (v - 1) p + 1) / v (Narayanan et al., "Efficient Large-Scale
+    Language Model Training on GPU Clusters", 2021, section 2.2, in Megatron's schedule)."""
+    count, parts = training.pipeline_model_parallel_size, training.megatron.get("virtual_pipeline_model_parallel_size")
+    if parts is None or parts == 1:
+        return min(micro_batches, count - stage)
+    return min(micro_batches * parts, 2 * (count - stage - 1) + (parts - 1) * count + 1) / parts
+
+
+def output_bytes(model: Model, training: TrainingConfig, tokens: int, trained_tokens: int, *, critic: bool) -> float:
+    """The most that the last stage holds at a time of its output layer's part: the layer's input, and logits.
+
+    A logit is held in the number format of training, in float32, divided by the temperature, and while entropies are
+    taken three times more (`cairn.engines.training.megatron.vocabulary`); by the torch engine, which has logits of the
+    trained tokens alone, five times in float32 while their gradient is made (`cairn.engines.training.log_probs`).
+    """
+    size, hidden = bytes_of(training.dtype), model.config.hidden_size
+    tensor = training.tensor_model_parallel_size
+    around = tensor if training.megatron.get("sequence_parallel") else 1
+    kernels = kernels_of(training)
+    norm = tokens * (hidden * (4 * kernels.norm_float32 + size * kernels.norm) + 4) / around
+    if critic:
+        return norm + trained_tokens * hidden * size / around
+    vocabulary = model.config.vocab_size
+    if training.engine == "torch":
+        own = size if size < 4 else 0
+        return norm + trained_tokens * (hidden * size + vocabulary * (own + 20))
+    logits = -(-vocabulary // tensor) * (tokens * size + trained_tokens * 20)
+    return norm + tokens * hidden * size / around + logits

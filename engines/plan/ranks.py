@@ -1,0 +1,141 @@
+"""Which parameters the ranks of a layout hold."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cairn.configs.schema.lora import LoraConfig
+from cairn.configs.schema.training import TrainingConfig
+from cairn.engines.plan.tensors import Model, Part, Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements of parameters on a rank; experts' apart, for fewer ranks hold the same of them."""
+
+    dense: float
+    expert: float = 0
+    trained_dense: float = 0
+    trained_expert: float = 0
+
+    @property
+    def all(self) -> float:
+        return self.dense + self.expert
+
+    @property
+    def trained(self) -> float:
+        return self.trained_dense + self.trained_expert
+
+
+def is_trained(training: TrainingConfig) -> Callable[[Tensor], bool]:
+    """Whether an optimizer changes a tensor of the actor, by the lists that freeze parameters."""
+    only, frozen = training.only_train_params_name_list, training.freeze_params_name_list
+
+    def trained(tensor: Tensor) -> bool:
+        if only:
+            return any(re.search(pattern, tensor.name) for pattern in only)
+        return not any(re.search(pattern, tensor.name) for pattern in frozen)
+
+    return trained
+
+
+def stages(layers: int, training: TrainingConfig) -> list[range]:
+    """For each pipeline stage as many consecutive numbers as it has layers: evenly, but for a first and last stage
+    whose number is given, and for those that an embedding or a loss takes the place of a layer in. Those of a virtual
+    pipeline are other layers, and as many. A `pipeline_model_parallel_layout` is taken for an even one."""
+    options, count = training.megatron, training.pipeline_model_parallel_size
+    sizes: dict[int, int] = {}
+    for stage, end in ((0, "first"), (count - 1, "last")):
+        if (given := options.get(f"num_layers_in_{end}_pipeline_stage")) is not None:
+            sizes[stage] = int(given)
+    counted = {
+        0: bool(options.get("account_for_embedding_in_pipeline_split", False)),
+        count - 1: bool(options.get("account_for_loss_in_pipeline_split", False)),
+    }
+    left = layers + sum(counted.values()) - sum(sizes.values())
+    others = [stage for stage in range(count) if stage not in sizes]
+    for place, stage in enumerate(others):
+        even = left // len(others) + (place < left % len(others))
+        sizes[stage] = even - counted.get(stage, False)
+    firsts = [sum(sizes[earlier] for earlier in range(stage)) for stage in range(count)]
+    return [range(first, first + sizes[stage]) for stage, first in enumerate(firsts)]
+
+
+def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False) -> list[Held]:
+    """What a Megatron rank of each pipeline stage holds, as `cairn.engines.training.megatron.weights` cuts it: experts
+    over EP × ETP ranks, else matrices over TP ranks; the vocabulary filled up to a multiple of these.
+
+    Args:
+        critic: with a value head of hidden size + 1 in the place of the output layer, and an embedding of its own.
+    """
+    tensor, options = training.tensor_model_parallel_size, training.megatron
+    experts = (options.get("expert_model_parallel_size") or 1) * (options.get("expert_tensor_parallel_size") or tensor)
+    count, wanted = training.pipeline_model_parallel_size, is_trained(training)
+    found = []
+    for stage, layers in enumerate(stages(model.config.num_hidden_layers, training)):
+        sizes = dict.fromkeys(("dense", "expert", "trained_dense", "trained_expert"), 0.0)
+        for one, times in _of_stage(model, layers, first=stage == 0, last=stage == count - 1, critic=critic):
+            size = times * _share(one, tensor, experts)
+            kind = "expert" if one.part is Part.EXPERT else "dense"
+            sizes[kind] += size
+            sizes[f"trained_{kind}"] += size * (trained and (critic or wanted(one)))
+        if critic and stage == count - 1:
+            sizes["dense"] += model.config.hidden_size + 1
+            sizes["trained_dense"] += model.config.hidden_size + 1
+        found.append(Held(**sizes))
+    return found
+
+
+def _of_stage(
+    model: Model, layers: Sequence[int], *, first: bool, last: bool, critic: bool
+) -> Iterator[tuple[Tensor, int]]:
+    """Tensors, and how often the stage has them: an embedding that is the output layer too is on the last as well."""
+    for tensor in model.tensors:
+        match tensor.part:
+            case Part.EMBEDDING:
+                copy = last and not first and model.tied and not critic
+                if first or copy:
+                    yield tensor, 1
+            case Part.HEAD:
+                if last and not critic:
+                    yield tensor, 1
+            case Part.END:
+                if last:
+                    yield tensor, 1
+            case _:
+                if tensor.layer in layers:
+                    yield tensor, 1
+
+
+def _share(tensor: Tensor, ranks: int, experts: int) -> float:
+    match tensor.part:
+        case Part.EMBEDDING | Part.HEAD:
+            return -(-tensor.shape[0] // ranks) * tensor.size / tensor.shape[0]
+        case Part.EXPERT:
+            return tensor.size / experts
+        case Part.CUT:
+            return tensor.size / ranks
+    return tensor.size
+
+
+def sharded(model: Model, training: TrainingConfig, *, trained: bool = True, critic: bool = False) -> Held:
+    """What the first rank holds where FSDP2 cuts the first axis of every tensor into equal parts, rounded up."""
+    ranks, wanted = training.world_size, is_trained(training)
+    tensors = [one for one in model.tensors if not (critic and one.part is Part.HEAD)]
+    sizes = [(-(-one.shape[0] // ranks) * one.size // one.shape[0], one) for one in tensors]
+    head = model.config.hidden_size + 1 if critic else 0
+    changed = sum(size for size, one in sizes if critic or wanted(one)) + head if trained else 0
+    return Held(sum(size for size, _ in sizes) + head, trained_dense=changed)
+
+
+def adapter_size(model: Model, lora: LoraConfig) -> int:
+    """Elements of LoRA's adapters, r × (in + out) of each matrix that gets one (Hu et al., "LoRA", 2022, section 4.1);
+    experts that are one tensor get none."""
+    targets = lora.target_modules
+    found = 0
+    for tensor in model.tensors:
+        module = tensor.name.removesuffix(".weight")
+        named = targets == "all-linear" or any(module == name or module.endswith(f".{name}") for name in targets)
+        if named and len(tensor.shape) == 2 and tensor.part in (Part.CUT, Part.WHOLE):
+            found += lora.r * sum(tensor.shape)
+    return found

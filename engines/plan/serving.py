@@ -1,0 +1,121 @@
+"""What rollout servers hold, and what SGLang's layout of them must divide."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.engines.plan.tensors import Model, Part, Tensor
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The layout of a server, from SGLang's options."""
+
+    tensor: int
+    """Ranks of it (`tp_size`)."""
+    data: int = 1
+    """Groups of ranks with samples of their own in attention (`dp_size` with `enable_dp_attention`)."""
+    dense_tensor: int = 1
+    """Ranks that feed-forward parts without experts are cut over (`moe_dense_tp_size`)."""
+    expert: int = 1
+    """`ep_size`."""
+
+    @property
+    def attention(self) -> int:
+        """Ranks that attention is cut over."""
+        return max(1, self.tensor // self.data)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], num_gpus: float) -> "Serving":
+        """Of the options of `rollout.sglang` and the GPUs of an engine."""
+        tensor = int(options.get("tp_size") or max(1, num_gpus))
+        data = int(options.get("dp_size") or 1) if options.get("enable_dp_attention") else 1
+        return cls(tensor, data, int(options.get("moe_dense_tp_size") or tensor), int(options.get("ep_size") or 1))
+
+
+def served_parameters(model: Model, serving: Serving) -> float:
+    """Elements of weights on each rank. Attention is cut over its own ranks, experts over all, and with data-parallel
+    attention the embedding is whole."""
+
+    def ranks(tensor: Tensor) -> int:
+        match tensor.part:
+            case Part.EXPERT | Part.HEAD:
+                return serving.tensor
+            case Part.EMBEDDING:
+                return serving.tensor if serving.data == 1 else 1
+            case Part.CUT:
+                in_mlp = re.search(r"\.mlp\.", tensor.name)
+                return serving.dense_tensor if in_mlp else serving.attention
+        return 1
+
+    return sum(tensor.size / ranks(tensor) for tensor in model.tensors)
+
+
+def usual_static_fraction(memory: float, serving: Serving, options: Mapping[str, Any]) -> float:
+    """`mem_fraction_static` as SGLang 0.5.21 chooses it (`arg_groups/memory_hook.py`): what is left of a GPU's memory
+    after 1.5 MiB for each token of a chunk of prefill, 2 MiB for each sample of the largest decoding graph, and more
+    for ranks and for data-parallel attention; on GPUs above 60 GiB at least 10 GiB stay free. The graphs of prefill,
+    which it counts as well, are not.
+
+    Args:
+        memory: bytes of a GPU.
+    """
+    gpu = memory / MIB
+    large = serving.tensor >= 4
+    table = (
+        (20 * 1024, 2048, 8),
+        (35 * 1024, 4096, 160 if large else 48),
+        (60 * 1024, 4096, 160 if large else 32),
+        (160 * 1024, 8192, 512 if large else 256),
+        (float("inf"), 16384, 512),
+    )
+    _, chunk, batch = next(row for row in table if gpu < row[0])
+    chunk = int(options.get("chunked_prefill_size") or chunk)
+    reserved = 512 + 1.5 * max(chunk, 2048) + serving.tensor / 8 * 1024
+    if not options.get("disable_cuda_graph"):
+        reserved += 2 * batch
+    if serving.data > 1:
+        reserved += batch * serving.data * (4.5 if batch > 300 else 3)
+    if gpu > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return round((gpu - reserved) / gpu, 3)
+
+
+def serving_problems(model: Model, serving: Serving, options: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences on what SGLang's ranks cannot divide."""
+    say = "rollout.sglang"
+    if serving.tensor % serving.data:
+        yield f"{say}.dp_size is {serving.data}, which must divide tp_size, {serving.tensor}"
+        return
+    if model.heads % serving.attention:
+        yield (
+            f"attention of a rollout engine is cut over {serving.attention} ranks, which must divide the model's "
+            f"{model.heads} attention heads: change rollout.num_gpus_per_engine, or {say}.dp_size with "
+            "enable_dp_attention"
+        )
+    if not model.latent and model.kv_heads % serving.attention and serving.attention % model.kv_heads:
+        yield (
+            f"attention of a rollout engine is cut over {serving.attention} ranks, and the model has "
+            f"{model.kv_heads} key-value heads: one of the two must divide the other"
+        )
+    if serving.tensor % serving.expert:
+        yield f"{say}.ep_size is {serving.expert}, which must divide the engine's {serving.tensor} ranks"
+        return
+    if serving.expert > 1 and model.experts % serving.expert:
+        yield f"{say}.ep_size is {serving.expert}; the model has {model.experts if model.experts > 1 else 'no'} experts"
+    cut = serving.tensor // serving.expert
+    widths = {layer.expert_width for layer in model.layers if layer.expert_width % cut}
+    if widths:
+        yield (
+            f"an expert's width of {min(widths)} cannot be cut over tp_size / ep_size = {cut} ranks: raise "
+            f"{say}.ep_size"
+        )
+    dense = {layer.width for layer in model.layers if layer.width % serving.dense_tensor}
+    if dense:
+        yield (
+            f"a feed-forward width of {min(dense)} cannot be cut over {serving.dense_tensor} ranks: set "
+            f"{say}.moe_dense_tp_size, or change rollout.num_gpus_per_engine"
+        )

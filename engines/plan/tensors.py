@@ -1,0 +1,209 @@
+"""The tensors of a model, from its config alone: the library makes it without any memory for it."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+from cairn.engines.errors import BadModel
+from cairn.engines.models import ARCHITECTURE_OF
+
+
+class Part(Enum):
+    """How ranks share a tensor."""
+
+    EMBEDDING = "embedding"
+    """Rows of the vocabulary, cut over tensor-parallel ranks; on the first pipeline stage."""
+    HEAD = "head"
+    """The same of the output layer, on the last."""
+    CUT = "cut"
+    """In a layer: cut over tensor-parallel ranks."""
+    WHOLE = "whole"
+    """In a layer: whole on each of them."""
+    EXPERT = "expert"
+    """Of all experts of a layer: dealt out over expert-parallel ranks, each cut over expert-tensor-parallel ones."""
+    END = "end"
+    """Whole, after the last layer."""
+
+
+_WHOLE_MATRIX = re.compile(r"\.(gate|router|shared_expert_gate|q_a_proj|kv_a_proj_with_mqa)\.weight$|\.indexer\.")
+"""Routers, and the projections of latent attention into its latent spaces, of which every rank needs all."""
+_CUT_VECTOR = re.compile(
+    r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+|q_b_proj|kv_b_proj)\.bias$|\.sinks$|\.(A_log|dt_bias)$"
+)
+"""Biases of layers whose outputs are cut, and what heads have one number of."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter by its name in the library."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @cached_property
+    def layer(self) -> int | None:
+        """The layer that it is of."""
+        match = re.search(r"\blayers\.(\d+)\.", self.name)
+        return None if match is None else int(match[1])
+
+    @cached_property
+    def part(self) -> Part:
+        if self.layer is None:
+            if "embed_tokens" in self.name:
+                return Part.EMBEDDING
+            return Part.HEAD if self.name.startswith("lm_head") else Part.END
+        if ".experts." in self.name:
+            return Part.EXPERT
+        if len(self.shape) < 2:
+            return Part.CUT if _CUT_VECTOR.search(self.name) else Part.WHOLE
+        return Part.WHOLE if _WHOLE_MATRIX.search(self.name) else Part.CUT
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer's activations follow from."""
+
+    attention: str
+    """`full`, `sliding` or `linear`."""
+    norms: int
+    """Over the hidden size."""
+    width: int
+    """Of the feed-forward part that all tokens go through, shared experts among it; 0 without one."""
+    expert_width: int
+    """Of one expert; 0 without experts."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its config describes it."""
+
+    config: PretrainedConfig
+    """Of the language model."""
+    tensors: tuple[Tensor, ...]
+    """Tied ones once."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def active_parameters(self) -> int:
+        """That a token goes through: of experts those that it is sent to, and of the embedding the table that it is
+        looked up in."""
+        return sum(
+            tensor.size * self.experts_per_token // self.experts if tensor.part is Part.EXPERT else tensor.size
+            for tensor in self.tensors
+        )
+
+    @property
+    def experts(self) -> int:
+        """Of a layer that has some; 1 without."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return next((count for name in names if (count := getattr(self.config, name, None))), 1)
+
+    @property
+    def experts_per_token(self) -> int:
+        return int(getattr(self.config, "num_experts_per_tok", None) or 1) if self.experts > 1 else 1
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return not any(tensor.part is Part.HEAD for tensor in self.tensors)
+
+    @property
+    def latent(self) -> bool:
+        """Whether keys and values are kept as latent vectors (multi-head latent attention)."""
+        return bool(getattr(self.config, "kv_lora_rank", None))
+
+    @cached_property
+    def sinks(self) -> bool:
+        """Whether heads have a learnt offset of the softmax, which few kernels of attention know."""
+        return any(tensor.name.endswith(".sinks") for tensor in self.tensors)
+
+    @property
+    def key_size(self) -> int:
+        """Of a head's key and query."""
+        if self.latent:
+            return int(self.config.qk_nope_head_dim + self.config.qk_rope_head_dim)
+        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.heads)
+
+    @property
+    def value_size(self) -> int:
+        """Of a head's value."""
+        return int(self.config.v_head_dim) if self.latent else self.key_size
+
+    @property
+    def heads(self) -> int:
+        return int(self.config.num_attention_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
+
+    @property
+    def window(self) -> int:
+        """Tokens that a layer with sliding attention sees; 0 where none has."""
+        used = getattr(self.config, "use_sliding_window", True)
+        return int(getattr(self.config, "sliding_window", None) or 0) if used else 0
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        usual = "sliding_attention" if self.window else "full_attention"
+        kinds = getattr(self.config, "layer_types", None) or [usual] * self.config.num_hidden_layers
+        hidden = self.config.hidden_size
+        norms: Counter[int] = Counter()
+        width: Counter[int] = Counter()
+        expert: Counter[int] = Counter()
+        for tensor in self.tensors:
+            if tensor.layer is None:
+                continue
+            if tensor.part is Part.EXPERT:
+                if tensor.name.endswith("down_proj"):
+                    expert[tensor.layer] = tensor.size // (hidden * self.experts)
+            elif re.search(r"\bmlp\.(shared_experts?\.)?down_proj\.weight$", tensor.name):
+                width[tensor.layer] += tensor.size // hidden
+            elif tensor.shape == (hidden,) and "norm" in tensor.name and ".self_attn." not in tensor.name:
+                norms[tensor.layer] += 1
+        return tuple(
+            Layer(kind.removesuffix("_attention"), norms[number], width[number], expert[number])
+            for number, kind in enumerate(kinds)
+        )
+
+
+def model_of(config: PretrainedConfig) -> Model:
+    """The tensors of a config's causal language model. Raises BadModel where the library cannot make it."""
+    text = config.get_text_config()
+    try:
+        with torch.device("meta"):
+            made: Any = AutoModelForCausalLM.from_config(text)
+    except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError, RuntimeError) as error:
+        raise BadModel(f"no {text.model_type} model can be made of the config: {error}") from error
+    return Model(text, tuple(Tensor(name, tuple(value.shape)) for name, value in made.named_parameters()))
+
+
+def config_of(stored: dict[str, Any]) -> PretrainedConfig:
+    """What a config.json says, as the library's value. Raises BadModel."""
+    kind = stored.get("model_type")
+    if not isinstance(kind, str):
+        raise BadModel("the config has no model_type, which says its architecture")
+    known_as = ARCHITECTURE_OF.get(kind, kind)
+    if known_as not in CONFIG_MAPPING:
+        raise BadModel(f"the config is of a {kind} model, which the library does not know")
+    own = {name: value for name, value in stored.items() if name not in ("model_type", "auto_map", "architectures")}
+    try:
+        return CONFIG_MAPPING[known_as].from_dict(own)
+    except Exception as error:  # the library reports a broken config with whatever its many config classes raise
+        raise BadModel(f"the config of a {kind} model cannot be read: {error}") from error

@@ -1,0 +1,182 @@
+"""`cairn plan`: what a recipe needs of machines, before any of them is asked."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cairn.flows.cli.app import FAILED, BadInput, JsonOption, StoreOption, print_json, say
+from cairn.flows.cli.training import RecipeArgument, SetOption
+
+if TYPE_CHECKING:
+    from cairn.flows.plan.records import Memory, Plan
+
+
+def plan(
+    recipe: RecipeArgument,
+    overrides: SetOption = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME", help="The GPUs that it runs on: h100, h200, a100-80gb, b200, …")
+    ] = "h100",
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus-per-node", metavar="N", min=1, help="GPUs of a machine; by default rollout.num_gpus_per_node."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        float | None, typer.Option("--prompt-tokens", metavar="N", min=1, help="Tokens of a prompt on average.")
+    ] = None,
+    response_tokens: Annotated[
+        float | None,
+        typer.Option("--response-tokens", metavar="N", min=1, help="The same of a response; by default half the most."),
+    ] = None,
+    mfu: Annotated[
+        float | None,
+        typer.Option("--mfu", min=0.001, max=1, help="Share of a GPU's operations that training reaches."),
+    ] = None,
+    mbu: Annotated[
+        float | None,
+        typer.Option("--mbu", min=0.001, max=1, help="Share of its memory's bandwidth that decoding reaches."),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", metavar="RUN", help="Take times from this run of the store, scaled by tokens."),
+    ] = None,
+    json: JsonOption = False,
+    store: StoreOption = ".",
+) -> None:
+    """Say what a recipe needs, before the first GPU: memory, cache, transfers and the time of an iteration.
+
+    Needs neither GPUs nor weights: of a model its config.json is read, or the published facts of a model of the
+    folder's name. Memory is that of the longest samples, time that of average ones, from the rates of the named GPUs;
+    where the store has runs of the same model in the same layout, from what their steps took. Exits with 1 if the
+    recipe does not fit or cannot run so, and says which options would change that.
+
+    Examples:
+
+    - `cairn plan configs/recipes/quickstart.yaml`
+    - `cairn plan my.yaml --gpu h200 --response-tokens 3000`
+    - `cairn plan my.yaml --set training.world_size=16 --json`
+    """
+    import psutil
+
+    from cairn.configs.hardware import hardware
+    from cairn.configs.loader import load
+    from cairn.flows.cli.reading import answering_store
+    from cairn.flows.plan.earlier import earlier_run
+    from cairn.flows.plan.planning import plan_recipe
+
+    changes = list(overrides or [])
+    if gpus_per_node is not None:
+        changes.append(f"rollout.num_gpus_per_node={gpus_per_node}")
+    config, machine = load(recipe, changes), hardware(gpu)
+    on_gpus = config.training.num_gpus_per_rank > 0
+    try:
+        earlier = earlier_run(answering_store(store), config, machine.device if on_gpus else None, like)
+    except FileNotFoundError as error:
+        raise BadInput(str(error)) from None
+    if like is not None and earlier is None:
+        raise BadInput(f"run {like!r} has no iteration that was trained on, so that there are no times to take")
+    found = plan_recipe(
+        config,
+        recipe.stem,
+        gpu,
+        earlier,
+        memory_of_this_machine=psutil.virtual_memory().total,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        rates={name: rate for name, rate in (("mfu", mfu), ("mbu", mbu)) if rate is not None},
+    )
+    if json:
+        print_json({**found.model_dump(mode="json"), "fits": found.fits, "seconds": found.seconds})
+    else:
+        print_plan(found)
+    if not found.fits:
+        raise typer.Exit(FAILED)
+
+
+def print_plan(found: "Plan") -> None:
+    """A table for each memory, and one of all else."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from cairn.flows.cli.tables import console
+
+    shown, model = console(), found.model
+    on = f"{found.gpus:g} {found.gpu} on {_machines(found.machines)}" if found.gpus else "no GPU"
+    say(f"{found.recipe}: {model.name} ({model.architecture}, {model.layers} layers) on {on}")
+    say(f"config of the model: {model.source}")
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name, justify in (("", "left"), ("GiB", "right"), ("", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table.add_row("parameters", _billions(model.parameters), "billions")
+    table.add_row("of which a token goes through", _billions(model.active_parameters), "billions")
+    for memory in found.memory:
+        table.add_section()
+        style = "" if memory.fits else "bold red"
+        verdict = f"of {_gib(memory.capacity)}" + ("" if memory.fits else ": too much")
+        table.add_row(Text(memory.of, style or "bold"), Text(_gib(memory.total), style), Text(verdict, style))
+        for row in memory.rows:
+            table.add_row(f"  {row.what}", _gib(row.bytes), "")
+    shown.print(table)
+    for line in _lines(found):
+        say(line)
+    for problem in found.problems:
+        say(f"cannot run: {problem}")
+    for memory in found.memory:
+        if not memory.fits:
+            say(_overflow(memory))
+    for remedy in found.remedies:
+        options = ", ".join(f"{name}: {str(value).lower()}" for name, value in remedy.options.items())
+        say(f"{options} would fit: {_gib(remedy.highest)} of {_gib(remedy.capacity)} GiB of {remedy.of}")
+    if not found.fits and not found.remedies:
+        say("no change of the options that were tried would fit: take more or larger GPUs, or a smaller model")
+    say("assumed: " + "; ".join(found.assumptions))
+
+
+def _lines(found: "Plan") -> list[str]:
+    lines = []
+    if (cache := found.cache) is not None:
+        fixed = f" and {cache.bytes_per_sample / 1e6:,.1f} MB a sample" if cache.bytes_per_sample else ""
+        lines.append(f"keys and values: {cache.bytes_per_token / 1e3:,.1f} kB a token{fixed} on each rank")
+        lines.append(
+            f"rollout: {cache.samples_longest:,} samples of the longest kind have room at a time, "
+            f"{cache.samples_mean:,} of mean length; {cache.at_once:,} of the {cache.asked:,} asked for are generated "
+            "at a time"
+        )
+    if found.sync is not None:
+        lines.append(f"sync: {_gb(found.sync.bytes)} GB, {_seconds(found.sync.seconds)}, {found.sync.how}")
+    kept = found.checkpoint
+    lines.append(f"checkpoint: {_gb(kept.bytes)} GB, {_seconds(kept.seconds)}, {kept.how}")
+    parts = ", ".join(f"{step.step} {_seconds(step.seconds)} ({step.source})" for step in found.steps)
+    side = ", rollout beside the rest" if found.overlapped else ""
+    lines.append(f"an iteration: {_seconds(found.seconds)}{side}: {parts}")
+    return lines
+
+
+def _overflow(memory: "Memory") -> str:
+    return f"does not fit: {memory.of} would need {_gib(memory.total)} of {_gib(memory.capacity)} GiB"
+
+
+def _machines(count: int) -> str:
+    return f"{count} machine{'s' * (count > 1)}"
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:,.3f}"
+
+
+def _gib(size: float) -> str:
+    return _short(size / 2**30)
+
+
+def _gb(size: float) -> str:
+    return _short(size / 1e9)
+
+
+def _short(size: float) -> str:
+    return f"{size:,.2f}" if size >= 0.1 else f"{size:,.4f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 10 else f"{seconds:,.2f} s"

@@ -1,0 +1,1 @@
+"""What a recipe needs of machines, before any of them is asked."""

@@ -1,0 +1,179 @@
+"""What is planned: a recipe's model, the lengths of its samples, its machines, and what is assumed of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+
+from cairn.configs.hardware import CPU, Hardware, hardware
+from cairn.configs.published import published_config, published_names
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import BadModel
+from cairn.engines.models import context_length, read_config
+from cairn.engines.plan.tensors import Model, config_of, model_of
+from cairn.flows.costs.peaks import peak_tflops
+
+USUAL_PROMPT = 1024
+"""Tokens of the longest prompt where a recipe does not bound it."""
+USUAL_SEQUENCE = 4096
+"""Tokens of the longest demonstration or pair where a recipe does not bound it."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of samples, in tokens."""
+
+    longest_prompt: int
+    longest_response: int
+    prompt: float
+    """On average."""
+    response: float
+    """On average."""
+
+    @property
+    def longest(self) -> int:
+        return self.longest_prompt + self.longest_response
+
+    @property
+    def mean(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def trained(self) -> float:
+        """Share of tokens that are trained on, in the longest sample."""
+        return self.longest_response / self.longest
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A recipe, and all that a plan reckons with."""
+
+    recipe: str
+    config: RunConfig
+    model: Model
+    source: str
+    """Where the model's config was read."""
+    lengths: Lengths
+    gpu: str
+    """Name of the GPUs; `cpu` where there are none."""
+    gpu_hardware: Hardware
+    cpu_hardware: Hardware
+    memory_of_this_machine: float
+    """Bytes."""
+    assumptions: tuple[str, ...] = field(default=())
+
+    @property
+    def trains_on_gpu(self) -> bool:
+        return self.config.training.num_gpus_per_rank > 0
+
+    @property
+    def rolls_out_on_gpu(self) -> bool:
+        return self.config.rollout.num_gpus_per_engine > 0
+
+    def hardware_of(self, on_gpu: bool) -> Hardware:
+        return self.gpu_hardware if on_gpu else self.cpu_hardware
+
+    def flops(self, on_gpu: bool, dtype: str) -> float:
+        """A second, of a GPU or of a CPU's thread at most. Without tensor cores a GPU does a sixteenth of them."""
+        hardware = self.hardware_of(on_gpu)
+        if hardware.tflops is not None:
+            return hardware.tflops * 1e12
+        peak = peak_tflops(hardware.device, "bfloat16")
+        assert peak is not None, hardware.device
+        return peak * 1e12 / (1 if dtype == "bfloat16" else 16)
+
+
+@lru_cache(maxsize=32)
+def planned_model(path: str) -> tuple[Model, str]:
+    """The model of a folder, or else a published one of the folder's name, and where its config was read.
+
+    Raises:
+        BadModel: there is neither, or it is no causal language model.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        try:
+            config = read_config(folder)
+        except Exception as error:  # whatever the library's many config classes raise
+            raise BadModel(f"{folder / 'config.json'} cannot be read: {error}") from error
+        return model_of(config), str(folder / "config.json")
+    stored = published_config(folder.name)
+    if stored is None:
+        near = get_close_matches(folder.name, published_names(), 1)
+        meant = f" (nearest: {near[0]})" if near else ""
+        raise BadModel(
+            f"model.path is {path}, which has no config.json, and no published model that Cairn knows is called "
+            f"{folder.name!r}{meant}: give a folder in Hugging Face format, or name it as the model is published"
+        )
+    return model_of(config_of(stored)), f"the published config of {folder.name}"
+
+
+def subject_of(
+    config: RunConfig,
+    recipe: str,
+    gpu: str,
+    *,
+    memory_of_this_machine: float,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    rates: dict[str, float] | None = None,
+) -> Subject:
+    """All that a plan of a configuration reckons with.
+
+    Args:
+        gpu: name of the GPUs that it runs on, where it asks for any.
+        prompt_tokens: of a prompt on average; half the longest by default.
+        response_tokens: the same of a response.
+        rates: in the place of the machine's own `mfu` and `mbu`.
+
+    Raises ConfigError where there is no such GPU, and BadModel as `planned_model`.
+    """
+    has_gpus = config.training.num_gpus_per_rank > 0 or config.rollout.num_gpus_per_engine > 0
+    machine, cpu = (one.model_copy(update=rates or {}) for one in (hardware(gpu), hardware(CPU)))
+    model, source = planned_model(config.model.path)
+    assumptions: list[str] = []
+    lengths = _lengths(config, model, prompt_tokens, response_tokens, assumptions)
+    assumptions += _of_machines(machine if has_gpus else cpu, has_gpus)
+    return Subject(
+        recipe,
+        config,
+        model,
+        source,
+        lengths,
+        gpu.lower() if has_gpus else CPU,
+        machine,
+        cpu,
+        memory_of_this_machine,
+        tuple(assumptions),
+    )
+
+
+def _lengths(
+    config: RunConfig, model: Model, prompt: float | None, response: float | None, assumptions: list[str]
+) -> Lengths:
+    context, rollout = context_length(model.config), config.rollout
+    if not config.samples_responses:
+        longest = config.data.max_length
+        if longest is None:
+            longest = min(context, USUAL_SEQUENCE)
+            assumptions.append(f"the longest sequence has {longest:,} tokens: data.max_length does not say")
+        mean = min(response or longest / 2, longest)
+        assumptions.append(f"a sequence has {mean:,.0f} tokens on average, and all are trained on")
+        return Lengths(0, longest, 0.0, mean)
+    longest = min(rollout.rollout_max_response_len, context)
+    first = rollout.rollout_max_prompt_len
+    if first is None:
+        first = max(1, min(max(USUAL_PROMPT, int(prompt or 0)), context - longest))
+        assumptions.append(f"the longest prompt has {first:,} tokens: rollout.rollout_max_prompt_len does not say")
+    prompts, responses = min(prompt or first / 2, first), min(response or longest / 2, longest)
+    assumptions.append(f"a prompt has {prompts:,.0f} tokens and a response {responses:,.0f} on average")
+    return Lengths(first, longest, prompts, responses)
+
+
+def _of_machines(machine: Hardware, has_gpus: bool) -> Iterator[str]:
+    what = "a GPU" if has_gpus else "a thread"
+    yield f"training and prefill reach {machine.mfu:.0%} of {what}'s operations"
+    yield f"decoding reaches {machine.mbu:.0%} of its memory's bandwidth"
+    yield f"a process holds {machine.reserved_gb:g} GB before it has a model; memory is not fragmented"
+    yield f"a machine's store takes {machine.disk_gb_s:g} GB/s; rewards and other steps take no time"
