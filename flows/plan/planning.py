@@ -13,7 +13,7 @@ from cairn.flows.costs.device_time import devices
 from cairn.flows.plan.earlier import Earlier
 from cairn.flows.plan.records import Memory, ModelFacts, Plan, Row
 from cairn.flows.plan.remedies import remedies
-from cairn.flows.plan.rollout import EngineMemory, cache_plan, engine_memory, engine_options, serving_of
+from cairn.flows.plan.rollout import EngineMemory, cache_plan, engine_memory, engine_options, serving_of, weight_bytes
 from cairn.flows.plan.subject import Subject, subject_of
 from cairn.flows.plan.times import checkpoint_of, step_times, sync_of
 from cairn.flows.plan.training import RankMemory, heaviest_rank
@@ -90,6 +90,13 @@ def machines_of(config: RunConfig) -> int:
     return 1 if held.kind == "CPU" else max(1, math.ceil(held.reserved / config.rollout.num_gpus_per_node))
 
 
+def publications_of(config: RunConfig) -> int:
+    """Copies of the weights in Ray's object store: one that is used, one that is made, and those of the lag. A trainer
+    that broadcasts without one, or writes folders, keeps none."""
+    transport, lag = config.fleet.update_weight_transport, config.rollout.weights_lag
+    return lag + 2 if transport == "tensor" or (transport == "distributed" and lag) else 0
+
+
 def layout_problems(subject: Subject) -> Iterator[str]:
     """Sentences on what the layout does not divide, or what no machine could place."""
     config, model = subject.config, subject.model
@@ -152,9 +159,8 @@ def _memories(subject: Subject, rank: RankMemory, engine: EngineMemory | None) -
             yield Memory(of="a GPU that generates", rows=_scaled(rows, each), capacity=gpu)
         else:
             on_host += [Row(what=f"rollout: {row.what}", bytes=row.bytes * count) for row in engine.rows]
-        if config.fleet.update_weight_transport != "disk" and not shared:
-            copies = config.rollout.weights_lag + 2 if config.fleet.update_weight_transport == "tensor" else 1
-            held = copies * subject.model.parameters * (2 if config.rollout.dtype == "bfloat16" else 4)
+        if (copies := publications_of(config)) and not shared:
+            held = copies * subject.model.parameters * weight_bytes(subject)
             on_host.append(Row(what="publications of weights", bytes=held))
     if on_host:
         whole = subject.trains_on_gpu or subject.rolls_out_on_gpu

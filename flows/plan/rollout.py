@@ -8,12 +8,9 @@ from cairn.engines.plan.activations import bytes_of
 from cairn.engines.plan.kv_cache import CacheNeed, cache_need
 from cairn.engines.plan.rates import Decoding
 from cairn.engines.plan.serving import Serving, served_parameters, usual_static_fraction
-from cairn.engines.plan.tensors import Part
+from cairn.engines.plan.tensors import Tensor
 from cairn.flows.plan.records import CachePlan, Row
 from cairn.flows.plan.subject import Subject
-
-ONE_BYTE = ("fp8", "w8a8_fp8", "w8a8_int8", "modelopt_fp8")
-"""SGLang's names of quantizations that hold a weight of a matrix product in a byte."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,20 @@ def serving_of(subject: Subject) -> Serving:
 
 
 def weight_bytes(subject: Subject) -> float:
-    """Of a weight, on average."""
-    size = bytes_of(subject.config.rollout.dtype)
-    if engine_options(subject).get("quantization") not in ONE_BYTE:
+    """Of a weight, on average. A server that reads a folder in FP8 holds the matrices of layers in a byte, but for
+    routers."""
+    size, model = bytes_of(subject.config.rollout.dtype), subject.model
+    published = getattr(model.config, "quantization_config", None) or {}
+    if subject.config.rollout.engine != "sglang" or published.get("quant_method") != "fp8":
         return size
-    model = subject.model
-    small = sum(one.size for one in model.tensors if one.part in (Part.CUT, Part.EXPERT) and len(one.shape) > 1)
+    small = sum(tensor.size for tensor in model.tensors if is_in_fp8(tensor))
     return (small + size * (model.parameters - small)) / model.parameters
+
+
+def is_in_fp8(tensor: Tensor) -> bool:
+    """Whether a folder in FP8 has it so."""
+    in_layer = tensor.layer is not None and len(tensor.shape) > 1
+    return in_layer and not tensor.name.endswith((".gate.weight", ".router.weight"))
 
 
 def samples_of_engine(subject: Subject) -> float:
