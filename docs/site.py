@@ -22,6 +22,7 @@ ORDER = {
         "plan.md",
         "data.md",
         "algorithms.md",
+        "moe.md",
         "sft.md",
         "vision.md",
         "rewards.md",

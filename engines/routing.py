@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from cairn.engines.biases import biases_of
 from cairn.engines.errors import BadModel, EngineError
 from cairn.engines.models import check_model_folder
 
@@ -45,8 +46,7 @@ class ExpertLayers:
     @classmethod
     def of(cls, config: PretrainedConfig) -> "ExpertLayers":
         """Of a model's config.json. No memory is taken for weights."""
-        with torch.device("meta"):
-            found = mixtures(AutoModelForCausalLM.from_config(config))
+        found = mixtures(_without_memory(config))
         places = (int(next(part for part in name.split(".") if part.isdigit())) for name in found)
         return cls(tuple(places), max((_num_experts(block) or 0 for block in found.values()), default=0))
 
@@ -71,6 +71,20 @@ def replay_problems(path: str, megatron: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"algorithm.use_rollout_routing_replay is true, and the model in {path} ({config.model_type}) has no "
             "mixture of experts, or none that shows what it chooses: leave it out"
+        )
+
+
+def bias_problems(path: str, rate: float) -> Iterator[str]:
+    """Sentences on why there is no bias of a router that a step could move by a rate."""
+    try:
+        config = check_model_folder(path)
+        found = next(biases_of(_without_memory(config)), None)
+    except BadModel:  # told where folders are checked
+        return
+    if found is None:
+        yield (
+            f"training.moe_router_bias_update_rate is {rate:g}, and the routers of the model in {path} "
+            f"({config.model_type}) have no bias that balances experts: leave it out"
         )
 
 
@@ -203,3 +217,10 @@ def _num_experts(module: Any) -> int | None:
     experts = getattr(module, "experts", None)
     found = getattr(experts, "num_experts", None) if isinstance(experts, torch.nn.Module) else None
     return found if isinstance(found, int) else None
+
+
+def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
+    """A model without weights, of its config.json."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model

@@ -55,6 +55,10 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
         from cairn.engines.routing import replay_problems  # builds the library's model, without weights
 
         problems += replay_problems(config.model.path, config.training.megatron)
+    if (rate := config.training.moe_router_bias_update_rate) and not problems:
+        from cairn.engines.routing import bias_problems  # the same
+
+        problems += bias_problems(config.model.path, rate)
     if config.model.path in there:
         try:
             load_tokenizer(config.model.path)

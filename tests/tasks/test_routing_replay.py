@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.routing import bias_problems
 from cairn.engines.trajectories import Segment, Trajectory
 from cairn.engines.types import FinishReason, TrainBatch
 from cairn.flows.driver.validation import setup_problems
@@ -167,3 +168,11 @@ def test_what_would_choose_in_the_place_of_the_routers_is_refused(moe_assets: Pa
     config = replay_config(moe_assets).model_copy(update={"training": training.model_copy(update=asked)})
     problems = setup_problems(config)
     assert any("training.megatron.moe_router_fusion experts are chosen in a kernel" in one for one in problems)
+
+
+def test_a_rate_for_biases_that_the_routers_do_not_have_is_refused(moe_assets: Path, tmp_path: Path) -> None:
+    config = replay_config(moe_assets)
+    training = config.training.model_copy(update={"moe_router_bias_update_rate": 1e-3})
+    (problem,) = setup_problems(config.model_copy(update={"training": training}))
+    assert "rate is 0.001, and the routers of the model" in problem
+    assert [*bias_problems(str(architecture("glm4_moe").save(tmp_path)), 1e-3)] == []
