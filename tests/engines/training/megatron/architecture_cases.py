@@ -50,11 +50,15 @@ EXPERTS = Layout(Check.EXPERTS, {"expert_model_parallel_size": 2, "expert_tensor
 CONTEXT = Layout("CP 2", {"context_parallel_size": 2})
 VIRTUAL = Layout("PP 2, VPP 2", {**PIPELINE.megatron, "virtual_pipeline_model_parallel_size": 2})
 RECOMPUTED = Layout("TP 2, recompute", TENSOR_OF_EXPERTS.megatron, {"gradient_checkpointing": True})
+LATENTS_RECOMPUTED = Layout(
+    "TP 2, latents recomputed",
+    {**TENSOR_OF_EXPERTS.megatron, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj", "moe"]},
+)
 SPREAD = Layout("TP 2, EP 2", {**TENSOR_WHOLE_EXPERTS.megatron, "expert_model_parallel_size": 2})
 SPREAD_TWICE = Layout("TP 2, EP 2 × DP 2", SPREAD.megatron, ranks=4)
 WHOLE_TWICE = Layout("TP 2, ETP 1 × DP 2", TENSOR_WHOLE_EXPERTS.megatron, ranks=4)
 BESIDES = {
-    "deepseek_v3": [CONTEXT, VIRTUAL, RECOMPUTED, SPREAD_TWICE],
+    "deepseek_v3": [CONTEXT, VIRTUAL, RECOMPUTED, LATENTS_RECOMPUTED, SPREAD_TWICE],
     "minimax_m2": [CONTEXT, RECOMPUTED, SPREAD],
     "glm4_moe": [CONTEXT, VIRTUAL, SPREAD],
     "qwen3_moe": [WHOLE_TWICE],
