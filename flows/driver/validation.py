@@ -33,6 +33,7 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     """Sentences on the model folders, the lengths against the context, and user code. Reads no data. `began`: format of
     the run's manifest, for what it may go on with though a new run (None) may not begin with it."""
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
+    problems += _image_problems(config)
     if began is None:
         problems += _of_a_new_run(config)
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
@@ -121,6 +122,11 @@ def _model_problems(config: RunConfig) -> Iterator[str]:
                 from cairn.engines.vision import image_processor  # what few models need
 
                 image_processor(path)
+            elif config.data.has_images:
+                yield (
+                    f"model.{option}: the model in {path} ({model.model_type}) sees no images, and multimodal_keys "
+                    "names some: leave it out, or take a model of images and text"
+                )
         except BadModel as error:
             yield f"model.{option}: {error}"
         else:
@@ -134,6 +140,14 @@ def _is_read(path: str) -> bool:
     except BadModel:
         return False
     return True
+
+
+def _image_problems(config: RunConfig) -> Iterator[str]:
+    if config.data.has_images and config.model.teacher_url is not None:
+        yield (
+            f"model.teacher_url: the server at {config.model.teacher_url} is asked about text, and multimodal_keys "
+            "names images: give the teacher as model.teacher_path"
+        )
 
 
 def _teacher_problems(student: str, teacher: str) -> Iterator[str]:

@@ -2,13 +2,16 @@
 
 import base64
 import json
+import re
 import shutil
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 from typer.testing import CliRunner
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.images import Image
 from cairn.flows.cli import app
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
@@ -19,6 +22,7 @@ from cairn.storage.redaction import redact
 from cairn.storage.store import open_store
 from cairn.storage.verification import Fault, verify
 from cairn.tasks.batch import train_batch, trained_shards
+from cairn.tasks.groups import unfinished_group
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.selection import last_selection
 from tests.tiny_run import DirectSteps, killed_driver, tiny_config, tiny_context, train_digests
@@ -97,6 +101,37 @@ def test_what_is_trained_on_is_read_from_the_snapshot_and_not_from_the_data(
     assert batch.images is not None
     assert [image.data for (image,) in batch.images[12:]] == [noise(16, 40, seed=2)] * 4
     assert {(image.height, image.width) for (image,) in batch.images} == {(16, 16), (24, 16), (16, 40)}
+
+
+def test_a_group_that_is_continued_sees_the_image_of_the_snapshot(store: Path, tiny_assets: Path, data: Path) -> None:
+    ledger = ledger_of(store)
+    run = RecordedRun(images_config(tiny_assets, data.with_name("gone")), ledger)
+    (commit,) = rollouts(ledger, 0)
+    group = unfinished_group(run.read(commit).filter(pc.field("group_id") == 3), run.images(commit))
+    expected = (Image(noise(16, 40, seed=2), 16, 40),)
+    assert group.drawn.row.images == expected
+    assert [request.images for request in group.requests(besides=())] == [expected] * len(group.requests(besides=()))
+
+
+def test_models_and_servers_that_see_no_images_are_refused(tiny_assets: Path, data: Path) -> None:
+    text = str(tiny_assets / "model")
+    cases: dict[str, dict] = {
+        r"model.ref_path: the model in .* \(qwen3\) sees no images": {
+            "model": {"ref_path": text},
+            "algorithm": {"use_kl_loss": True},
+        },
+        "training.engine: .* reads images, which Megatron is not given": {"training": {"engine": "megatron"}},
+        "rollout.engine is sglang, and the model in .* reads images": {"rollout": {"engine": "sglang"}},
+        "model.teacher_url: .* is asked about text": {
+            "model": {"teacher_url": "http://127.0.0.1:1", "teacher_name": "t"},
+            "algorithm": {"use_opd": True},
+        },
+    }
+    base = images_config(tiny_assets, data).model_dump(mode="json")
+    for message, sections in cases.items():
+        changed = {name: {**base[name], **options} for name, options in sections.items()}
+        problems = setup_problems(RunConfig.model_validate({**base, **changed}))
+        assert any(re.search(message, problem) for problem in problems), problems
 
 
 def test_an_image_that_was_altered_is_found_by_verify(store: Path, tmp_path: Path) -> None:

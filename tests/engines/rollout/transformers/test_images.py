@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from cairn.engines.errors import RequestRefused
+from cairn.engines.rollout.context import Context
+from cairn.engines.rollout.samples import beside
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.types import Completion, GenerateRequest
+from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from cairn.engines.vision import image_processor
 from tests.engines.rollout.models import collect, configs, rollout_config, same, save_model
 from tests.vision import asked, dots, noise, seen
@@ -87,6 +90,25 @@ def test_a_sample_that_is_continued_goes_on_as_if_it_had_never_stopped(
     found = collect(engine, [rest])[request.request_id]
     assert found.response_ids.tolist() == whole.response_ids[4:].tolist()
     assert found.log_probs == pytest.approx(whole.log_probs[4:], abs=1e-5)
+
+
+def test_a_later_turn_sees_the_images_of_the_prompt(
+    folder: Path, engine: TransformersEngine, requests: list[GenerateRequest]
+) -> None:
+    request = next(r for r in requests if len(r.images) == 2)
+    asked = SampleRequest(0, 0, request.input_ids, seed=1, images=request.images)
+
+    async def twice(ctx: Context, sample: SampleRequest) -> Trajectory:
+        first = await ctx.sample(sample.prompt_ids)
+        between = Segment.given([40, 41])
+        return Trajectory([first, between, await ctx.sample([*sample.prompt_ids, *first.ids, *between.ids])])
+
+    ((one,),) = [ended for ended in beside(engine.open(), [asked], SamplingParams(5), twice) if ended]
+    first, between, second = one.trajectory.segments
+    before = replace(request, input_ids=[*request.input_ids, *first.ids.tolist(), *between.ids.tolist()])
+    sample = Completion.empty((0,), FinishReason.STOP)
+    expected = library_log_probs(folder, engine._model, before, replace(sample, response_ids=second.ids.copy()))
+    assert second.log_probs == pytest.approx(expected, abs=1e-5)
 
 
 def test_images_that_cannot_be_seen_are_refused(
