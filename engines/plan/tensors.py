@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from cairn.engines.errors import BadModel
-from cairn.engines.models import ARCHITECTURE_OF
+from cairn.engines.models import ARCHITECTURE_OF, sees_images
 
 
 class Part(Enum):
@@ -184,7 +184,10 @@ class Model:
 
 
 def model_of(config: PretrainedConfig) -> Model:
-    """The tensors of a config's causal language model. Raises BadModel where the library cannot make it."""
+    """The tensors of a config's causal language model. Raises BadModel where the library cannot make it, or it reads
+    images."""
+    if sees_images(config):
+        raise BadModel(f"a {config.model_type} reads images, whose part in memory and time is not planned for")
     text = config.get_text_config()
     try:
         with torch.device("meta"):
