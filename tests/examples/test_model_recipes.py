@@ -14,11 +14,12 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.factory import kind_of
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.flows.driver.validation import data_problems, setup_problems
+from cairn.flows.plan.planning import plan_recipe
 from examples.quickstart.model import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes/models").glob("*.yaml"))
-HARDWARE = re.compile(r" on (?:(\d+) machines of )?8 × \w+ \d+ GB")
+HARDWARE = re.compile(r" on (?:(\d+) machines of )?8 × (\w+) \d+ GB")
 OF_THE_MACHINE = ("Transformer Engine", "flash-linear-attention")
 """Packages that training on GPUs needs and that tests do not have."""
 
@@ -64,11 +65,25 @@ def test_a_recipe_of_a_published_model_is_valid_for_its_config(
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_takes_all_of_the_machines_that_it_is_for(recipe: Path) -> None:
-    config = load(recipe)
+    config, (machines, _) = load(recipe), hardware_of(recipe)
+    assert gpus_of(config) == 8 * machines
+    assert (config.fleet.ray_address == "auto") == (machines > 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_is_planned_to_fit_the_machines_that_it_is_for(recipe: Path) -> None:
+    machines, gpu = hardware_of(recipe)
+    plan = plan_recipe(load(recipe), recipe.stem, gpu, memory_of_this_machine=0)
+    assert plan.problems == ()
+    assert {memory.of: memory.total for memory in plan.memory if not memory.fits} == {}
+    assert (plan.machines, plan.gpus) == (machines, 8 * machines)
+
+
+def hardware_of(recipe: Path) -> tuple[int, str]:
+    """Machines and their GPUs, as the head says."""
     stated = HARDWARE.search(recipe.read_text().partition("\n\n")[0].replace("\n#", ""))
     assert stated is not None, "the head names no hardware"
-    assert gpus_of(config) == 8 * int(stated[1] or 1)
-    assert (config.fleet.ray_address == "auto") == (stated[1] is not None)
+    return int(stated[1] or 1), stated[2].lower()
 
 
 def gpus_of(config: RunConfig) -> int:
