@@ -14,7 +14,7 @@ def planned(layout: Published, gpu: str = "h100") -> Plan:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.script)
 def test_what_is_known_to_run_fits(layout: Published) -> None:
-    training, rollout, _ = planned(layout).memory
+    training, rollout, *_ = planned(layout).memory
     optimizer = sum(row.bytes for row in training.rows if row.what == "optimizer")
     assert training.total - optimizer * layout.offloaded <= training.capacity
     assert rollout.fits
@@ -36,6 +36,6 @@ def test_what_is_known_to_need_the_hosts_memory_does_not_fit_whole(script: str) 
 @pytest.mark.parametrize("model", ["Qwen3-32B", "Llama-3.1-70B"])
 def test_a_large_model_does_not_fit_a_layout_of_4b(model: str) -> None:
     layout = Published("too big", model, 8, {"tensor_model_parallel_size": 2}, 9216, 2, (32, 8), 8192)
-    training, rollout, _ = planned(layout).memory
+    training, rollout, *_ = planned(layout).memory
     assert not training.fits
     assert rollout.fits == (model == "Qwen3-32B")  # 66 GB on two GPUs
