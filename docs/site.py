@@ -33,6 +33,7 @@ ORDER = {
     "Operate": ["operations.md", "prefect.md", "artifacts.md", "recovery.md", "decisions.md", "security.md"],
     "Look": ["metrics.md", "tracking.md", "report.md", "sql.md", "views.md", "audit.md"],
     "Engines": [
+        "models.md",
         "weights.md",
         "engines/transformers.md",
         "engines/sglang.md",

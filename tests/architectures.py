@@ -172,7 +172,13 @@ ARCHITECTURES = (
         {**LATENT, **SIGMOID, "n_group": 1, "topk_group": 1},
     ),
     Architecture("qwen2_moe", "qwen2_moe", "Qwen1.5-MoE, Qwen2-57B-A14B", SHARED_SOFTMAX, named=False),
-    Architecture("qwen3_next", "qwen3_next", "Qwen3-Next-80B-A3B", {**HEADS, **SHARED_SOFTMAX, **DELTA}, named=False),
+    Architecture(
+        "qwen3_next",
+        "qwen3_next",
+        "Qwen3-Next-80B-A3B",
+        {**HEADS, **SHARED_SOFTMAX, **DELTA, "full_attention_interval": 2},  # which SGLang reads
+        named=False,
+    ),
     Architecture("qwen3_5", "qwen3_5_text", "Qwen3.5 dense", {**HEADS, **DELTA}, named=False),
     Architecture("qwen3_5_moe", "qwen3_5_moe_text", "Qwen3.5 MoE", {**HEADS, **SHARED_SOFTMAX, **DELTA}, named=False),
     Architecture(
@@ -183,6 +189,10 @@ ARCHITECTURES = (
             **HEADS,
             "num_local_experts": 8,
             "num_experts_per_tok": 3,
+            "scoring_func": "sigmoid",  # SGLang reads this and the next three
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "rotary_dim": 8,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
         named=False,

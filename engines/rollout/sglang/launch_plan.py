@@ -73,6 +73,11 @@ def plan_problems(config: RolloutConfig) -> Iterator[str]:
         yield "rollout.server_groups has prefill and decode servers, which need a router: set rollout.router"
 
 
+def without_gpu(config: RolloutConfig) -> bool:
+    """Whether any server is launched without a GPU."""
+    return any(not _num_gpus(config, group) for group in _groups(config))
+
+
 def takes_no_weights(options: Mapping[str, Any]) -> str | None:
     """Why a server with these options cannot be given the run's weights; None if it can."""
     if (stages := options.get("pp_size") or 1) > 1:

@@ -6,9 +6,10 @@ from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, sees_images
+from cairn.engines.rollout.sglang.cpu_path import UNSERVED
 from cairn.engines.rollout.sglang.installation import Installation, SGLangMissing, option_problems, router_problems
 from cairn.engines.rollout.sglang.kept import kept_problems, version_problems
-from cairn.engines.rollout.sglang.launch_plan import plan_problems
+from cairn.engines.rollout.sglang.launch_plan import plan_problems, without_gpu
 from cairn.engines.rollout.sglang.model_code import code_problem
 from cairn.engines.rollout.sglang.quantized import quantized_problems
 from cairn.engines.rollout.sglang.routes import routes_problems
@@ -31,6 +32,8 @@ def problems(config: RunConfig, tells_kept: bool) -> Iterator[str]:
     yield from _draft_problems(config)
     yield from quantized_problems(config)
     yield from _served_otherwise(config.model.path)
+    if without_gpu(rollout):
+        yield from _unserved(config.model.path)
     if rollout.external_urls and rollout.router is None:  # nothing is launched here
         return
     try:
@@ -76,6 +79,19 @@ def _served_otherwise(path: str) -> Iterator[str]:
             f"rollout.engine is sglang, which takes every layer of a qwen3_moe model for a mixture of experts; the "
             f"config.json of {path} has dense ones (mlp_only_layers, decoder_sparse_step): set rollout.engine to "
             "transformers"
+        )
+
+
+def _unserved(path: str) -> Iterator[str]:
+    """What servers without a GPU do not serve."""
+    try:
+        model_type = check_model_folder(path).model_type
+    except BadModel:  # told of by _model_problems
+        return
+    if model_type in UNSERVED:
+        yield (
+            f"rollout.engine is sglang, whose servers do not serve {model_type} models without a GPU ("
+            f"{UNSERVED[model_type]}): set num_gpus_per_engine, or rollout.engine to transformers"
         )
 
 

@@ -1,6 +1,7 @@
 """What cannot work is said before anything starts, one sentence a problem."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,15 @@ def test_layers_that_sglang_would_take_for_others_are_named(data: Path, tmp_path
     assert (mixed / "config.json").read_text() != text
     problems = setup_problems(config(mixed, data, rollout=rollout))
     assert not any("mixture of experts" in found for found in problems)
+
+
+def test_models_that_servers_without_a_gpu_do_not_serve_are_named(data: Path, tmp_path: Path) -> None:
+    rollout = {"engine": "sglang", "num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16}
+    model = str(architecture("deepseek_v3").save(tmp_path))
+    found = setup_problems(config(model, data, rollout=rollout))
+    assert any(re.search(r"servers do not serve deepseek_v3 models without a GPU \(.+\)", one) for one in found)
+    found = setup_problems(config(model, data, rollout=rollout | {"num_gpus_per_engine": 1}))
+    assert not any("without a GPU (" in one for one in found)
 
 
 def test_the_disk_needs_a_folder_and_a_comparison_needs_the_trainer_awake(model: Path, data: Path) -> None:
