@@ -74,8 +74,8 @@ def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = Tru
     found = []
     for stage, layers in enumerate(stages(model.config.num_hidden_layers, training)):
         sizes = dict.fromkeys(("dense", "expert", "trained_dense", "trained_expert"), 0.0)
-        for one, times in _of_stage(model, layers, first=stage == 0, last=stage == count - 1, critic=critic):
-            size = times * _share(one, tensor, experts)
+        for one in _of_stage(model, layers, first=stage == 0, last=stage == count - 1, critic=critic):
+            size = _share(one, tensor, experts)
             kind = "expert" if one.part is Part.EXPERT else "dense"
             sizes[kind] += size
             sizes[f"trained_{kind}"] += size * (trained and (critic or wanted(one)))
@@ -86,25 +86,20 @@ def held_by_stage(model: Model, training: TrainingConfig, *, trained: bool = Tru
     return found
 
 
-def _of_stage(
-    model: Model, layers: Sequence[int], *, first: bool, last: bool, critic: bool
-) -> Iterator[tuple[Tensor, int]]:
-    """Tensors, and how often the stage has them: an embedding that is the output layer too is on the last as well."""
+def _of_stage(model: Model, layers: Sequence[int], *, first: bool, last: bool, critic: bool) -> Iterator[Tensor]:
+    """The tensors of a stage. An embedding that is the output layer too is on the last one as well."""
     for tensor in model.tensors:
         match tensor.part:
             case Part.EMBEDDING:
-                copy = last and not first and model.tied and not critic
-                if first or copy:
-                    yield tensor, 1
+                there = first or (last and model.tied and not critic)
             case Part.HEAD:
-                if last and not critic:
-                    yield tensor, 1
+                there = last and not critic
             case Part.END:
-                if last:
-                    yield tensor, 1
+                there = last
             case _:
-                if tensor.layer in layers:
-                    yield tensor, 1
+                there = tensor.layer in layers
+        if there:
+            yield tensor
 
 
 def _share(tensor: Tensor, ranks: int, experts: int) -> float:

@@ -51,4 +51,4 @@ def test_a_rank_holds_what_is_planned(case: Case, reports: Reports, models: Path
         assert state["optimizer"] == pytest.approx(measured["optimizer"], rel=0.01)
         # Torch's gradients are made in the step, Megatron's are there before.
         step = sum(row.bytes for row in planned.step) + state["gradients"] * (case.engine == "torch")
-        assert step == pytest.approx(measured["step"], rel=0.1)
+        assert step == pytest.approx(measured["step"], rel=case.bound)
