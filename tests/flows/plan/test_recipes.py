@@ -1,6 +1,5 @@
-"""Every recipe is planned, and fits the machines that its first line names."""
+"""Recipes without GPUs fit small machines; those of published models are planned in tests/examples."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,6 @@ from cairn.flows.plan.subject import subject_of
 from tests.architectures import architecture
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
-STATED = re.compile(r"(?:(\d+) machines of )?(\d+) × (H\d+)")
-
-
-@pytest.mark.parametrize("recipe", sorted((RECIPES / "models").glob("*.yaml")), ids=lambda file: file.stem)
-def test_a_recipe_of_a_published_model_fits_the_machines_that_it_names(recipe: Path) -> None:
-    stated = STATED.search(recipe.read_text("utf-8").splitlines()[0])
-    assert stated is not None
-    plan = plan_of(subject_of(load(recipe), recipe.stem, stated[3], memory_of_this_machine=64e9))
-    assert plan.fits, (plan.problems, [memory.of for memory in plan.memory if not memory.fits])
-    assert plan.machines == int(stated[1] or 1)
-    assert plan.gpus == int(stated[1] or 1) * int(stated[2])
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
