@@ -58,8 +58,8 @@ def size_of(data: bytes) -> tuple[int, int]:
 
     with _opened(data) as picture:
         height, width = picture.height, picture.width
-        # That of PNG's own class decodes the whole picture.
-        turned = Image.Image.getexif(picture).get(_ORIENTATION, 1) in _ON_ITS_SIDE
+        # PIL turns TIFF's by itself; the method of PNG's own class decodes the whole picture.
+        turned = picture.format != "TIFF" and Image.Image.getexif(picture).get(_ORIENTATION, 1) in _ON_ITS_SIDE
     return (width, height) if turned else (height, width)
 
 

@@ -13,6 +13,7 @@ read as it is. Every other way of quantising is refused by its name.
 """
 
 import json
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,16 @@ from safetensors import safe_open
 from cairn.engines.errors import BadModel
 
 
+_E4M3 = "F8_E4M3"
+"""Float8_e4m3fn in safetensors' words."""
+
+
 class Slice(Protocol):
     """A tensor of a file, of which parts can be read: by slices of its first axes, or whole by `...`."""
 
     def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
 
     def __getitem__(self, key: Any) -> torch.Tensor: ...
 
@@ -48,6 +55,11 @@ class BlockFp8:
         stem = name.removesuffix("_scale_inv")
         values, scales = tensors[stem], tensors[name]
         shape = values.get_shape()
+        if values.get_dtype() != _E4M3 or len(shape) < 2:
+            raise BadModel(
+                f"{stem} has shape {tuple(shape)} and is {values.get_dtype()}, and {name} scales a matrix of {_E4M3}: "
+                "copy the folder again."
+            )
         block = (*[1] * (len(shape) - 2), self.rows, self.columns)
         _require_shape(name, scales, [-(-length // size) for length, size in zip(shape, block, strict=True)])
         return stem, _Fp8Weight(values, scales, block)
@@ -92,12 +104,32 @@ def quantization_of(folder: Path) -> Scheme | None:
         BadModel: in a way that cannot be read.
     """
     config = json.loads((folder / "config.json").read_text())
-    said = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-    if not said:
-        return None
+    try:
+        said = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+        if not said:
+            return None
+        scheme = _scheme(said)
+        method = said.get("quant_method")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadModel(
+            f"The quantization_config in {folder / 'config.json'} is not one of a published model: copy it again."
+        ) from error
+    if scheme is None:
+        raise BadModel(
+            f"The weights in {folder} are quantised by {method} in a way that is not read (fp8 in blocks, mxfp4 and "
+            "compressed-tensors' symmetric int4 are): give a folder of the model in bfloat16, and the quantised one to "
+            "rollout servers of your own"
+        )
+    return scheme
+
+
+def _scheme(said: Mapping[str, Any]) -> Scheme | None:
+    """What a quantization_config says; None for a way that is not read. Raises what Python does where it is torn."""
     method = said.get("quant_method")
     if method == "fp8" and said.get("weight_block_size"):
-        rows, columns = said["weight_block_size"]
+        rows, columns = (operator.index(length) for length in said["weight_block_size"])
+        if min(rows, columns) < 1:
+            raise ValueError(f"blocks of {rows} × {columns}")
         return BlockFp8(rows, columns, said.get("scale_fmt") == "ue8m0")
     if method == "mxfp4":
         return Mxfp4()
@@ -106,11 +138,7 @@ def quantization_of(folder: Path) -> Scheme | None:
         kinds = {(g["num_bits"], g["type"], g["strategy"], g["symmetric"], g.get("actorder")) for g in groups}
         if kinds == {(4, "int", "group", True, None)} and len({g["group_size"] for g in groups}) == 1:
             return PackedInt4(groups[0]["group_size"])
-    raise BadModel(
-        f"The weights in {folder} are quantised by {method} in a way that is not read (fp8 in blocks, mxfp4 and "
-        "compressed-tensors' symmetric int4 are): give a folder of the model in bfloat16, and the quantised one to "
-        "rollout servers of your own"
-    )
+    return None
 
 
 def open_tensors(files: Iterable[Path], scheme: Scheme | None) -> dict[str, Slice]:
@@ -123,6 +151,13 @@ def open_tensors(files: Iterable[Path], scheme: Scheme | None) -> dict[str, Slic
     for path in files:
         file = safe_open(path, framework="pt")
         tensors |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  no mapping
+    weights = _dequantized(tensors, scheme)
+    if unscaled := [name for name, weight in weights.items() if weight.get_dtype().startswith("F8_")]:
+        raise BadModel(f"{unscaled[0]} is in FP8, and its scales are not in the weight files: copy the folder again.")
+    return weights
+
+
+def _dequantized(tensors: Mapping[str, Slice], scheme: Scheme | None) -> Mapping[str, Slice]:
     if scheme is None:
         if scales := [name for name in tensors if name.endswith(BlockFp8.suffixes)]:
             raise BadModel(
@@ -140,12 +175,17 @@ def open_tensors(files: Iterable[Path], scheme: Scheme | None) -> dict[str, Slic
                 raise BadModel(
                     f"{name} belongs to {missing}, which the weight files lack: copy the folder again."
                 ) from None
+            except ValueError as error:
+                raise BadModel(f"{name} belongs to what is no matrix ({error}): copy the folder again.") from error
             weights[weight] = view
     return weights
 
 
 class Dequantized:
     """A `Slice` of numbers that are computed as they are read."""
+
+    def get_dtype(self) -> str:
+        return "F32"
 
 
 @dataclass(frozen=True)

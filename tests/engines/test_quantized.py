@@ -86,6 +86,44 @@ def test_another_way_of_quantising_is_refused_by_its_name(quantization: dict[str
         check_model_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": [0, 128]},
+        {"quant_method": "fp8", "weight_block_size": [24.0, 40.0]},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": None}}},
+    ],
+)
+def test_a_torn_quantization_config_is_told_in_one_sentence(quantization: dict[str, Any], tmp_path: Path) -> None:
+    fp8_folder("qwen3", tmp_path)
+    set_config(tmp_path, quantization_config=quantization)
+    with pytest.raises(BadModel, match=r"The quantization_config in .*config\.json is not one of a published model"):
+        check_model_folder(tmp_path)
+
+
+def test_numbers_in_fp8_are_never_taken_without_their_scales(tmp_path: Path) -> None:
+    fp8_folder("qwen3", tmp_path)
+    values, scales = sorted(tmp_path.glob("*.safetensors"))
+    index = tmp_path / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    of_values = {name: file for name, file in said["weight_map"].items() if file == values.name}
+    index.write_text(json.dumps({"weight_map": of_values}))
+    for quantization in (json.loads((tmp_path / "config.json").read_text())["quantization_config"], None):
+        set_config(tmp_path, quantization_config=quantization)
+        with pytest.raises(BadModel, match="is in FP8, and its scales are not in the weight files"):
+            check_model_folder(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**of_values, "model.scale_inv": scales.name}}))
+    set_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [24, 40]})
+    check_model_folder(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    for torn in (torch.zeros(96 * 64).to(torch.float8_e4m3fn), torch.zeros(96, 64, dtype=torch.bfloat16)):
+        save_file({**load_file(values), name: torn}, values, metadata={"format": "pt"})
+        with pytest.raises(BadModel, match=f"{name}_scale_inv scales a matrix of F8_E4M3"):
+            check_model_folder(tmp_path)
+
+
 def test_quantised_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     fp8_folder("qwen3", tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]

@@ -65,13 +65,14 @@ def test_a_placeholder_that_was_sampled_is_a_token_and_no_place(folder: Path, mo
     assert found.placeholders.sum() == 4
 
 
-def test_an_image_on_its_side_is_seen_upright() -> None:
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+def test_an_image_on_its_side_is_seen_upright(kind: str) -> None:
     picture = Pictures.new("RGB", (8, 4))
     picture.putpixel((0, 0), (255, 0, 0))
     exif = Pictures.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees clockwise
     data = io.BytesIO()
-    picture.save(data, "PNG", exif=exif)
+    picture.save(data, kind, exif=exif, lossless=True)
     assert size_of(data.getvalue()) == (8, 4)
     assert decode(data.getvalue()).getpixel((3, 0)) == (255, 0, 0)
 
