@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cairn.engines.biases import biases_of
 from cairn.engines.errors import BadModel, EngineError
-from cairn.engines.models import check_model_folder
+from cairn.engines.models import check_model_folder, model_class
 
 FREE = -1
 """In the place of each expert where a token's choice is not given: the router chooses."""
@@ -222,5 +222,5 @@ def _num_experts(module: Any) -> int | None:
 def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
     """A model without weights, of its config.json."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = model_class(config).from_config(config)
     return model
