@@ -24,7 +24,6 @@ from safetensors import safe_open
 
 from cairn.engines.errors import BadModel
 
-
 _E4M3 = "F8_E4M3"
 """Float8_e4m3fn in safetensors' words."""
 
@@ -157,7 +156,7 @@ def open_tensors(files: Iterable[Path], scheme: Scheme | None) -> dict[str, Slic
     return weights
 
 
-def _dequantized(tensors: Mapping[str, Slice], scheme: Scheme | None) -> Mapping[str, Slice]:
+def _dequantized(tensors: dict[str, Slice], scheme: Scheme | None) -> dict[str, Slice]:
     if scheme is None:
         if scales := [name for name in tensors if name.endswith(BlockFp8.suffixes)]:
             raise BadModel(

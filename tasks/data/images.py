@@ -64,13 +64,18 @@ class RowImages:
         self._files: dict[str, str] | None = None
         """SHA-256 of every file that a row names, by its path, once all rows were looked at."""
         self._found: dict[str, str] = {}
+        self._has_column = False
 
     def check(self, row: Mapping[str, Any], where: str) -> None:
         """Look at the header of every image of a row. Raises BadPrompt."""
         self._of(row, where)
+        self._has_column |= self.column in row
 
-    def end_checks(self) -> None:
-        """All rows were looked at: no file is to change from now on."""
+    def end_checks(self, path: str) -> None:
+        """All rows, of `path`, were looked at: no file is to change from now on. Raises BadData where no row has the
+        column."""
+        if not self._has_column:
+            raise BadData(f"multimodal_keys.image is {self.column}, which no row of {path} has: correct it")
         self._files = self._found
 
     def fingerprint(self, of_rows: str) -> str:

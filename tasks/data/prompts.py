@@ -122,7 +122,7 @@ class PromptData(OverRows):
 
         rows = open_rows(format.data_source_path, path, required, optional, looked_at)
         if images is not None:
-            images.end_checks()
+            images.end_checks(path)
         return cls(rows, format, tokenizer, images)
 
     @property

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.routing import bias_problems
+from cairn.engines.routing import bias_problems, replay_problems
 from cairn.engines.trajectories import Segment, Trajectory
 from cairn.engines.types import FinishReason, TrainBatch
 from cairn.flows.driver.validation import setup_problems
@@ -23,6 +23,7 @@ from cairn.tasks.sequences import split_trajectories
 from tests.architectures import architecture
 from tests.tasks.test_partial_rollout import PARTIAL
 from tests.tiny_run import DirectSteps, killed_driver, tiny_config, tiny_context, train_digests, write_assets
+from tests.vision import dots
 
 LAYERS, TOP_K, EXPERTS = 2, 3, 8
 
@@ -157,9 +158,11 @@ def test_the_column_gives_back_what_it_was_given_of_several_trajectories() -> No
     assert all(np.array_equal(one, two) for one, two in zip(split, several, strict=True))  # type: ignore[arg-type]
 
 
-def test_a_model_without_experts_is_refused(tiny_assets: Path) -> None:
+def test_a_model_without_experts_is_refused(tiny_assets: Path, tmp_path: Path) -> None:
     (problem,) = setup_problems(replay_config(tiny_assets))
     assert "has no mixture of experts" in problem
+    (problem,) = replay_problems(str(dots(tmp_path) / "untrained"), {})
+    assert "(qwen2_5_vl) has no mixture of experts" in problem
 
 
 def test_what_would_choose_in_the_place_of_the_routers_is_refused(moe_assets: Path) -> None:

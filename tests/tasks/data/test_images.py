@@ -157,6 +157,13 @@ def test_a_broken_picture_or_places_that_do_not_fit_fail_the_row_alone(tmp_path:
             data.row(index)
 
 
+def test_a_column_that_no_row_has_is_told_before_anything_starts(tmp_path: Path, tokenizer: Any) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", {"prompt": "?", "images": None}, {"prompt": "?"})
+    assert opened(path, tokenizer).row(0).images == ()
+    with pytest.raises(BadData, match=r"multimodal_keys.image is image, which no row of .*rows\.jsonl has"):
+        opened(path, tokenizer, multimodal_keys={"image": "image"})
+
+
 def test_a_model_of_text_is_given_no_images(tmp_path: Path) -> None:
     model = write_assets(tmp_path) / "model"
     path = jsonl(tmp_path / "rows.jsonl", {"prompt": "<image>?", "images": url(PICTURE)})
