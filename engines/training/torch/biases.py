@@ -18,13 +18,12 @@ class Balance:
     def __init__(self, model: torch.nn.Module, rate: float) -> None:
         self._rate = rate
         self._real: torch.Tensor | None = None
-        self._biases: list[torch.Tensor] = []
+        self._model = model
         self._counts: list[torch.Tensor] = []
         for block in mixtures(model).values():
             for _, bias in biases_of(block):
-                see = partial(self._see, len(self._biases))
+                see = partial(self._see, len(self._counts))
                 block.experts.register_forward_pre_hook(see, with_kwargs=True)
-                self._biases.append(bias)
                 self._counts.append(torch.zeros_like(bias, dtype=torch.int64))
 
     @contextmanager
@@ -43,7 +42,8 @@ class Balance:
     @torch.no_grad()
     def update(self, world_size: int) -> None:
         """Move the biases by what all ranks have counted."""
-        for bias, count in zip(self._biases, self._counts, strict=True):
+        # Asked for anew: buffers that went to the host and back are other objects than before.
+        for (_, bias), count in zip(biases_of(self._model), self._counts, strict=True):
             if world_size > 1:
                 dist.all_reduce(count)
             bias.copy_(rebalanced(bias, count, self._rate))

@@ -43,10 +43,9 @@ class TorchLearner:
         named = list(model.named_parameters())
         rate = training.moe_router_bias_update_rate
         self._balance = Balance(model, rate) if rate else None
-        self._biases = [*biases_of(model)] if rate else []  # else they are those of the model's folder
         self._trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self._kept = self._trained if training.lora.r else named
-        self.names = {name for name, _ in (*self._kept, *self._biases)}
+        self.names = {name for name, _ in (*self._kept, *self._moved_biases())}
         self.frozen = self.names - {name for name, _ in self._trained}
         self.optimizer = build_optimizer([parameter for _, parameter in self._trained], training)
 
@@ -86,4 +85,8 @@ class TorchLearner:
         """Every tensor of the state, by its kind: parameters, frozen ones too but for those beside adapters, routers'
         biases where steps move them, and the optimizer's moments of each that is trained."""
         moments = {kind: [(name, self.optimizer.state[p][kind]) for name, p in self._trained] for kind in MOMENTS}
-        return {"parameters": [(name, p.detach()) for name, p in (*self._kept, *self._biases)], **moments}
+        return {"parameters": [(name, p.detach()) for name, p in (*self._kept, *self._moved_biases())], **moments}
+
+    def _moved_biases(self) -> NamedTensors:
+        """As they are now; without a rate they are those of the model's folder."""
+        return [] if self._balance is None else [*biases_of(self.model)]

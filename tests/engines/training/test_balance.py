@@ -116,6 +116,14 @@ def test_they_are_saved_and_digested_and_a_restored_engine_goes_on_bit_for_bit(w
     assert trained(restored, 1) == trained(engine, 1)
 
 
+def test_they_go_on_moving_after_a_stay_in_the_hosts_memory(work: Path) -> None:
+    engine, away = engine_with(work), engine_with(work)
+    for model in away._models():
+        model._apply(torch.clone)  # as between a GPU and the host: buffers come back as other objects
+    assert trained(away) == trained(engine)
+    assert all(value.equal(biases(weights_of(away))[name]) for name, value in biases(weights_of(engine)).items())
+
+
 def test_rollout_engines_get_them_exactly_in_any_number_format(work: Path) -> None:
     engine = engine_with(work)
     trained(engine)
