@@ -294,6 +294,23 @@ _OF_ITS_OWN_CLASS = ("model_type", "architectures", "auto_map")
 """What a config says of a class that the library does not have."""
 
 
+def save_config(config: PretrainedConfig, source: Path, folder: Path) -> None:
+    """Write config.json of a model that came from `source`, with what the library leaves out of that folder's own:
+    other programs look for it, as SGLang does for Qwen3-Next's `full_attention_interval`."""
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    written, published = json.loads(file.read_text()), json.loads((source / "config.json").read_text())
+    if published.get("model_type") != config.model_type:  # the part that is a language model
+        published = published.get("text_config", {})
+    lacking = {name: value for name, value in published.items() if name not in written and name not in _SAID_ANEW}
+    if lacking:
+        file.write_text(json.dumps(written | lacking, indent=2, sort_keys=True) + "\n")
+
+
+_SAID_ANEW = ("architectures", "auto_map", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype")
+"""What the library writes in another way, or what is not so of the weights that are written."""
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder. Raises BadModel."""
     if (folder / WEIGHTS).is_file():

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from cairn.configs.published import published_config
+from cairn.configs.published import published_config, published_names
 from cairn.engines.errors import BadModel
 from cairn.engines.models import (
     check_model_folder,
@@ -15,6 +15,7 @@ from cairn.engines.models import (
     eos_token_ids,
     load_causal_lm,
     read_config,
+    save_config,
 )
 from cairn.engines.tokenizers import read_tokenizer
 from examples.quickstart.model import build_tokenizer
@@ -156,6 +157,21 @@ def test_the_part_of_a_head_that_is_rotated_is_read_where_minimax_publishes_it(t
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_config(tmp_path), dtype=torch.bfloat16)
     assert model.model.rotary_emb.inv_freq.shape == (64 // 2,)  # of a head of 128
+
+
+@pytest.mark.parametrize("name", published_names())
+def test_a_written_config_says_of_the_architecture_all_that_the_published_one_does(name: str, tmp_path: Path) -> None:
+    published = published_config(name)
+    assert published is not None
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = read_config(tmp_path).get_text_config()
+    (tmp_path / "written").mkdir()
+    save_config(config, tmp_path, tmp_path / "written")
+    said_anew = {"architectures", "auto_map", "quantization_config", "rope_scaling", "rope_theta", "torch_dtype"}
+    published = published.get("text_config", published)
+    assert set(published) - said_anew <= set(json.loads((tmp_path / "written" / "config.json").read_text()))
+    read, of_program = read_config(tmp_path / "written").to_dict(), {"_name_or_path", "transformers_version"}
+    assert {key: value for key, value in config.to_dict().items() if key not in of_program and read[key] != value} == {}
 
 
 def test_a_type_without_a_class_of_the_librarys_keeps_its_tokenizer(tmp_path: Path) -> None:

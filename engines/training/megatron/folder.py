@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from cairn.engines.models import INDEX, WEIGHTS, read_config
+from cairn.engines.models import INDEX, WEIGHTS, read_config, save_config
 from cairn.engines.training.checkpoint import in_buckets
 from cairn.engines.training.mtp import keep_mtp
 
@@ -48,7 +48,7 @@ def write_model_folder(
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
     config = read_config(source).get_text_config()  # images' part is not among the weights
     config.dtype = dtype
-    config.save_pretrained(folder)
+    save_config(config, source, folder)
     keep_mtp(source, folder, dtype)
     if (source / "generation_config.json").is_file():
         shutil.copy(source / "generation_config.json", folder)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from cairn.engines.models import save_config
 from cairn.engines.published import Part, published_parts, saved_buffers
 from cairn.engines.training.digest import Piece, sharded_weights_checksum
 from cairn.engines.training.mtp import keep_mtp
@@ -73,5 +74,5 @@ def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], 
             logging.enable_progress_bar()
     config = deepcopy(model.config)
     config.dtype = next(iter(weights.values())).dtype  # the library notes that of the model's own parameters
-    config.save_pretrained(folder)
+    save_config(config, source, folder)
     keep_mtp(source, folder, config.dtype)
