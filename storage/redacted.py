@@ -11,7 +11,7 @@ MARK = "redacted"
 """Stands as the error of a row that was."""
 
 _TEXTS = frozenset({"prompt_text", "response_text", "label", "metadata", "components", "error"})
-"""Columns that may hold text of a sample. So may every column of lists, tokens or one value for each."""
+"""Columns that may hold text of a sample. So may every column of lists or records: tokens, or a value for each."""
 
 
 def without_text(table: pa.Table, rows: pa.Array) -> pa.Table:
@@ -19,7 +19,8 @@ def without_text(table: pa.Table, rows: pa.Array) -> pa.Table:
     columns = []
     for column, kept in zip(table.schema, table.columns, strict=True):
         listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        if not listed and column.name not in _TEXTS:
+        nested = listed or pa.types.is_struct(column.type)
+        if not nested and column.name not in _TEXTS:
             columns.append(kept)
             continue
         nothing = MARK if column.name == "error" else None if column.nullable else [] if listed else ""

@@ -22,9 +22,10 @@ from cairn.storage.local import LocalStore
 from cairn.storage.manifest import Parent
 from cairn.storage.pins import pin
 from cairn.storage.query import open_query
-from cairn.storage.redacted import MARK
+from cairn.storage.redacted import MARK, without_text
 from cairn.storage.redaction import redact
 from cairn.storage.retention import require_restorable
+from cairn.storage.schemas import rollout_schema
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store, open_store
 from cairn.storage.verification import Fault, verify
@@ -133,6 +134,25 @@ def test_the_text_is_gone_from_every_table_and_all_else_is_what_it_was(tmp_path:
             others = pc.not_equal(old["group_id"], PROMPT)
             assert old.filter(others).equals(new.filter(others))
     assert sum(one.redacted for one in verify(ledger)) == len(redacted)
+
+
+def some(kind: pa.DataType) -> object:
+    """A value of a type."""
+    if pa.types.is_struct(kind):
+        return {field.name: some(field.type) for field in kind}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return [some(kind.value_type)]
+    return "x" if pa.types.is_string(kind) else b"x" if pa.types.is_large_binary(kind) else 1
+
+
+def test_no_column_of_a_rollout_keeps_what_it_has_for_each_token() -> None:
+    schema = rollout_schema(cut=True, several=True, routed=True, images=True)
+    table = pa.table({field.name: pa.array([some(field.type)] * 2, field.type) for field in schema}, schema)
+    gone, kept = without_text(table, pa.array([True, False])).to_pylist()
+    nested = [field.name for field in schema if pa.types.is_nested(field.type)]
+    assert {"response_ids", "kept_token_ids", "routed_experts", "images"} <= set(nested)
+    assert not any(gone[name] for name in nested)
+    assert kept == table.to_pylist()[1]
 
 
 def test_whoever_reads_finds_the_rows_without_their_text(s3_url: str) -> None:
