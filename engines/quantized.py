@@ -7,9 +7,8 @@
 | `compressed-tensors` | `X_packed`: eight values an int32, `X_scale`, `X_shape` | (value - 8) × scale of its group |
 
 The first is that of DeepSeek V3, Kimi K2, and of Qwen3 and MiniMax-M2 in FP8; the second gpt-oss' (OCP Microscaling
-Formats 1.0, 2023, section 5.3); the third, `pack-quantized` in symmetric groups of 4
-bits, Kimi K2 Thinking's. What is not quantised is
-read as it is. Every other way of quantising is refused by its name.
+Formats 1.0, 2023, section 5.3); the third, `pack-quantized` in symmetric groups of 4 bits, Kimi K2 Thinking's. What is
+not quantised is read as it is. Every other way of quantising is refused by its name.
 """
 
 import json
