@@ -164,6 +164,7 @@ def _of_the_state(config: RunConfig) -> dict[str, str]:
         "training.engine": training.engine,
         "training.only_train_params_name_list": ", ".join(training.only_train_params_name_list) or "none",
         "training.freeze_params_name_list": ", ".join(training.freeze_params_name_list) or "none",
+        "training.moe_router_bias_update_rate": "above 0" if training.moe_router_bias_update_rate else "0",
         "training.megatron.use_distributed_optimizer": str(distributed).lower(),
         "algorithm.ref_update_interval": "null" if interval is None else "a number",
     }

@@ -181,6 +181,7 @@ def test_a_fork_counts_the_updates_of_its_actor_as_its_parent_did(tmp_path: Path
         (1, "x", ("training.lora.r=4",), CannotFork, "training.lora is not that of a"),
         (1, "x", ("training.engine=megatron",), CannotFork, r"training.engine is not that of a \(torch\)"),
         (1, "x", ("training.freeze_params_name_list=[norm]",), CannotFork, r"freeze_\S+ is not that of a \(none\)"),
+        (1, "x", ("training.moe_router_bias_update_rate=1e-3",), CannotFork, r"_rate is not that of a \(0\)"),
         (
             1,
             "x",
