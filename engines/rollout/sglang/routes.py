@@ -64,6 +64,11 @@ class Routes:
             raise EngineError(f"the server reports experts that are not of this model: {error}") from error
         if len(experts) < tokens:
             raise EngineError(f"the server reports the experts of {len(experts)} tokens, where it read {tokens}")
+        if ((experts < 0) | (experts >= self._layers.num_experts)).any():
+            raise EngineError(
+                f"the server reports experts from {experts.min()} to {experts.max()}, and the model's are 0 to "
+                f"{self._layers.num_experts - 1}"
+            )
         if (np.diff(np.sort(experts[:1], -1)) == 0).any():
             raise EngineError(
                 "the server reports that one expert was chosen twice for a token, as it does where its kernels choose "

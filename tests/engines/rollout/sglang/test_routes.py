@@ -62,6 +62,10 @@ def test_the_experts_of_every_token_are_those_of_the_librarys_model(folder: Path
         assert (np.sort(found, -1) == np.sort(expected, -1)).mean() > 0.99  # but for ties in rounding
 
 
+def told(experts: np.ndarray) -> str:
+    return base64.b64encode(experts.astype(np.int32).tobytes()).decode()
+
+
 def test_a_reply_of_another_shape_is_an_error() -> None:
     routes = Routes(architecture("qwen3_moe").make_config())
     assert routes.read({}, 5) is None
@@ -69,9 +73,11 @@ def test_a_reply_of_another_shape_is_an_error() -> None:
         routes.read({"routed_experts": "AAAAAA=="}, 5)
     with pytest.raises(EngineError, match="the experts of 0 tokens, where it read 5"):
         routes.read({"routed_experts": ""}, 5)
-    nothing = base64.b64encode(np.zeros((5, 4, 3), np.int32).tobytes()).decode()
+    for outside in (-1, 8):  # in a byte the first would be the last of 256 experts
+        with pytest.raises(EngineError, match=f"{outside}.*, and the model's are 0 to 7"):
+            routes.read({"routed_experts": told(np.array([[[0, 1, outside]] * 4] * 5))}, 5)
     with pytest.raises(EngineError, match="one expert was chosen twice"):
-        routes.read({"routed_experts": nothing}, 5)
+        routes.read({"routed_experts": told(np.zeros((5, 4, 3)))}, 5)
 
 
 def test_servers_that_would_not_report_them_are_refused() -> None:
