@@ -60,6 +60,12 @@ class RowImages:
         self._pixels = format.min_pixels, format.max_pixels
         self._beside = None if beside is None else os.path.dirname(beside)
         self._processor = image_processor(folder)
+        size: Any = self._processor.size
+        if (format.min_pixels or 0) > (most := format.max_pixels or size.longest_edge):
+            raise BadData(
+                f"min_pixels is {format.min_pixels}, above the {most} pixels that the model's own processor allows: "
+                "set max_pixels too"
+            )
         self._token: int = config.image_token_id
         self._files: dict[str, str] | None = None
         """SHA-256 of every file that a row names, by its path, once all rows were looked at."""

@@ -12,7 +12,7 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import RowFormat
 from cairn.engines.images import Image
 from cairn.tasks.data.errors import BadData, BadPrompt
-from cairn.tasks.data.images import RowImages, with_parts
+from cairn.tasks.data.images import RowImages, as_text, with_parts
 from cairn.tasks.data.rows import FILES, open_rows, without_slice
 
 Messages = list[dict[str, Any]]
@@ -120,7 +120,8 @@ class PromptData(OverRows):
                 except BadPlugin as error:
                     raise BadData(str(error)) from error
 
-        rows = open_rows(format.data_source_path, path, required, optional, looked_at)
+        texts = as_text if images else str
+        rows = open_rows(format.data_source_path, path, required, optional, looked_at, texts)
         if images is not None:
             images.end_checks(path)
         return cls(rows, format, tokenizer, images)

@@ -25,7 +25,6 @@ from cairn.storage.errors import NoSpace
 from cairn.storage.space import naming_full
 from cairn.tasks.data.errors import BadData
 from cairn.tasks.data.files import Binary, is_parquet, open_file, parquet_rows, parsed
-from cairn.tasks.data.images import as_text
 
 Check = Callable[[dict[str, Any], str], object]
 """Looks at one row and raises BadData; the second argument says where the row stands."""
@@ -63,12 +62,20 @@ class RowFile:
         return row
 
 
-def open_rows(source: str, path: str, required: Mapping[str, str], optional: Collection[str], check: Check) -> RowFile:
+def open_rows(
+    source: str,
+    path: str,
+    required: Mapping[str, str],
+    optional: Collection[str],
+    check: Check,
+    as_text: Callable[[Any], str] = str,
+) -> RowFile:
     """Open what `source` gives for `path`, which may end in a slice such as `@[100:200]` or `@[-50:]`, and check each
     of its rows.
 
     `required` maps the fields that every row must have to the options that name them; a Parquet file's other columns
-    are not read, unless they are `optional`. Rows outside the slice are checked too.
+    are not read, unless they are `optional`. Rows outside the slice are checked too. What JSON has no word for in a
+    Parquet file is written `as_text`.
 
     Raises:
         BadData: the source fails or gives something else than rows; a file is missing, empty, of another kind or torn,

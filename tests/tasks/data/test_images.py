@@ -101,6 +101,8 @@ def test_pixels_are_bounded_by_options(tmp_path: Path, tokenizer: Any) -> None:
     assert (image.height, image.width) == (32, 32)
     (image,) = opened(path, tokenizer, min_pixels=128 * 128, max_pixels=256 * 256).row(0).images
     assert (image.height, image.width) == (128, 128)
+    with pytest.raises(BadData, match=r"min_pixels is 100000000000, above the \d+ pixels .*set max_pixels too"):
+        opened(path, tokenizer, min_pixels=10**11)
 
 
 def test_the_fingerprint_covers_the_files_that_rows_name(tmp_path: Path, tokenizer: Any) -> None:

@@ -139,6 +139,11 @@ def test_a_label_is_text_as_the_file_writes_it(tmp_path, tokenizer, label, text)
     assert PromptData.open(PLAIN, path, tokenizer).row(0).label == text
 
 
+def test_bytes_in_a_column_of_text_are_read_as_python_writes_them(tmp_path, tokenizer):
+    path = write_parquet(tmp_path / "r.parquet", [{"prompt": "p", "label": b"7"}])
+    assert PromptData.open(PLAIN, path, tokenizer).row(0).label == "b'7'"
+
+
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path, tokenizer):
     path = tmp_path / "r.jsonl"
     path.write_text('\n{"prompt": "a", "label": "1"}\n  \n{"prompt": "b", "label": "2"}\n\n')
