@@ -4,9 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from cairn.engines.models import ARCHITECTURE_OF, read_config
 from cairn.storage import canonical
 
 _NO_MEANING = ("version", "truncation", "padding", "post_processor")
@@ -16,6 +13,10 @@ _NO_MEANING = ("version", "truncation", "padding", "post_processor")
 def read_tokenizer(folder: str | Path) -> Any:
     """The Hugging Face tokenizer of a model folder, whose code is not run. It is found by the model's config, also
     where the library has no class for that. Raises what the library raises."""
+    from transformers import AutoTokenizer  # takes seconds, and the digest needs none of it
+
+    from cairn.engines.models import ARCHITECTURE_OF, read_config
+
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     file = Path(folder) / "config.json"
     if file.is_file() and json.loads(file.read_text()).get("model_type") in ARCHITECTURE_OF:
