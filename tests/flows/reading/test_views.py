@@ -168,7 +168,7 @@ def test_samples_carry_what_every_step_made_of_them(store: Store) -> None:
         "number": 1, "group_id": 3, "sample_index": 1, "iteration": 1, "prompt": "[3] 2 + 2 =",
         "response": "5 \x1b[31m[bold]\x7f\x9b31m", "label": "4", "reward": 0.0, "advantage": -1.0,
         "finish_reason": "stop", "status": "completed", "disposition": "train", "reason": None, "error": None,
-        "prompt_tokens": 3, "response_tokens": 2,
+        "prompt_tokens": 3, "response_tokens": 2, "images": (),
     }  # fmt: skip
     assert second == expected
     dropped = views[5]
