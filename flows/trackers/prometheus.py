@@ -102,7 +102,6 @@ class Prometheus:
     def _show(self, done: IterationDone) -> None:
         """What the iteration was like."""
         metrics = self._history.metrics(done.iteration, done.commits)
-        self._set("cairn_iteration", done.iteration)
         self._set("cairn_last_commit_timestamp_seconds", max(commit.committed_at for commit in done.commits))
         reward = metrics.get("rollout/raw_reward", metrics.get("rollout/trained/raw_reward"))
         if reward is not None:
@@ -117,6 +116,8 @@ class Prometheus:
             for benchmark in self._config.eval.benchmarks:
                 if f"eval/{benchmark.name}" in scores:
                     self._set("cairn_score", scores[f"eval/{benchmark.name}"], benchmark.name)
+        # Last: who reads at this very moment finds all of the iteration that is named.
+        self._set("cairn_iteration", done.iteration)
 
     def _show_scores(self, last: int) -> None:
         """The newest ones up to an iteration, which may be far before it."""
