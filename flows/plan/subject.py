@@ -1,5 +1,6 @@
 """What is planned: a recipe's model, the lengths of its samples, its machines, and what is assumed of them."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -10,7 +11,7 @@ from cairn.configs.hardware import CPU, Hardware, hardware
 from cairn.configs.published import published_config, published_names
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
-from cairn.engines.models import context_length, read_config
+from cairn.engines.models import context_length
 from cairn.engines.plan.tensors import Model, config_of, model_of
 from cairn.flows.costs.peaks import peak_tflops
 
@@ -92,12 +93,14 @@ def planned_model(path: str) -> tuple[Model, str]:
         BadModel: there is neither, or it is no causal language model.
     """
     folder = Path(path)
-    if (folder / "config.json").is_file():
+    if (file := folder / "config.json").is_file():
         try:
-            config = read_config(folder)
-        except Exception as error:  # whatever the library's many config classes raise
-            raise BadModel(f"{folder / 'config.json'} cannot be read: {error}") from error
-        return model_of(config), str(folder / "config.json")
+            written = json.loads(file.read_bytes())
+            # As published ones are: how the weights are quantised is a part of it.
+            config = config_of(written if isinstance(written, dict) else {})
+        except (ValueError, BadModel) as error:
+            raise BadModel(f"{file} cannot be read: {error}") from error
+        return model_of(config), str(file)
     stored = published_config(folder.name)
     if stored is None:
         near = get_close_matches(folder.name, published_names(), 1)

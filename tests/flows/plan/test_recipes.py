@@ -1,10 +1,12 @@
 """Recipes without GPUs fit small machines; those of published models are planned in tests/examples."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from cairn.configs.loader import load
+from cairn.configs.published import published_config
 from cairn.flows.plan.planning import plan_of
 from cairn.flows.plan.rollout import weight_bytes
 from cairn.flows.plan.subject import subject_of
@@ -26,8 +28,13 @@ def test_a_recipe_without_gpus_fits_a_small_machine(
     assert plan.gpus == 0
 
 
-def test_a_folder_in_fp8_is_served_in_a_byte_a_weight_but_for_what_stays_wide() -> None:
+@pytest.mark.parametrize("downloaded", [False, True])
+def test_a_folder_in_fp8_is_served_in_a_byte_a_weight_but_for_what_stays_wide(downloaded: bool, tmp_path: Path) -> None:
     recipe = RECIPES / "models" / "DeepSeek-R1.yaml"
-    subject = subject_of(load(recipe), recipe.stem, "h200", memory_of_this_machine=64e9)
+    config = load(recipe)
+    if downloaded:
+        (tmp_path / "config.json").write_text(json.dumps(published_config("DeepSeek-R1")))
+        config = load(recipe, [f"model.path={tmp_path}"])
+    subject = subject_of(config, recipe.stem, "h200", memory_of_this_machine=64e9)
     wide = 2 * 129280 * 7168 + 58 * 256 * 7168  # embedding and output layer, routers
     assert weight_bytes(subject) * subject.model.parameters == pytest.approx(671.026e9 + wide, rel=1e-4)
