@@ -1,5 +1,6 @@
 """Tiny models, batches and engines."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.training.torch.engine import TorchEngine
-from cairn.engines.types import KeptTokens, TrainBatch
+from cairn.engines.types import Completion, KeptTokens, TrainBatch
 
 VOCABULARY = 321  # odd: it does not divide evenly over ranks
 
@@ -186,6 +187,20 @@ def routed(batch: TrainBatch, layers: int, experts: int, top_k: int, seed: int =
 
     return replace(
         batch, routed_experts=[choices(len(ids) - 1) if i % 5 else None for i, ids in enumerate(batch.input_ids)]
+    )
+
+
+def sampled_tokens(
+    prompts: Sequence[Sequence[int]], done: Sequence[Completion], draw: np.random.Generator
+) -> TrainBatch:
+    """What a rollout engine answered to prompts, whose places the requests have as their groups, with an advantage
+    drawn for each sample."""
+    return TrainBatch(
+        input_ids=[np.concatenate([prompts[c.request_id[0]], c.response_ids]).astype(np.int32) for c in done],
+        response_lengths=[len(c.response_ids) for c in done],
+        loss_mask=[np.ones(len(c.response_ids), np.uint8) for c in done],
+        advantages=[np.full(len(c.response_ids), draw.normal(), np.float32) for c in done],
+        rollout_log_probs=[c.log_probs for c in done],
     )
 
 

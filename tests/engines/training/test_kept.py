@@ -16,7 +16,7 @@ from cairn.engines.training.log_probs import entropy
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.types import KeptTokens, SamplingParams, TrainBatch
 from tests.engines.rollout.models import rollout_config
-from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder
+from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder, sampled_tokens
 from tests.requests import group
 
 CUT = {"top_p": 0.8, "top_k": 200}
@@ -111,14 +111,7 @@ def sampled(folder: Path) -> TrainBatch:
     counts = np.concatenate([c.kept.counts for c in done if c.kept is not None])
     assert counts.min() > 1
     assert counts.max() < VOCABULARY
-    return TrainBatch(
-        input_ids=[np.concatenate([prompts[c.request_id[0]], c.response_ids]).astype(np.int32) for c in done],
-        response_lengths=[len(c.response_ids) for c in done],
-        loss_mask=[np.ones(len(c.response_ids), np.uint8) for c in done],
-        advantages=[np.full(len(c.response_ids), draw.normal(), np.float32) for c in done],
-        rollout_log_probs=[c.log_probs for c in done],
-        kept=[c.kept for c in done if c.kept is not None],
-    )
+    return dataclasses.replace(sampled_tokens(prompts, done, draw), kept=[c.kept for c in done if c.kept is not None])
 
 
 def test_on_policy_ratios_are_one(folder: Path, sampled: TrainBatch) -> None:

@@ -13,7 +13,7 @@ from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types import Completion, SamplingParams, TrainBatch
 from tests.architectures import VOCABULARY, architecture
 from tests.engines.rollout.models import rollout_config
-from tests.engines.training.builders import make_engine, part_of
+from tests.engines.training.builders import make_engine, part_of, sampled_tokens
 from tests.requests import group
 
 REPLAY = AlgorithmConfig(use_rollout_routing_replay=True)
@@ -40,14 +40,7 @@ def sampled_batch(folder: Path, dtype: str = "bfloat16") -> TrainBatch:
     prompts = [draw.integers(3, VOCABULARY, size=5 + 3 * i).tolist() for i in range(4)]
     requests = [one for i, prompt in enumerate(prompts) for one in group(i, prompt, (1, 2), params)]
     done: list[Completion] = [c for part in engine.generate(requests) for c in part]
-    return TrainBatch(
-        input_ids=[np.concatenate([prompts[c.request_id[0]], c.response_ids]).astype(np.int32) for c in done],
-        response_lengths=[len(c.response_ids) for c in done],
-        loss_mask=[np.ones(len(c.response_ids), np.uint8) for c in done],
-        advantages=[np.full(len(c.response_ids), draw.normal(), np.float32) for c in done],
-        rollout_log_probs=[c.log_probs for c in done],
-        routed_experts=[c.routed_experts for c in done],
-    )
+    return dataclasses.replace(sampled_tokens(prompts, done, draw), routed_experts=[c.routed_experts for c in done])
 
 
 def apart(engine: TorchEngine, batch: TrainBatch) -> float:

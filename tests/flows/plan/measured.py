@@ -85,7 +85,7 @@ CASES = (
     Case("Megatron, Qwen3, bfloat16", "qwen3", "megatron", training=BF16),
     Case("Megatron, Qwen3-MoE, recomputed", "qwen3_moe", "megatron", training=RECOMPUTED),
     Case("Megatron, TP 2, Qwen3", "qwen3", "megatron", 2, TP, quick=True),
-    # Buffers of what gloo gathers for sequence parallelism are freed when its threads come to it.
+    # A step allocates more here than it keeps, and why is not known; what it keeps is as planned.
     Case("Megatron, TP 2, SP, Qwen3", "qwen3", "megatron", 2, {**TP, "sequence_parallel": True}, bound=0.2),
     Case("Megatron, PP 2, Qwen3, tied", "qwen3", "megatron", 2, PP, quick=True),
     Case("Megatron, PP 2, Llama", "llama", "megatron", 2, PP),
