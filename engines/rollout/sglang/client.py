@@ -8,6 +8,10 @@ import httpx
 
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
 
+POLICY = {"selector": "target"}
+"""In a weight update: of the model that is served, and not of layers that draft for it, which nobody trains. By default
+a server opens and loads both."""
+
 
 class Control:
     """Calls to a server other than generation: synchronous, each with a deadline.
@@ -46,4 +50,5 @@ class Control:
         """Replace weights by tensors that each of the server's tensor-parallel ranks maps
         (`cairn.engines.weights.shared`); a weight update must have begun."""
         encoded = [base64.b64encode(handle).decode() for handle in handles]
-        self.call("/update_weights_from_tensor", {"serialized_named_tensors": encoded, "flush_cache": False})
+        body = {"serialized_named_tensors": encoded, "flush_cache": False, **POLICY}
+        self.call("/update_weights_from_tensor", body)

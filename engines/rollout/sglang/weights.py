@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout
-from cairn.engines.rollout.sglang.client import Control
+from cairn.engines.rollout.sglang.client import POLICY, Control
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.engines.weights.shared import share
 
@@ -108,6 +108,7 @@ class ServerWeights:
                 "group_name": self._group or "none",
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
+                **POLICY,
             },
         )
         self._missing -= set(names)
@@ -191,7 +192,7 @@ class ServerWeights:
 
     def _open_session(self) -> None:
         if not self._session:
-            self._control.call("/begin_weight_update", {})
+            self._control.call("/begin_weight_update", POLICY)
             self._session = True
 
     def _close_session(self) -> None:
