@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cairn.configs.kinds import plugin as plugin
     from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
-    from cairn.engines.rollout.context import Context as Context
+    from cairn.engines.episodes.context import Context as Context
     from cairn.engines.training.collate import Tokens as Tokens
     from cairn.engines.trajectories import SampleRequest as SampleRequest
     from cairn.engines.trajectories import Segment as Segment
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "BadQuery": "cairn.storage.query.errors",
     "AlgorithmConfig": "cairn.configs.schema.algorithm",
-    "Context": "cairn.engines.rollout.context",
+    "Context": "cairn.engines.episodes.context",
     "EvaluatedSample": "cairn.tasks.benchmarks.sample",
     "FilterDecision": "cairn.tasks.filters.decision",
     "GroupResult": "cairn.tasks.data.results",

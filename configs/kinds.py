@@ -254,7 +254,7 @@ BENCHMARK = Kind("benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.b
 GENERATE = Kind(
     "generate function",
     ("rollout.custom_generate_function_path",),
-    "cairn.engines.rollout",
+    "cairn.engines.generation",
     "generate",
     (("ctx", "sample"),),
     waits=True,

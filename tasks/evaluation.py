@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import GenerationFailed
-from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
 from cairn.storage.commits import Environment

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Protocol
 
 from cairn.configs.plugins import BadPlugin
+from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
-from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit
@@ -49,7 +49,7 @@ class Engine(Protocol):
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample]]:
-        """See `cairn.engines.rollout.samples.SampleEngine`."""
+        """See `cairn.engines.episodes.samples.SampleEngine`."""
 
     def abort(self) -> None:
         """The same; from the thread that reads the stream."""

@@ -9,12 +9,12 @@ from typing import Any
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
+from cairn.engines.episodes.samples import SampleEngine
+from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import PublicationGone, RequestRefused, WrongVersion
 from cairn.engines.fleet.colocation import Turns
-from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest

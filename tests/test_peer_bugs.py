@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.errors import EngineError, EngineTimeout, GenerationFailed
-from cairn.engines.rollout.samples import SampleEngine
 from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import Completion, GenerateRequest, TrainBatch
 from cairn.flows.driver.sources import Sources

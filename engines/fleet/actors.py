@@ -13,13 +13,13 @@ from typing import Any
 import ray
 
 from cairn.engines.deferred import collecting_later, defer_compiler
+from cairn.engines.episodes.samples import SampleEngine
+from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineError
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.slots import Slot
 from cairn.engines.fleet.warm import THREADS
 from cairn.engines.ports import free_port
-from cairn.engines.rollout.samples import SampleEngine
-from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
 
@@ -101,7 +101,7 @@ class RolloutActor(EngineActor):
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample]]:
-        """See `cairn.engines.rollout.samples`."""
+        """See `cairn.engines.episodes.samples`."""
         yield from self._samples.generate(samples, params, function)
 
 

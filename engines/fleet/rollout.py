@@ -9,13 +9,13 @@ import ray
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineTimeout
 from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.handles import CONTROL, Actor, ModelHandle, log_of
 from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
 from cairn.engines.rollout.factory import kind_of
 from cairn.engines.rollout.plan import EnginePlan, Place
-from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, GenerateRequest, SamplingParams
 from cairn.engines.weights.layout import MemoryTag

@@ -9,12 +9,12 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from cairn.configs.schema.engine_options import EngineOptions
+from cairn.engines.episodes.samples import SampleEngine
+from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import BadModel
 from cairn.engines.models import check_model_folder, context_length
 from cairn.engines.rollout.factory import kind_of, make_engine
 from cairn.engines.rollout.plan import Place
-from cairn.engines.rollout.samples import SampleEngine
-from cairn.engines.rollout.user_code import GenerateFunction
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
 from cairn.tasks.evaluation import Engines
@@ -36,7 +36,7 @@ class OwnEngine:
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample]]:
-        """See `cairn.engines.rollout.samples.SampleEngine`."""
+        """See `cairn.engines.episodes.samples.SampleEngine`."""
         return self._samples.generate(samples, params, function)
 
     def abort(self) -> None:

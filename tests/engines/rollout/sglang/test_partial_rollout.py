@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.rollout.samples import SampleEngine
+from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import Completion, GenerateRequest
 from cairn.flows.iteration import iteration

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cairn.engines.rollout.samples import SampleEngine
+from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import SamplingParams
 from tests.engines.rollout.test_samples import asked, users

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from cairn.configs.kinds import GENERATE
-from cairn.engines.rollout.asking import Asking
-from cairn.engines.rollout.runner import Generate, Runner
+from cairn.engines.episodes.asking import Asking
+from cairn.engines.episodes.runner import Generate, Runner
+from cairn.engines.episodes.user_code import GenerateFunction, SampleHung, UserCode
 from cairn.engines.rollout.streams import Stream
-from cairn.engines.rollout.user_code import GenerateFunction, SampleHung, UserCode
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from cairn.engines.rollout.samples import SampleEngine, beside
+from cairn.engines.episodes.samples import SampleEngine, beside
+from cairn.engines.episodes.user_code import GenerateFunction, UserCode
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
-from cairn.engines.rollout.user_code import GenerateFunction, UserCode
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import GenerateRequest, SamplingParams
-from tests.engines.rollout import agents
+from tests.engines.episodes import agents
 from tests.engines.rollout.models import rollout_config
 from tests.waiting import wait_for
 
@@ -29,7 +29,7 @@ Way = Callable[[SampleEngine, Callable[[], Stream], Sequence[SampleRequest]], It
 
 
 def users(name: str = "turns", timeout: float = 60.0) -> GenerateFunction:
-    return GenerateFunction(f"tests.engines.rollout.agents.{name}", SEARCH, timeout=timeout)
+    return GenerateFunction(f"tests.engines.episodes.agents.{name}", SEARCH, timeout=timeout)
 
 
 def as_ours(

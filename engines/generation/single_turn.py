@@ -1,6 +1,6 @@
 """The response to the prompt, and nothing more."""
 
-from cairn.engines.rollout.context import Context
+from cairn.engines.episodes.context import Context
 from cairn.engines.trajectories import SampleRequest, Trajectory
 
 

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cairn.configs.kinds import GENERATE
-from cairn.engines.rollout.runner import Runner
-from cairn.engines.rollout.user_code import GenerateFunction
-from cairn.engines.rollout.watchdog import Watchdog
+from cairn.engines.episodes.runner import Runner
+from cairn.engines.episodes.user_code import GenerateFunction
+from cairn.engines.episodes.watchdog import Watchdog
 from cairn.engines.trajectories import SampleRequest
 from cairn.engines.types import SamplingParams
 

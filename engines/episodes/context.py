@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cairn.engines.rollout.call_ids import next_call
+from cairn.engines.episodes.call_ids import next_call
 from cairn.engines.trajectories import (
     FIRST_CALL,
     BadTrajectory,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.engines.rollout.runner import Runner
+from cairn.engines.episodes.runner import Runner
 from cairn.engines.trajectories import SampleKey, SampleRequest
 
 TICK = 1.0

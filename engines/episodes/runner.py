@@ -7,7 +7,7 @@
 | it is aborted | it is given back as far as its first call came |
 | what `generate` returned is no trajectory of the sample | BadTrajectory, for the whole call |
 
-Whoever holds the engine gives the answers: `cairn.engines.rollout.samples` where the function is ours, and the process
+Whoever holds the engine gives the answers: `cairn.engines.episodes.samples` where the function is ours, and the process
 of the user's function (`user_process.py`) through it.
 """
 
@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from cairn.engines.episodes.call_ids import begin_sample, sample_of, task_factory
+from cairn.engines.episodes.context import Context, SampleAborted
 from cairn.engines.errors import RequestRefused
-from cairn.engines.rollout.call_ids import begin_sample, sample_of, task_factory
-from cairn.engines.rollout.context import Context, SampleAborted
 from cairn.engines.trajectories import BadTrajectory, GeneratedSample, SampleKey, SampleRequest, Trajectory
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
 

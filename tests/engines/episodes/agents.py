@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 
-from cairn.engines.rollout.context import Context
+from cairn.engines.episodes.context import Context
 from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
 
 WORLD = [9, 10, 11]

@@ -30,8 +30,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from cairn.engines.episodes.asking import Asking
 from cairn.engines.errors import GenerationFailed
-from cairn.engines.rollout.asking import Asking
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
 from cairn.engines.types import SamplingParams
@@ -175,7 +175,7 @@ class UserCode:
         here, there = Pipe()
         code = (
             f"import sys; sys.path[:] = {list(self._function.search)!r}; "
-            f"from cairn.engines.rollout.user_process import main; main({there.fileno()}, {os.getpid()})"
+            f"from cairn.engines.episodes.user_process import main; main({there.fileno()}, {os.getpid()})"
         )
         with there:
             process = subprocess.Popen(

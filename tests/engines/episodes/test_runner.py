@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.engines.rollout.context import Context
-from cairn.engines.rollout.samples import beside
-from cairn.engines.rollout.single_turn import generate as single_turn
+from cairn.engines.episodes.context import Context
+from cairn.engines.episodes.samples import beside
+from cairn.engines.generation.single_turn import generate as single_turn
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.trajectories import (
     BadTrajectory,
