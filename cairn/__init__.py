@@ -10,6 +10,13 @@ if TYPE_CHECKING:
     from cairn.configs.kinds import plugin as plugin
     from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
     from cairn.engines.episodes.context import Context as Context
+    from cairn.engines.tools.tool import NOT_DONE as NOT_DONE
+    from cairn.engines.tools.tool import Intent as Intent
+    from cairn.engines.tools.tool import Tool as Tool
+    from cairn.engines.tools.tool import ToolFailed as ToolFailed
+    from cairn.engines.tools.tool import ToolLost as ToolLost
+    from cairn.engines.tools.tool import ToolUnavailable as ToolUnavailable
+    from cairn.engines.tools.tool import tool as tool
     from cairn.engines.training.collate import Tokens as Tokens
     from cairn.engines.trajectories import SampleRequest as SampleRequest
     from cairn.engines.trajectories import Segment as Segment
@@ -38,18 +45,25 @@ _PLACES = {
     "FilterDecision": "cairn.tasks.filters.decision",
     "GroupResult": "cairn.tasks.data.results",
     "GradedSample": "cairn.tasks.filters.sample",
+    "Intent": "cairn.engines.tools.tool",
     "JudgedGroup": "cairn.tasks.buffers.group",
+    "NOT_DONE": "cairn.engines.tools.tool",
     "ResponseSegment": "cairn.tasks.rewards.sample",
     "Sample": "cairn.tasks.rewards.sample",
     "SampleRequest": "cairn.engines.trajectories",
     "ScoredBatch": "cairn.tasks.advantages.batch",
     "Segment": "cairn.engines.trajectories",
     "Tokens": "cairn.engines.training.collate",
+    "Tool": "cairn.engines.tools.tool",
+    "ToolFailed": "cairn.engines.tools.tool",
+    "ToolLost": "cairn.engines.tools.tool",
+    "ToolUnavailable": "cairn.engines.tools.tool",
     "Trajectory": "cairn.engines.trajectories",
     "TryAgain": "cairn.tasks.rewards",
     "file_rows": "cairn.tasks.data.files:rows",
     "open": "cairn.flows.reading.opened:opened",
     "plugin": "cairn.configs.kinds",
+    "tool": "cairn.engines.tools.tool",
 }
 
 __all__ = [*_PLACES]

@@ -1,0 +1,297 @@
+"""A tool: a function that an episode calls with `ctx.call`, and what a model and a record of the episode have to know
+of it.
+
+    @cairn.tool(kind="pure")
+    def multiply(a: float, b: float) -> float:
+        \"\"\"The product of two numbers.\"\"\"
+        return a * b
+
+Where a tool runs:
+
+| the function | runs | at its deadline |
+|---|---|---|
+| `async def` | on the loop of the episodes | is cancelled, and not waited for |
+| `def`, found by the name of its module and its own | in a tool process, see `processes.py` | its process is killed |
+| any other `def`: bound methods, closures, and all with a state (`deterministic`) | in a thread of the episode's \
+process | goes on, and nobody waits for it: a thread cannot be ended |
+
+What it returns is bounded (`results.py`), and whatever it raises is a `ToolFailed`: the model is told, and no other
+episode suffers.
+"""
+
+import asyncio
+import contextvars
+import enum
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, get_args
+
+from cairn.configs.plugins import deferred
+from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
+from cairn.engines.tools.parameters import KEY, Parameters
+from cairn.engines.tools.results import json_value, shortened
+from cairn.engines.tools.threads import in_a_thread
+
+__all__ = ["NOT_DONE", "Intent", "Kind", "Tool", "ToolFailed", "ToolLost", "ToolUnavailable", "tool"]
+
+Kind = Literal["pure", "deterministic", "effects"]
+"""What a call does besides returning: `pure` nothing, so that it may be made again; `deterministic` changes a state
+that lives with the episode, and is built up again by the same calls; `effects` changes the world."""
+
+TIMEOUT = 30.0
+"""Seconds that a call may take."""
+MAX_OUTPUT = 16_384
+"""Characters that a call may return."""
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LONGEST_ERROR = 1000
+
+
+class _NotDone(enum.Enum):
+    NOT_DONE = "not done"
+
+    def __repr__(self) -> str:
+        return "cairn.NOT_DONE"
+
+
+NOT_DONE = _NotDone.NOT_DONE
+"""What `reconcile` returns where the call has not happened: it is made again."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A call with effects that was about to be made when its episode was cut off: it has happened, or it has not."""
+
+    run: str
+    iteration: int
+    group: int
+    sample: int
+    attempt: int
+    turn: int
+    """Answers of the policy before it."""
+    call: str
+    """Its id in the episode."""
+    tool: str
+    arguments: Mapping[str, Any]
+    key: str
+    """The same in every attempt: what the tool was given as its `idempotency_key`, if it takes one."""
+
+
+class Tool:
+    """A function with what has to be known of it."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        kind: Kind,
+        timeout: float = TIMEOUT,
+        memory: int | None = None,
+        max_output: int = MAX_OUTPUT,
+        reconcile: Callable[[Intent], Any] | None = None,
+        name: str | None = None,
+        description: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises TypeError or ValueError for what is no tool.
+
+        Args:
+            function: plain or a coroutine function; its arguments are told to the model by their names and types.
+            kind: see `Kind`.
+            timeout: seconds that a call may take.
+            memory: bytes of data that the tool process may hold during a call, beside what it holds anyway; of a
+                function that runs elsewhere nothing is limited.
+            max_output: characters that a call may return.
+            reconcile: of one with effects, plain or a coroutine function: given an `Intent`, what the call returned,
+                or `NOT_DONE`.
+            name: by default the function's.
+            description: what the model is told, by default the docstring.
+            parameters: JSON schema of the arguments, where it is known from elsewhere: the function is then called
+                with all of them as they are, and checks them itself.
+        """
+        self.function = function
+        self.kind: Kind = kind
+        self.timeout = float(timeout)
+        self.memory = memory
+        self.max_output = max_output
+        self.reconcile = reconcile
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self._description = description
+        self._schema = None if parameters is None else dict(parameters)
+        self.__doc__ = function.__doc__
+        self.__module__ = getattr(function, "__module__", __name__)
+        self.__qualname__ = getattr(function, "__qualname__", self.name)
+        self._check()
+        self._parameters = Parameters(function)
+
+    def _check(self) -> None:
+        found = deferred(self.function)
+        if found not in (None, "a coroutine"):
+            raise TypeError(f"tool {self.name}: it is {found} function; let it return one result")
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"tool {self.name!r}: a tool's name is 1 to 64 letters, digits, _ and -: give it a `name`")
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"tool {self.name}: there is no kind {self.kind!r}: say pure, deterministic or effects")
+        if self.timeout <= 0 or self.max_output <= 0 or (self.memory is not None and self.memory <= 0):
+            raise ValueError(f"tool {self.name}: its timeout, memory and max_output have to be above 0")
+        if self.reconcile is not None and self.kind != "effects":
+            raise ValueError(f"tool {self.name}: reconcile is for tools with effects, and it is {self.kind}")
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "Tool":
+        """As a method: the tool of this instance. Its `reconcile` may be a method, too."""
+        if instance is None:
+            return self
+        bound = copy(self)
+        bound.function = self.function.__get__(instance, owner)
+        if self.reconcile is not None and _takes_two(self.reconcile):
+            bound.reconcile = partial(self.reconcile, instance)
+        bound.__dict__.pop("description", None)
+        bound.__dict__.pop("parameters", None)
+        bound._parameters = Parameters(bound.function)
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself: what it returns, unbounded and unchecked, in the place of a call."""
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<cairn.Tool {self.name}, {self.kind}>"
+
+    @cached_property
+    def description(self) -> str:
+        """What a model is told that it does."""
+        return self._parameters.description if self._description is None else self._description
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """JSON schema of the object of its arguments."""
+        return self._parameters.schema if self._schema is None else self._schema
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether calls are given their idempotency key: then one may be made again without being done twice."""
+        return self._parameters.takes_key
+
+    async def run(self, arguments: Mapping[str, Any], key: str) -> Any:
+        """Call it. `key`: the call's, the same in every attempt. Returns a JSON value.
+
+        Raises:
+            ToolFailed: that is the answer.
+            ToolUnavailable: it could not be called.
+            ToolLost: its process was ended from outside, and it is not pure.
+        """
+        given = self._arguments(arguments)
+        if self.takes_key:
+            given[KEY] = key
+        if deferred(self.function) is None:
+            return await self._in_a_thread(given)
+        return json_value(self.name, await self._on_the_loop(self.function(**given)), self.max_output)
+
+    def _arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if self._schema is not None:
+            return dict(arguments)
+        try:
+            return self._parameters.checked(arguments)
+        except ValueError as error:
+            raise ToolFailed(f"{self.name}: {error}", Reason.ARGUMENTS) from None
+
+    async def _on_the_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        # No task of the episode: a replay, which does not make the call, counts as many tasks.
+        task = asyncio.Task(self._answer(coroutine), loop=asyncio.get_running_loop(), context=contextvars.Context())
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.timeout)
+        finally:
+            task.cancel()
+        if not done:
+            raise self.late()
+        answer = task.result()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def _answer(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What it returns, or the error that the call ends in, as a value: some errors would end the loop."""
+        try:
+            return await coroutine
+        except (ToolFailed, ToolUnavailable) as error:
+            return error
+        except BaseException as error:
+            return self.raised(error)
+
+    async def _in_a_thread(self, given: dict[str, Any]) -> Any:
+        def call() -> Any:
+            return json_value(self.name, self.function(**given), self.max_output)
+
+        try:
+            return await in_a_thread(partial(self._settled, call), self.timeout)
+        except TimeoutError:
+            raise self.late() from None
+
+    def _settled(self, call: Callable[[], Any]) -> Any:
+        """What a call returns, or the error that it ends in."""
+        try:
+            return call()
+        except (ToolFailed, ToolUnavailable):
+            raise
+        except BaseException as error:
+            raise self.raised(error) from None
+
+    def late(self) -> ToolFailed:
+        """The failure of a call that is not done in time."""
+        return ToolFailed(f"{self.name}: it took longer than {self.timeout:g} s", Reason.DEADLINE)
+
+    def raised(self, error: BaseException) -> ToolFailed:
+        """The failure of a call that raised an error."""
+        return raised(self.name, error)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Whether it is a method's: of a class that is not made yet."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def raised(tool: str, error: BaseException) -> ToolFailed:
+    """The failure of a call of `tool` that raised an error."""
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    told = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    reason = Reason.MEMORY if isinstance(error, MemoryError) else Reason.RAISED
+    return ToolFailed(f"{tool}: {shortened(told, _LONGEST_ERROR)}", reason)
+
+
+def tool(
+    *,
+    kind: Kind,
+    timeout: float = TIMEOUT,
+    memory: int | None = None,
+    max_output: int = MAX_OUTPUT,
+    reconcile: Callable[[Intent], Any] | None = None,
+    name: str | None = None,
+    description: str | None = None,
+) -> Callable[[Callable[..., Any] | Callable[..., Awaitable[Any]]], Tool]:
+    """Make a tool of a function: see `Tool` for what is said of it."""
+    return partial(
+        Tool,
+        kind=kind,
+        timeout=timeout,
+        memory=memory,
+        max_output=max_output,
+        reconcile=reconcile,
+        name=name,
+        description=description,
+    )
