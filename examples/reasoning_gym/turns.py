@@ -1,0 +1,58 @@
+"""The model answers, is told when it was wrong, and may answer again; a later right answer is worth less.
+
+For rows of the data source `reasoning_gym`, of any of its generators: answers are scored by the generator's own scorer.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import cairn
+from cairn.tasks.rewards.reasoning_gym import grade
+
+TURNS = 3
+"""Answers at most."""
+DISCOUNT = 0.5
+"""What a right answer is worth, of what it would have been worth a turn earlier."""
+WRONG = "That is wrong. Try again."
+
+
+async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> cairn.Trajectory:
+    """Up to `TURNS` answers, until one is right, or is cut off before it ends."""
+    segments: list[cairn.Segment] = []
+    ids = list(sample.prompt_ids)
+    again = cairn.Segment.given(next_turn(ctx.tokenizer, WRONG))
+    while True:
+        answer = await ctx.sample(ids)
+        segments.append(answer)
+        text = ctx.tokenizer.decode(answer.ids, skip_special_tokens=True)
+        found = grade(cairn.Sample(response=text, label=sample.label, metadata=sample.metadata))
+        if found["right"] or answer.finish_reason != "stop" or len(segments) == 2 * TURNS - 1:
+            return cairn.Trajectory(segments)
+        segments.append(again)
+        ids += [*answer.ids.tolist(), *again.ids.tolist()]
+
+
+def reward(sample: cairn.Sample) -> dict[str, Any]:
+    """The score of the last answer, halved for every answer before it; how many there were, and whether it is right."""
+    answers = [segment for segment in sample.segments if segment.sampled] or [None]
+    last = sample if answers[-1] is None else replace(sample, response=plain(answers[-1].text), segments=())
+    found = grade(last)
+    return {
+        "reward": found["reward"] * DISCOUNT ** (len(answers) - 1),
+        "right": found["right"],
+        "answers": float(len(answers)),
+    }
+
+
+def next_turn(tokenizer: Any, message: str) -> list[int]:
+    """Tokens of a message of the user and of the beginning of the model's answer, after an answer that has ended."""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True
+    )
+    ids: list[int] = tokenizer.encode("\n" + text, add_special_tokens=False)
+    return ids
+
+
+def plain(text: str) -> str:
+    """An answer without its end token."""
+    return text.partition("<|im_end|>")[0]
