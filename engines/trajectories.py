@@ -1,10 +1,10 @@
 """What a sample goes through: the words of `async def generate(ctx, sample)`. Plain values: numpy arrays and numbers.
 
-A trajectory begins after the sample's prompt and is made of segments, in order: tokens that the policy sampled, and
-tokens that the world gave (the result of a tool, the next question), which nothing is learnt from. Token ids go in and
-come out: text is never tokenised again. A sample may go through several, each after its prompt, as where an agent goes
-on with a part of its context, or hands work to another: they are graded as one, and trained on as sequences of their
-own.
+A trajectory begins after the sample's prompt, or after one of its own, and is made of segments, in order: tokens that
+the policy sampled, and tokens that the world gave (the result of a tool, the next question), which nothing is learnt
+from. Token ids go in and come out: text is never tokenised again. A sample may go through several, as where an agent
+goes on with a part of its context, or hands work to another: they are graded as one, and trained on as sequences of
+their own.
 """
 
 import hashlib
@@ -83,9 +83,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The response to a sample's prompt: T tokens of its segments, one after the other."""
+    """The response to a prompt: T tokens of its segments, one after the other."""
 
     segments: Sequence[Segment]
+    prompt_ids: Sequence[int] | np.ndarray | None = None
+    """Its own prompt, where an agent puts the question in words of its own; None: the sample's."""
 
     @property
     def response_ids(self) -> np.ndarray:
@@ -185,7 +187,9 @@ class GeneratedSample:
     error: str | None = None
     """Why it failed; None where it did not."""
     lengths: tuple[int, ...] | None = None
-    """Where it has several trajectories, how many of the tokens each has."""
+    """Where it has several trajectories, or one with a prompt of its own, how many of the tokens each has."""
+    prompts: tuple[np.ndarray | None, ...] | None = None
+    """Where a trajectory has a prompt of its own, that of each, [P] int32; None for those after the sample's."""
 
     @property
     def key(self) -> SampleKey:
@@ -200,7 +204,9 @@ class GeneratedSample:
         segments = [segment for segment in self.trajectory.segments if len(segment)]
         ends = np.cumsum([len(segment) for segment in segments])
         cuts = np.searchsorted(ends, np.cumsum(self.lengths)) + 1
-        return [Trajectory(segments[start:end]) for start, end in pairwise((0, *cuts.tolist()))]
+        prompts = self.prompts or (None,) * len(self.lengths)
+        spans = zip(pairwise((0, *cuts.tolist())), prompts, strict=True)
+        return [Trajectory(segments[start:end], prompt) for (start, end), prompt in spans]
 
     @classmethod
     def failed(cls, request: SampleRequest, error: str) -> "GeneratedSample":

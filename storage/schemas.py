@@ -95,10 +95,16 @@ the ids that were left to draw it from, ascending; empty where that was the whol
 
 
 TRAJECTORIES = pa.field("trajectories", pa.list_(pa.int32()), nullable=True)
-"""A column of `rollout`, of `eval` and of their write-ahead logs where a sample has several trajectories: how many
-tokens of its response each has, one after the other. Each is a sequence after the prompt, and the last one is what
-`response_text` tells. Null: it has one."""
+"""A column of `rollout`, of `eval` and of their write-ahead logs where a sample has several trajectories, or one with a
+prompt of its own: how many tokens of its response each has, one after the other. Each is a sequence after a prompt, and
+the last one is what `response_text` tells. Null: it has one."""
 
+TRAJECTORY_PROMPTS = pa.field("trajectory_prompts", pa.list_(pa.list_(pa.int32())), nullable=True)
+"""Another one, beside `trajectories`, where a trajectory has a prompt of its own: that of each of them, null for those
+that come after the row's. Null: all do."""
+
+SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS)
+"""What the trajectories of a sample are."""
 
 ROUTED = pa.field(
     "routed_experts",
@@ -134,7 +140,8 @@ an image. `data` is as the data set has it, encoded."""
 def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False, images: bool = False) -> pa.Schema:
     """Of the table that `rollout` writes, `cut`: with what its tokens were drawn from, `several`: with trajectories,
     `routed`: with the experts of each token, `images`: with those of prompts."""
-    asked = ((KEPT, cut), (TRAJECTORIES, several), (ROUTED, routed), (IMAGES, images))
+    sequences = ((field, several) for field in SEQUENCES)
+    asked = ((KEPT, cut), *sequences, (ROUTED, routed), (IMAGES, images))
     return pa.schema([*ROLLOUT, *(field for field, is_asked in asked if is_asked)])
 
 
@@ -218,17 +225,22 @@ EVAL = _schema(
 )
 """`eval`: one row a sample of a benchmark."""
 
-GENERATED_EVAL = _schema(
-    ("group_id", pa.int64()),  # the prompt's index
-    ("sample_index", pa.int32()),
-    ("response_ids", _IDS),
-    ("log_probs", _FLOATS),
-    ("segments", _SEGMENTS),
-    ("finish_reason", pa.string()),
-    ("error", pa.string()),
-    ("seconds", pa.float32()),
-    nullable=frozenset({"log_probs", "segments", "error", "seconds"}),
-).append(TRAJECTORIES)
+GENERATED_EVAL = pa.schema(
+    [
+        *_schema(
+            ("group_id", pa.int64()),  # the prompt's index
+            ("sample_index", pa.int32()),
+            ("response_ids", _IDS),
+            ("log_probs", _FLOATS),
+            ("segments", _SEGMENTS),
+            ("finish_reason", pa.string()),
+            ("error", pa.string()),
+            ("seconds", pa.float32()),
+            nullable=frozenset({"log_probs", "segments", "error", "seconds"}),
+        ),
+        *SEQUENCES,
+    ]
+)
 """Of the write-ahead log of `eval`: what is generated, and graded when all is."""
 
 EVALUATED = _schema(

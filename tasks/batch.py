@@ -11,11 +11,11 @@ from cairn.engines.images import Image
 from cairn.engines.training.needs import loss_needs
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import IMAGES, KEPT, ROUTED, TRAJECTORIES
+from cairn.storage.schemas import IMAGES, KEPT, ROUTED, SEQUENCES
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.routes import routed_experts
 from cairn.tasks.selection import max_ages, removed_samples, trained_groups
-from cairn.tasks.sequences import several_trajectories, split_trajectories
+from cairn.tasks.sequences import own_prompts, several_trajectories, split_trajectories
 from cairn.tasks.versions import token_ages
 
 
@@ -79,7 +79,7 @@ def train_batch(
     """The batch of an iteration: trained groups in order, with advantages and scores where they are given; a sample
     of several trajectories is as many sequences of it."""
     columns = ["prompt_ids", "response_ids", "loss_mask", "log_probs", "weight_versions"]
-    columns += [KEPT.name, TRAJECTORIES.name, IMAGES.name]
+    columns += [field.name for field in (KEPT, *SEQUENCES, IMAGES)]
     replays = run.config.algorithm.use_rollout_routing_replay
     columns += [ROUTED.name] if replays else []
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
@@ -114,7 +114,7 @@ def train_batch(
         images=_images(run, rollouts, samples),
     )
     trajectories = several_trajectories(samples)
-    return batch if trajectories is None else split_trajectories(batch, trajectories)
+    return batch if trajectories is None else split_trajectories(batch, trajectories, own_prompts(samples))
 
 
 def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
@@ -159,7 +159,7 @@ def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> 
 
 def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """Some columns of a table; null those that a rollout writes where it has something to say."""
-    for field in (KEPT, TRAJECTORIES, ROUTED, IMAGES):
+    for field in (KEPT, *SEQUENCES, ROUTED, IMAGES):
         if field.name in columns and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return table.select(list(columns))

@@ -16,7 +16,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import EVAL, GENERATED_EVAL, IMAGES, TRAJECTORIES, Status
+from cairn.storage.schemas import EVAL, GENERATED_EVAL, IMAGES, SEQUENCES, TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.benchmarks import SCORE, EvaluatedSample, measure
 from cairn.tasks.evaluated_rows import Answers
@@ -27,7 +27,7 @@ from cairn.tasks.groups import (
     images_column,
     segments_value,
     status_of,
-    trajectories_column,
+    trajectory_columns,
     without_unused,
 )
 from cairn.tasks.questions import Questions, own_questions
@@ -144,9 +144,9 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
             "error": [g.error for g in graded],
             "seed": [request.seed for request in requests],
             "weight_version": [version] * len(samples),
-            TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
+            **{field.name: [sample[field.name] for sample in samples] for field in SEQUENCES},
         },
-        EVAL.append(TRAJECTORIES),
+        pa.schema([*EVAL, *SEQUENCES]),
     )
     if any(row.images for row in asked):
         table = table.append_column(IMAGES, images_column(asked))
@@ -237,7 +237,7 @@ def _table(samples: Sequence[GeneratedSample]) -> pa.Table:
             "finish_reason": [str(sample.finish_reason) for sample in samples],
             "error": [sample.error for sample in samples],
             "seconds": [sample.trajectory.seconds for sample in samples],
-            TRAJECTORIES.name: trajectories_column(samples),
+            **trajectory_columns(samples),
         },
         GENERATED_EVAL,
     )

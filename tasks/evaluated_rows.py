@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from cairn.engines.trajectories import SampleRequest
 from cairn.engines.types import FinishReason
-from cairn.storage.schemas import EVALUATED, TRAJECTORIES, Status
+from cairn.storage.schemas import EVALUATED, SEQUENCES, Status
 from cairn.tasks.benchmarks.sample import EvaluatedSample
 from cairn.tasks.groups import status_of
 from cairn.tasks.questions import Questions
@@ -98,7 +98,7 @@ def found_answers(rows: Sequence[Mapping[str, Any]]) -> Answers:
             **{name: row[name] for name in ("sample_index", "response_ids", "log_probs", "finish_reason", "seconds")},
             "error": None,
             "segments": None,
-            TRAJECTORIES.name: None,
+            **{field.name: None for field in SEQUENCES},
         }
         for row in rows
     ]

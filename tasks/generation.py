@@ -231,7 +231,8 @@ def _usable(run: RunContext, request: SampleRequest, sample: GeneratedSample) ->
         context, vocabulary = _limits(run.config.model.path)
         ids = trajectory.response_ids
         outside = ids[(ids < 0) | (ids >= vocabulary)]
-        length = len(request.prompt_ids) + len(ids)
+        prompt = request.prompt_ids if trajectory.prompt_ids is None else trajectory.prompt_ids
+        length = len(prompt) + len(ids)
         if len(outside):
             return GeneratedSample.failed(
                 request, f"generate gave it token {outside[0]}, outside the model's vocabulary of {vocabulary}"

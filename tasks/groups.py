@@ -15,13 +15,24 @@ import pyarrow as pa
 
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason, KeptTokens
-from cairn.storage.schemas import IMAGE_BYTES, IMAGES, KEPT, ROLLOUT, ROUTED, TRAJECTORIES, Status, rollout_schema
+from cairn.storage.schemas import (
+    IMAGE_BYTES,
+    IMAGES,
+    KEPT,
+    ROLLOUT,
+    ROUTED,
+    SEQUENCES,
+    TRAJECTORIES,
+    TRAJECTORY_PROMPTS,
+    Status,
+    rollout_schema,
+)
 from cairn.tasks.batch import kept_column, row_images
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import DrawnRow
 from cairn.tasks.data.prompts import PromptRow
 from cairn.tasks.routes import routed_column, routes_of
-from cairn.tasks.sequences import last_trajectory, several_trajectories
+from cairn.tasks.sequences import last_trajectory
 
 _IMAGE = ("sha256", "height", "width")
 
@@ -98,10 +109,17 @@ def unfinished_group(rows: pa.Table, images: Mapping[str, bytes]) -> Group:
             Trajectory(tuple(row_segments(sample))),
             FinishReason(sample["finish_reason"]),
             lengths=None if sample.get(TRAJECTORIES.name) is None else tuple(sample[TRAJECTORIES.name]),
+            prompts=_own_prompts(sample.get(TRAJECTORY_PROMPTS.name)),
         )
         for sample in samples
     }
     return Group(DrawnRow(first["group_id"], first["epoch"], row), tuple(s["seed"] for s in samples), parts)
+
+
+def _own_prompts(value: Sequence[Sequence[int] | None] | None) -> tuple[np.ndarray | None, ...] | None:
+    if value is None:
+        return None
+    return tuple(None if prompt is None else np.asarray(prompt, np.int32) for prompt in value)
 
 
 def row_segments(row: Mapping[str, Any]) -> list[Segment]:
@@ -181,10 +199,10 @@ def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
 
 
 def without_unused(samples: pa.Table) -> pa.Table:
-    """Rows of the rollout table as they are committed: the column of trajectories where a sample has several."""
-    if TRAJECTORIES.name in samples.column_names and several_trajectories(samples) is None:
-        return samples.drop_columns(TRAJECTORIES.name)
-    return samples
+    """Rows of the rollout table as they are committed: the columns of trajectories where a sample has several, or one
+    with a prompt of its own."""
+    present = [field.name for field in SEQUENCES if field.name in samples.column_names]
+    return samples.drop_columns([name for name in present if samples.column(name).null_count == samples.num_rows])
 
 
 def sample_table(
@@ -235,12 +253,15 @@ def sample_table(
         lengths = [len(rows[sample.group_id].prompt_ids) for sample in samples]
         arrays[ROUTED.name] = routed_column(
             [
-                [one.routed_experts(prompt) for one in sample.trajectories]
+                [
+                    one.routed_experts(prompt if one.prompt_ids is None else len(one.prompt_ids))
+                    for one in sample.trajectories
+                ]
                 for sample, prompt in zip(samples, lengths, strict=True)
             ]
         )
     if TRAJECTORIES.name in schema.names:
-        arrays[TRAJECTORIES.name] = trajectories_column(samples)
+        arrays |= trajectory_columns(samples)
     if IMAGES.name in schema.names:
         arrays[IMAGES.name] = images_column([one.row for one in drawn])
     return pa.table(arrays, schema)
@@ -259,9 +280,12 @@ def image_table(groups: Iterable[Group]) -> pa.Table | None:
     return pa.table(dict(zip(IMAGE_BYTES.names, columns, strict=True)), IMAGE_BYTES) if found else None
 
 
-def trajectories_column(samples: Sequence[GeneratedSample]) -> pa.Array:
-    """How many tokens each trajectory of each sample has, as `cairn.storage.schemas.TRAJECTORIES` has it."""
-    return pa.array([sample.lengths for sample in samples], TRAJECTORIES.type)
+def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array]:
+    """What the trajectories of each sample are, as `cairn.storage.schemas.SEQUENCES` has it."""
+    return {
+        TRAJECTORIES.name: pa.array([sample.lengths for sample in samples], TRAJECTORIES.type),
+        TRAJECTORY_PROMPTS.name: pa.array([sample.prompts for sample in samples], TRAJECTORY_PROMPTS.type),
+    }
 
 
 def finished_samples(table: pa.Table) -> tuple[set[SampleKey], dict[int, str]]:

@@ -8,7 +8,7 @@ a matter of time, so such a commit does not say that its groups would come out t
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +18,7 @@ from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.layout import IMAGES_FILE
-from cairn.storage.schemas import TRAJECTORIES, Status
+from cairn.storage.schemas import SEQUENCES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
 from cairn.tasks.context import RunContext
@@ -178,22 +178,23 @@ def _unfinished(samples: pa.Table) -> set[int]:
 
 def _given_tokens(samples: pa.Table, groups: Mapping[int, Group]) -> int:
     """Tokens that engines went on from, over all calls of the samples that got tokens in this shard."""
-    names = ["group_id", "sample_index", "segments", TRAJECTORIES.name]
+    names = ["group_id", "sample_index", "segments", *(field.name for field in SEQUENCES)]
     columns = [column.to_pylist() for column in with_optional(samples, names).columns]
     lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
     given = 0
-    for group_id, index, segments, trajectories, prompt, response in zip(*columns, *lengths, strict=True):
+    for group_id, index, segments, trajectories, own, prompt, response in zip(*columns, *lengths, strict=True):
         carried = groups[group_id].carried_tokens(index)
         if response > carried:
-            given += prompt + carried
-            calls, start, end = dict[str, int](), 0, 0
-            begins = {0, *accumulate(trajectories or ())}
+            starts = zip((0, *accumulate(trajectories or ())), own or repeat(None), strict=False)
+            prompts = {at: prompt if ids is None else len(ids) for at, ids in starts}
+            calls, start, end, before = dict[str, int](), 0, 0, prompts[0]
             for segment in segments or ():
-                start = end if end in begins else start
+                if end in prompts:
+                    start, before = end, prompts[end]
                 if segment["call"]:
-                    calls.setdefault(segment["call"], prompt + end - start)
+                    calls.setdefault(segment["call"], before + end - start)
                 end += segment["tokens"]
-            given += sum([*calls.values()][1:])
+            given += carried + sum(calls.values() or [before])
     return given
 
 

@@ -14,7 +14,10 @@ import pyarrow as pa
 
 from cairn.engines.training.validate import PER_TOKEN
 from cairn.engines.types import KeptTokens, TrainBatch
-from cairn.storage.schemas import TRAJECTORIES
+from cairn.storage.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS
+
+Prompts = Sequence[Sequence[int] | np.ndarray | None]
+"""Of the trajectories of a sample those that have one of their own, None for the others."""
 
 
 def several_trajectories(samples: pa.Table) -> list[list[int] | None] | None:
@@ -23,16 +26,26 @@ def several_trajectories(samples: pa.Table) -> list[list[int] | None] | None:
     return None if column.null_count == len(column) else column.to_pylist()
 
 
+def own_prompts(samples: pa.Table) -> list[Prompts | None]:
+    """The prompts of each sample's trajectories; None where all come after the sample's."""
+    found: list[Prompts | None] = samples.column(TRAJECTORY_PROMPTS.name).to_pylist()
+    return found
+
+
 def last_trajectory(ids: Sequence[int], lengths: Sequence[int] | None) -> Sequence[int]:
     """Of a response's tokens those of its last trajectory: what is graded, and shown as text."""
     return ids if lengths is None else ids[len(ids) - lengths[-1] :]
 
 
-def split_trajectories(batch: TrainBatch, trajectories: Sequence[Sequence[int] | None]) -> TrainBatch:
+def split_trajectories(
+    batch: TrainBatch, trajectories: Sequence[Sequence[int] | None], own: Sequence[Prompts | None] | None = None
+) -> TrainBatch:
     """A batch of samples as one of their trajectories, in order.
 
     Args:
         trajectories: tokens of each one of each sample; None where it has one.
+        own: prompts of their own of each one of each sample, which has none of the sample's images then; None where
+            all come after the sample's.
     """
     lengths = [one or [total] for one, total in zip(trajectories, batch.response_lengths, strict=True)]
     spans = [list(pairwise(np.cumsum([0, *one]).tolist())) for one in lengths]
@@ -44,25 +57,41 @@ def split_trajectories(batch: TrainBatch, trajectories: Sequence[Sequence[int] |
             return None
         return [_span(values[sample], *span) for sample, own in enumerate(spans) for span in own]
 
-    input_ids = []
-    for ids, total, own in zip(batch.input_ids, batch.response_lengths, spans, strict=True):
-        prompt, response = ids[: len(ids) - total], ids[len(ids) - total :]
-        input_ids += [np.concatenate([prompt, response[start:end]]) for start, end in own]
+    prompts = [
+        [
+            given if given is None else np.asarray(given, np.int32)
+            for given in (own and own[sample]) or [None] * len(one)
+        ]
+        for sample, one in enumerate(spans)
+    ]
+    input_ids = list[list[np.ndarray]]()
+    for ids, total, one, given in zip(batch.input_ids, batch.response_lengths, spans, prompts, strict=True):
+        before, response = ids[: len(ids) - total], ids[len(ids) - total :]
+        input_ids.append(
+            [
+                np.concatenate([before if prompt is None else prompt, response[start:end]])
+                for (start, end), prompt in zip(one, given, strict=True)
+            ]
+        )
     routed: list[np.ndarray | None] | None = None
     if batch.routed_experts is not None:
         routed = []
-        for ids, total, experts, own in zip(
-            batch.input_ids, batch.response_lengths, batch.routed_experts, spans, strict=True
-        ):
-            ends = np.cumsum([len(ids) - total + end - start - 1 for start, end in own])
-            routed += [None] * len(own) if experts is None else np.split(experts, ends[:-1])
+        for sequences, experts in zip(input_ids, batch.routed_experts, strict=True):
+            ends = np.cumsum([len(ids) - 1 for ids in sequences])
+            routed += [None] * len(sequences) if experts is None else np.split(experts, ends[:-1])
     per_token: dict[str, Any] = {name: cut(name) for name in PER_TOKEN}
     return replace(
         batch,
-        input_ids=input_ids,
+        input_ids=[ids for sequences in input_ids for ids in sequences],
         response_lengths=[length for one in lengths for length in one],
         groups=None if batch.groups is None else [batch.groups[sample] for sample in samples],
-        images=None if batch.images is None else [batch.images[sample] for sample in samples],
+        images=None
+        if batch.images is None
+        else [
+            images if prompt is None else ()
+            for images, given in zip(batch.images, prompts, strict=True)
+            for prompt in given
+        ],
         samples=samples,
         routed_experts=routed,
         **per_token,

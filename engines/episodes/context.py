@@ -127,11 +127,12 @@ class Context:
         trained on. Raises BadTrajectory where that is not what the policy was asked for and sampled."""
         trajectories = list(returned) if isinstance(returned, list | tuple) else [returned]
         several = len(trajectories) > 1
-        parts = [
-            self._segments(one, f" of trajectory {number}" if several else "")
-            for number, one in enumerate(trajectories, 1)
-            if isinstance(one, Trajectory)
-        ]
+        prompts, parts = list[np.ndarray | None](), list[list[Segment]]()
+        for number, one in enumerate(trajectories, 1):
+            if isinstance(one, Trajectory):
+                where = f" of trajectory {number}" if several else ""
+                prompts.append(self._own_prompt(one, where))
+                parts.append(self._segments(one, prompts[-1], where))
         if not parts or len(parts) < len(trajectories):
             other = next((type(one).__name__ for one in trajectories if not isinstance(one, Trajectory)), None)
             told = "an empty list" if other is None else f"a list with {other}" if several else other
@@ -140,12 +141,27 @@ class Context:
         if several:
             _check_trained_once(segments)
         reasons = [segment.finish_reason for segment in segments if segment.finish_reason is not None]
-        lengths = tuple(sum(map(len, part)) for part in parts) if several else None
-        return GeneratedSample(*self._sample.key, Trajectory(segments), reasons[-1], lengths=lengths)
+        own = any(prompt is not None for prompt in prompts)
+        return GeneratedSample(
+            *self._sample.key,
+            Trajectory(segments),
+            reasons[-1],
+            lengths=tuple(sum(map(len, part)) for part in parts) if several or own else None,
+            prompts=tuple(prompts) if own else None,
+        )
 
-    def _segments(self, trajectory: Trajectory, where: str) -> list[Segment]:
-        """Those of a trajectory; `where` names it among several."""
-        before, segments = self._prompt, list[Segment]()
+    def _own_prompt(self, trajectory: Trajectory, where: str) -> np.ndarray | None:
+        """Of a trajectory that does not begin after the sample's prompt."""
+        if trajectory.prompt_ids is None:
+            return None
+        prompt = np.asarray(trajectory.prompt_ids, np.int32)
+        if prompt.ndim != 1 or not len(prompt):
+            raise BadTrajectory(f"the prompt_ids{where} of what generate returned have to be one list with a token")
+        return None if np.array_equal(prompt, self._prompt) else prompt
+
+    def _segments(self, trajectory: Trajectory, prompt: np.ndarray | None, where: str) -> list[Segment]:
+        """Those of a trajectory after a prompt, None for the sample's; `where` names it among several."""
+        before, segments = self._prompt if prompt is None else prompt, list[Segment]()
         for number, segment in enumerate(trajectory.segments, 1):
             if segments:
                 before = np.concatenate([before, segments[-1].ids])

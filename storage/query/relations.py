@@ -22,12 +22,12 @@ from cairn.storage.query.views import View
 
 _EVALUATIONS = "evaluations"
 _TABLES: dict[str, pa.Schema] = {
-    Step.ROLLOUT: schemas.ROLLOUT.append(schemas.KEPT).append(schemas.TRAJECTORIES).append(schemas.IMAGES),
+    Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
     Step.REWARD: schemas.REWARD,
     Step.FILTER: schemas.FILTER.append(schemas.PRIORITY).append(schemas.BUFFER_KEY).append(schemas.REMOVED),
     Step.SCORE: schemas.SCORE,
     Step.ADVANTAGE: schemas.ADVANTAGE,
-    Step.EVAL: schemas.EVAL.append(schemas.TRAJECTORIES).append(schemas.IMAGES),
+    Step.EVAL: pa.schema([*schemas.EVAL, *schemas.SEQUENCES, schemas.IMAGES]),
     _EVALUATIONS: schemas.EVALUATED,
 }
 """The columns that a table may have; those that it was written without are NULL."""

@@ -1,4 +1,5 @@
-"""Samples of several trajectories: one row in every table, sequences of their own where they are trained on."""
+"""Samples of several trajectories, some with a prompt of their own: one row in every table, sequences of their own
+where they are trained on."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from cairn.flows.iteration import iteration, last_selection
 from cairn.flows.reading.samples import iteration_samples
 from cairn.flows.report.data import read_samples, read_tokens
 from cairn.storage.commits import Step
-from cairn.storage.schemas import EVAL, MEASURED, ROLLOUT, TRAJECTORIES
+from cairn.storage.schemas import EVAL, MEASURED, ROLLOUT, SEQUENCES, TRAJECTORIES
 from cairn.storage.verification import verify
 from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
@@ -36,12 +37,19 @@ async def generate(ctx, sample):
         return Trajectory([first])
     shared, note = replace(first, loss_mask=first.loss_mask * 0), Segment.given([5, 6, 7])
     second = await ctx.sample([*sample.prompt_ids, *first.ids, *note.ids], max_new_tokens=5)
-    third = await ctx.sample([*sample.prompt_ids, *note.ids], max_new_tokens=sample.index + 2)
-    return [Trajectory([first]), Trajectory([shared, note, second]), Trajectory([note, third])][: sample.index + 1]
+    own = [40, 41, 42, 43] if sample.index == 2 else sample.prompt_ids
+    third = await ctx.sample([*own, *note.ids], max_new_tokens=sample.index + 2)
+    last = Trajectory([note, third], own)
+    return [Trajectory([first]), Trajectory([shared, note, second]), last][: sample.index + 1]
 
 
 async def once(ctx, sample):
     return [Trajectory([await ctx.sample(sample.prompt_ids)])]
+
+
+async def asks_anew(ctx, sample):
+    prompt = [40, 41, 42, 43]
+    return Trajectory([await ctx.sample(prompt)], prompt)
 """
 
 GRADER = """
@@ -162,8 +170,10 @@ def check_batch_of(run: RunContext, index: int) -> None:
         row = rows[key]
         ends = np.cumsum([0, *(row["trajectories"] or [len(row["response_ids"])])]).tolist()
         assert ends[-1] == len(row["response_ids"]) == len(scored.column("values")[sample])
-        for start, end in pairwise(ends):
-            ids = row["prompt_ids"] + row["response_ids"][start:end]
+        own = row["trajectory_prompts"] or [None] * (len(ends) - 1)
+        assert [one is not None for one in own] == [key[1] == 2 and place == 2 for place in range(len(own))]
+        for (start, end), prompt in zip(pairwise(ends), own, strict=True):
+            ids = (prompt or row["prompt_ids"]) + row["response_ids"][start:end]
             assert batch.input_ids[number].tolist() == ids
             assert (batch.samples[number], batch.response_lengths[number]) == (sample, end - start)
             assert batch.loss_mask[number].tolist() == row["loss_mask"][start:end]
@@ -182,7 +192,7 @@ def check_batch_of(run: RunContext, index: int) -> None:
 def test_an_evaluation_grades_the_last_of_them(config: RunConfig, tmp_path: Path) -> None:
     with tiny_context(str(tmp_path / "store"), config) as (run, _):
         table = run.read(evaluate(run, 0, "held-v000000", None, name="held"))
-    assert table.column_names == [*EVAL.names, TRAJECTORIES.name]
+    assert table.column_names == [*EVAL.names, *(field.name for field in SEQUENCES)]
     for row in table.to_pylist():
         assert len(row["trajectories"] or [0]) == row["sample_index"] + 1
         last = row["response_ids"][-row["trajectories"][-1] :] if row["trajectories"] else row["response_ids"]
@@ -201,6 +211,27 @@ def test_where_each_sample_has_one_the_tables_are_what_they_are_without(config: 
         assert [name for name in table.column_names if name not in ROLLOUT.names] == ["kept_token_ids"]
         assert TRAJECTORIES.name not in table.column_names
         assert whole_batch(run, 0).samples is None
+
+
+def test_one_trajectory_may_have_a_prompt_of_its_own(config: RunConfig, tmp_path: Path) -> None:
+    path = config.rollout.custom_generate_function_path.replace(":generate", ":asks_anew")
+    anew = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"custom_generate_function_path": path})}
+    )
+    with tiny_context(str(tmp_path / "store"), anew) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        rows, batch = rows_of(run, 0), whole_batch(run, 0)
+        rollout = run.committed(0, Step.ROLLOUT, "00-000")
+    assert rollout.metrics["prompt_tokens"] == 4 * len(rows)
+    for row in rows.values():
+        assert row["trajectories"] == [len(row["response_ids"])]
+        assert row["trajectory_prompts"] == [[40, 41, 42, 43]] != [row["prompt_ids"]]
+    responses = {tuple([40, 41, 42, 43] + row["response_ids"]) for row in rows.values()}
+    assert {tuple(ids.tolist()) for ids in batch.input_ids} <= responses
+    assert batch.old_log_probs is not None
+    assert batch.rollout_log_probs is not None
+    for scored, sampled in zip(batch.old_log_probs, batch.rollout_log_probs, strict=True):
+        np.testing.assert_allclose(scored, sampled, atol=1e-4)
 
 
 def test_every_field_of_a_batch_is_cut_and_put_together_again() -> None:
@@ -222,3 +253,5 @@ def test_every_field_of_a_batch_is_cut_and_put_together_again() -> None:
     assert cut.advantages is None
     assert cut.values is not None
     assert [one.tolist() for one in of_samples(cut, cut.values)] == [[0.1, 0.2, 0.3], [0.4]]
+    anew = split_trajectories(batch, [[1, 2], None], [[None, [20]], None])
+    assert [ids.tolist() for ids in anew.input_ids] == [[0, 1, 2], [20, 3, 4], [10, 11, 12]]

@@ -99,6 +99,11 @@ SAMPLES = View(
         "prompt_ids": column("INTEGER[]", "b.prompt_ids", ""),
         "response_ids": column("INTEGER[]", "b.response_ids", ""),
         "trajectories": column("INTEGER[]", "b.trajectories", "tokens of each trajectory; NULL: it has one"),
+        "trajectory_prompts": column(
+            "INTEGER[][]",
+            "b.trajectory_prompts",
+            "prompts that trajectories have of their own; NULL: all come after the row's",
+        ),
         "images": column(
             "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",
             "b.images",
