@@ -57,6 +57,21 @@ def module_of(path: str) -> ModuleType:
     return _load_file(Path(place).expanduser().resolve()) if ".py:" in path else _import_module(place, path)
 
 
+def path_of(function: Callable[..., Any]) -> str | None:
+    """What another process may load a function by, such as `load_callable` has loaded or an import; None where it has
+    no name in a module, as closures and bound methods have none."""
+    name, module = getattr(function, "__qualname__", "."), sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or "." in name:
+        return None
+    found = getattr(module, name, None)
+    if found is not function and getattr(found, "function", None) is not function:
+        return None
+    file = getattr(module, "__file__", None)
+    if file is not None and module.__name__ == _name_of(Path(file)):
+        return f"{file}:{name}"
+    return f"{module.__name__}.{name}"
+
+
 def code_files(path: str) -> list[Path]:
     """The files that are run where `path` is loaded, those of the packages around it included, links followed; none
     where it cannot be, or is built into Python. Runs nothing."""
@@ -109,8 +124,7 @@ def _import_module(name: str, path: str) -> ModuleType:
 def _load_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise BadPlugin(f"there is no file {file}; correct the path of the function")
-    # The name is that of this very file: two files of one name do not meet.
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    name = _name_of(file)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -123,3 +137,8 @@ def _load_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise BadPlugin(f"{file} cannot be loaded: running it failed with {error!r}; correct it") from error
     return module
+
+
+def _name_of(file: Path) -> str:
+    """That of this very file: two files of one name do not meet."""
+    return f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"

@@ -26,6 +26,7 @@ pytest_plugins = [
     "tests.sglang_server",
     "tests.prefect_server",
     "tests.browser",
+    "tests.bubblewrap",
 ]
 
 

@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
-from cairn.configs.plugins import deferred
+from cairn.configs.plugins import deferred, path_of
 from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.tools.parameters import KEY, Parameters
+from cairn.engines.tools.processes import processes
 from cairn.engines.tools.results import json_value, shortened
 from cairn.engines.tools.threads import in_a_thread
 
@@ -189,18 +190,40 @@ class Tool:
             ToolUnavailable: it could not be called.
             ToolLost: its process was ended from outside, and it is not pure.
         """
-        given = self._arguments(arguments)
-        if self.takes_key:
-            given[KEY] = key
         if deferred(self.function) is None:
-            return await self._in_a_thread(given)
-        return json_value(self.name, await self._on_the_loop(self.function(**given)), self.max_output)
+            path = None if self.kind == "deterministic" else path_of(self.function)
+            if path is not None:
+                self._arguments(arguments, key)  # a model's mistakes need no process
+                return await processes().call(self, path, arguments, key)
+            try:
+                return await in_a_thread(partial(self.call, arguments, key), self.timeout)
+            except TimeoutError:
+                raise self.late() from None
+        coroutine = self.function(**self._arguments(arguments, key))
+        return json_value(self.name, await self._on_the_loop(coroutine), self.max_output)
 
-    def _arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        if self._schema is not None:
-            return dict(arguments)
+    def call(self, arguments: Mapping[str, Any], key: str) -> Any:
+        """Call a plain function here and now: its result as a JSON value. Raises ToolFailed."""
+        given = self._arguments(arguments, key)
         try:
-            return self._parameters.checked(arguments)
+            return json_value(self.name, self.function(**given), self.max_output)
+        except (ToolFailed, ToolUnavailable):
+            raise
+        except BaseException as error:
+            raise self.raised(error) from None
+
+    def renamed(self, name: str, max_output: int) -> "Tool":
+        """The same function as a tool of another name and bound."""
+        other = copy(self)
+        other.name, other.max_output = name, max_output
+        return other
+
+    def _arguments(self, arguments: Mapping[str, Any], key: str) -> dict[str, Any]:
+        own = {KEY: key} if self.takes_key else {}
+        if self._schema is not None:
+            return {**arguments, **own}
+        try:
+            return {**self._parameters.checked(arguments), **own}
         except ValueError as error:
             raise ToolFailed(f"{self.name}: {error}", Reason.ARGUMENTS) from None
 
@@ -226,24 +249,6 @@ class Tool:
             return error
         except BaseException as error:
             return self.raised(error)
-
-    async def _in_a_thread(self, given: dict[str, Any]) -> Any:
-        def call() -> Any:
-            return json_value(self.name, self.function(**given), self.max_output)
-
-        try:
-            return await in_a_thread(partial(self._settled, call), self.timeout)
-        except TimeoutError:
-            raise self.late() from None
-
-    def _settled(self, call: Callable[[], Any]) -> Any:
-        """What a call returns, or the error that it ends in."""
-        try:
-            return call()
-        except (ToolFailed, ToolUnavailable):
-            raise
-        except BaseException as error:
-            raise self.raised(error) from None
 
     def late(self) -> ToolFailed:
         """The failure of a call that is not done in time."""

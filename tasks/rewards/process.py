@@ -19,15 +19,11 @@ it from answering for twice the time. Then, and where a process is lost, the ver
 Whatever the verdict, one of them is not the end of it: see `cairn.tasks.rewards.pool`.
 """
 
-import os
 import select
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from enum import StrEnum
 from itertools import islice
@@ -37,6 +33,7 @@ from typing import Any
 
 import psutil
 
+from cairn.engines.child import FROM_OUTSIDE, has_ended, kill_group, launch
 from cairn.tasks.rewards import NamedGrader, grader_version
 from cairn.tasks.rewards.clock import OwnTime
 from cairn.tasks.rewards.worker import Answer, Terms, Whose, too_long
@@ -50,12 +47,8 @@ PATIENCE = 30
 TICK = 0.25
 """Seconds between two looks at a process that has not answered."""
 
-_STDERR = 2
 _TO_END = 10.0
 """Seconds that a process which hung up may take to be gone."""
-_FROM_OUTSIDE = frozenset(
-    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGBUS, signal.SIGPWR}
-)
 
 
 class GraderFailed(Exception):
@@ -219,21 +212,10 @@ class GraderProcess:
     def _launch(self) -> Connection:
         here, there = Pipe()
         terms = (str(self._terms.takes), *astuple(self._terms)[1:])
-        arguments = (there.fileno(), os.getpid(), self._grader.path, terms)
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from cairn.tasks.rewards.worker import main; main(*{arguments!r})"
-        )
         with self._lock, there:
             if self._stopped:
                 raise GraderFailed(f"the pool of grader {self._grader.name} is closed")
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=_STDERR,  # what graders print is no output of this program
-                pass_fds=[there.fileno()],
-                start_new_session=True,  # what the grader starts is killed with it; Ctrl-C is the driver's affair
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order
-            )
+            self._process = launch("cairn.tasks.rewards.worker", there, (self._grader.path, terms))
         return here
 
     def _await_ready(self, connection: Connection) -> str | None:
@@ -262,25 +244,17 @@ class GraderProcess:
             time.sleep(0.01)
         code = self.kill()
         if code < 0:
-            blame = Blame.MACHINE if -code in _FROM_OUTSIDE else Blame.SAMPLE
+            blame = Blame.MACHINE if -code in FROM_OUTSIDE else Blame.SAMPLE
             return Lost(blame, f"the grader's process died with signal {-code}")
         return Lost(Blame.SAMPLE, f"the grader's process died with exit code {code}")
 
     def _has_ended(self) -> bool:
-        """Whether the process has, without waiting for it: then its group could not be killed any more."""
         assert self._process is not None
-        try:
-            return psutil.Process(self._process.pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return has_ended(self._process)
 
     def _kill_group(self) -> None:
-        # Until it is waited for, the process keeps its number, dead or alive.
-        if self._process is not None and self._process.returncode is None:
-            # PermissionError: macOS, where all of the group has ended. ProcessLookupError: a Ctrl-C ended the process
-            # before it had a group of its own.
-            with suppress(PermissionError, ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process is not None:
+            kill_group(self._process)
 
 
 def _machines(answers: Sequence[Answer]) -> Lost | None:

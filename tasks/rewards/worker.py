@@ -10,12 +10,10 @@ by looks at the clock: a pause of the machine is no more than two of them.
 """
 
 import asyncio
-import ctypes
 import errno
 import json
 import math
 import os
-import signal
 import struct
 import sys
 import time
@@ -28,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cairn.configs.plugins import load_callable
+from cairn.engines.child import die_with
 from cairn.tasks.rewards import Grader, Takes, TryAgain
 from cairn.tasks.rewards.boxed import in_box
 
@@ -51,7 +50,6 @@ _LOOK = 0.25
 """Seconds between two looks at the clock."""
 _TO_END = 1.0
 """Seconds that a call which is cancelled may take to end."""
-_PR_SET_PDEATHSIG = 1
 _BUSY = (408, 429)
 _NOTHING_LEFT = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
@@ -85,7 +83,7 @@ class Terms:
 def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> None:
     """Grade with the callable that `path` names, for the process `parent`, over an inherited connection. `terms`: the
     fields of `Terms`."""
-    _die_with(parent)
+    die_with(parent)
     os.set_inheritable(connection_fd, False)
     connection = Connection(connection_fd)
     given = Terms(Takes(terms[0]), *terms[1:])
@@ -244,14 +242,3 @@ def finite(value: Any) -> float:
     except OverflowError:
         raise ValueError(f"the grader returned {value!r}, which is no reward: float32 ends at 3.4e38") from None
     return reward
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even if a grader is busy and whatever way it ends.
-
-    Elsewhere than on Linux the process ends when it next looks for work.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)

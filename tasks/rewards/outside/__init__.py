@@ -6,6 +6,7 @@ They are Cairn's own code and wait rather than compute, so they run in the drive
 
 import hashlib
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from cairn.configs.plugins import BadPlugin
@@ -41,9 +42,10 @@ def outside(config: "RewardConfig") -> "Outside":
     raise BadPlugin(f"there is no grader {config.rm_type!r} that asks something outside")
 
 
-def source_version(*modules: str) -> str:
-    """Changes with the code of modules of this package."""
+def source_version(*modules: str | ModuleType) -> str:
+    """Changes with the code of modules, those of this package by their names."""
     digest = hashlib.sha256()
     for module in modules:
-        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+        file = Path(__file__).with_name(f"{module}.py") if isinstance(module, str) else Path(str(module.__file__))
+        digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

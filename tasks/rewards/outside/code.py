@@ -24,11 +24,12 @@ import secrets
 from typing import Any
 
 from cairn.configs.schema.graders import CodeConfig
+from cairn.engines import sandbox
+from cairn.engines.sandbox import Confined, Ran, Sandbox, SandboxFailed
 from cairn.storage import canonical
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.outside import source_version
-from cairn.tasks.rewards.outside.sandbox import Ran, Sandbox
-from cairn.tasks.rewards.pool import Graded
+from cairn.tasks.rewards.pool import Graded, GraderUnavailable
 from cairn.tasks.rewards.sample import Sample
 
 _BLOCK = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
@@ -64,9 +65,9 @@ class Code:
         """Raises BadPlugin where there is no sandbox."""
         self.at_once = config.num_workers
         self._partial_credit = config.partial_credit
-        self._sandbox = Sandbox(config)
+        self._sandbox = Sandbox(confined(config))
         asked = canonical.digest(config.model_dump(mode="json", exclude={"bwrap", "num_workers"}))
-        self.version = f"{source_version('code', 'sandbox')} {asked[:16]}"
+        self.version = f"{source_version('code', sandbox)} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """The program and its tests. ValueError where the row has none."""
@@ -92,20 +93,26 @@ class Code:
     async def close(self) -> None:
         """Nothing is kept open."""
 
+    async def _run(self, program: bytes, stdin: bytes) -> Ran:
+        try:
+            return await self._sandbox.run(program, stdin)
+        except SandboxFailed as error:
+            raise GraderUnavailable(str(error)) from error
+
     async def _why_it_failed(self, program: str, test: dict[str, Any]) -> str | None:
         if "arguments" not in test and "assert" not in test:
-            ran = await self._sandbox.run(_utf8(program), _utf8(test["input"]))
+            ran = await self._run(_utf8(program), _utf8(test["input"]))
             return _ended(ran) or (None if _lines(ran.output) == _lines(_utf8(test["output"])) else "wrong output")
         # What it prints itself cannot pass for a verdict: it does not know the word.
         passed = secrets.token_hex(16)
         if "assert" in test:
             given = {"program": program, "test": test["assert"], "passed": passed}
-            ran = await self._sandbox.run(_ASSERTS.encode(), json.dumps(given).encode())
+            ran = await self._run(_ASSERTS.encode(), json.dumps(given).encode())
             return _ended(ran) or (
                 None if ran.output.rstrip().endswith(passed.encode()) else "it ended before the test"
             )
         given = {"program": program, "fn_name": test["fn_name"], "arguments": test["arguments"], "passed": passed}
-        ran = await self._sandbox.run(_CALLS.encode(), json.dumps(given).encode())
+        ran = await self._run(_CALLS.encode(), json.dumps(given).encode())
         if why := _ended(ran):
             return why
         _, told, value = ran.output.rpartition(passed.encode())
@@ -115,6 +122,21 @@ class Code:
             return None if json.loads(value) in _wanted(test["value"]) else "wrong value"
         except ValueError:
             return "it returned what is no JSON value"
+
+
+def confined(config: CodeConfig) -> Confined:
+    """What a test may have."""
+    return Confined(
+        "the grader 'code'",
+        "reward.code.bwrap",
+        config.bwrap,
+        config.python,
+        config.test_timeout,
+        config.cpu_time,
+        config.memory,
+        config.processes,
+        config.file_size,
+    )
 
 
 def _tests(metadata: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,9 +14,10 @@ import pytest
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
+from cairn.engines.sandbox import Sandbox
 from cairn.tasks.rewards import get_grader
 from cairn.tasks.rewards.opening import open_grader
-from cairn.tasks.rewards.outside.sandbox import Sandbox
+from cairn.tasks.rewards.outside.code import confined
 from cairn.tasks.rewards.pool import Graded
 from cairn.tasks.rewards.sample import Sample
 
@@ -196,7 +197,7 @@ def test_a_fork_bomb_goes_with_all_of_its_processes(grade):
 
 def test_processes_of_a_program_are_counted_where_that_can_be(bwrap, grade):
     config = RewardConfig.model_validate({"rm_type": "code", "code": {"bwrap": bwrap}}).code
-    if not Sandbox(config).bounds_all:
+    if not Sandbox(confined(config)).bounds_all:
         pytest.skip("this machine lets us make no cgroup")
     assert grade(FORKS, [{"input": "", "output": "True"}], processes=32).reward == 1.0
     assert grade(HOG, [{"input": "", "output": "True"}], memory=2**27).reward == 1.0

@@ -12,13 +12,14 @@ import pytest
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.graders import CodeConfig
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.sandbox import Sandbox
 from cairn.flows.driver.validation import setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
 from cairn.storage.verification import verify
-from cairn.tasks.rewards.outside.sandbox import Sandbox
+from cairn.tasks.rewards.outside.code import confined
 from tests.tasks.rewards.outside.service import Service, said, serving
 from tests.tiny_run import PROMPTS, DirectSteps, killed_driver, tiny_config, tiny_context, train_digests
 
@@ -68,7 +69,7 @@ def configured(
             case "code":
                 bwrap = request.getfixturevalue("bwrap")
                 try:
-                    Sandbox(CodeConfig(bwrap=bwrap))
+                    Sandbox(confined(CodeConfig(bwrap=bwrap)))
                 except BadPlugin as error:
                     pytest.skip(str(error))
                 reward["code"] = {"bwrap": bwrap, "num_workers": 2}

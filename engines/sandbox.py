@@ -1,4 +1,4 @@
-"""A program that is not trusted, in a sandbox of bubblewrap: one run of the interpreter, with nothing of this machine.
+"""A program that is not trusted, in a sandbox of bubblewrap: one run of it, with nothing of this machine.
 
 | what a program may not | is held by |
 |---|---|
@@ -26,18 +26,45 @@ import sys
 import sysconfig
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.configs.plugins import BadPlugin
-from cairn.configs.schema.graders import CodeConfig
-from cairn.tasks.rewards.process import GraderUnavailable
 
 _SCRATCH = "/scratch"
 _PROBE = 20.0
 """Seconds that a look at the sandbox may take."""
 _CGROUPS = Path("/sys/fs/cgroup")
+
+
+class SandboxFailed(Exception):
+    """The sandbox did not start, though sandboxes do here: the machine has no room."""
+
+
+@dataclass(frozen=True)
+class Confined:
+    """What a program may have, and who runs it."""
+
+    user: str
+    """For people: `the grader 'code'`."""
+    bwrap_option: str
+    """Where `bwrap` is configured."""
+    bwrap: str
+    """Name or path of bubblewrap's program."""
+    python: str | None
+    """Path of the interpreter; None: this process's own."""
+    seconds: float
+    """On the wall clock."""
+    cpu_time: int
+    """Seconds."""
+    memory: int
+    """Bytes of address space of each process, and of memory of all of them where a cgroup may be made."""
+    processes: int
+    """And threads, where a cgroup may be made."""
+    file_size: int
+    """Bytes of one file, of the scratch folder, and of what is read of each of its outputs."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +80,28 @@ class Ran:
     flooded: bool
     """It printed more than the bound."""
     errors: bytes
-    """The end of what it wrote to stderr."""
+    """What it wrote to stderr, likewise."""
 
 
 class Sandbox:
     """Runs programs, each in a sandbox of its own. Raises BadPlugin where this machine makes none."""
 
-    def __init__(self, config: CodeConfig) -> None:
+    def __init__(self, config: Confined) -> None:
         self._config = config
         self._command = _command(config)
         self.bounds_all = _may_make_cgroups()
         """Whether processes and memory of all processes of a program are bounded, too."""
 
     async def run(self, program: bytes, stdin: bytes) -> Ran:
-        """Run `program`, which is read from a file in the sandbox. Raises OSError where the machine has no room."""
-        config, end = self._config, asyncio.get_running_loop().time() + self._config.test_timeout
+        """Run a Python program. Raises as `execute` does."""
+        path = f"{_SCRATCH}/program.py"
+        return await self.execute([_python(self._config), "-I", "-S", path], stdin, program, path)
+
+    async def execute(
+        self, command: Sequence[str], stdin: bytes, file: bytes = b"", path: str = "/scratch/.file"
+    ) -> Ran:
+        """Run a command; there is a file at `path`. Raises SandboxFailed, and OSError where the machine has no room."""
+        config, end = self._config, asyncio.get_running_loop().time() + self._config.seconds
         read, write = os.pipe()
         status, told = os.pipe()
         group = _Cgroup.make(config) if self.bounds_all else None
@@ -79,11 +113,8 @@ class Sandbox:
                 str(told),
                 "--file",
                 str(read),
-                f"{_SCRATCH}/program.py",
-                _python(config),
-                "-I",
-                "-S",
-                f"{_SCRATCH}/program.py",
+                path,
+                *command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -95,7 +126,7 @@ class Sandbox:
             os.close(read)
             os.close(told)
             read = told = -1
-            feeding = asyncio.gather(_feed(process, stdin), asyncio.to_thread(_put, write, program))
+            feeding = asyncio.gather(_feed(process, stdin), asyncio.to_thread(_put, write, file))
             write = -1
             bound = config.file_size
             output, errors = bytearray(), bytearray()
@@ -125,19 +156,17 @@ class Sandbox:
         flooded = max(len(output), len(errors)) > bound
         if not (began or late or flooded):
             why = errors.decode(errors="replace").strip()[-300:]
-            raise GraderUnavailable(
-                f"the sandbox of the grader code did not start (exit code {process.returncode}): {why}"
-            )
+            raise SandboxFailed(f"the sandbox of {config.user} did not start (exit code {process.returncode}): {why}")
         assert process.returncode is not None
-        return Ran(bytes(output[:bound]), process.returncode, late, flooded, bytes(errors[-2000:]))
+        return Ran(bytes(output[:bound]), process.returncode, late, flooded, bytes(errors[:bound]))
 
 
-def _command(config: CodeConfig) -> list[str]:
+def _command(config: Confined) -> list[str]:
     bwrap = shutil.which(config.bwrap)
     if bwrap is None:
         raise BadPlugin(
-            f"the grader 'code' runs programs in a sandbox of bubblewrap, and there is no {config.bwrap!r} on PATH: "
-            "install bubblewrap, or set reward.code.bwrap to its path"
+            f"{config.user} runs programs in a sandbox of bubblewrap, and there is no {config.bwrap!r} on PATH: "
+            f"install bubblewrap, or set {config.bwrap_option} to its path"
         )
     limits = [
         shutil.which("prlimit") or "prlimit",
@@ -151,7 +180,7 @@ def _command(config: CodeConfig) -> list[str]:
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
         *("--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"),
         *("--ro-bind", "/usr", "/usr"),
-        *(word for name in ("lib", "lib64") for word in ("--symlink", f"usr/{name}", f"/{name}")),
+        *(word for name in ("bin", "lib", "lib64") for word in ("--symlink", f"usr/{name}", f"/{name}")),
         *(word for folder in _interpreter_folders(config) for word in ("--ro-bind", folder, folder)),
         *("--proc", "/proc", "--dev", "/dev", "--size", str(config.file_size), "--tmpfs", _SCRATCH),
         *("--remount-ro", "/", "--chdir", _SCRATCH),
@@ -160,11 +189,11 @@ def _command(config: CodeConfig) -> list[str]:
     return [*limits, *sandbox]
 
 
-def _python(config: CodeConfig) -> str:
+def _python(config: Confined) -> str:
     return config.python or os.path.realpath(sys.executable)
 
 
-def _interpreter_folders(config: CodeConfig) -> list[str]:
+def _interpreter_folders(config: Confined) -> list[str]:
     """What of the interpreter lies elsewhere than below /usr."""
     if config.python is not None:
         found = {str(Path(config.python).resolve().parent.parent)}
@@ -175,7 +204,7 @@ def _interpreter_folders(config: CodeConfig) -> list[str]:
     return sorted(folder for folder in folders if folder != "/" and not Path(folder).is_relative_to("/usr"))
 
 
-def _probe(command: list[str], config: CodeConfig) -> None:
+def _probe(command: list[str], config: Confined) -> None:
     """See that a sandbox works here. Raises BadPlugin."""
     try:
         looked = subprocess.run(
@@ -191,8 +220,8 @@ def _probe(command: list[str], config: CodeConfig) -> None:
         why = str(error)
     if why:
         raise BadPlugin(
-            f"the grader 'code' runs programs in a sandbox alone, and this machine makes none ({why}): allow user "
-            "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), or grade elsewhere"
+            f"{config.user} runs programs in a sandbox alone, and this machine makes none ({why}): allow user "
+            "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), or use another machine"
         )
 
 
@@ -251,7 +280,7 @@ class _Cgroup:
         self._folders = folders
 
     @classmethod
-    def make(cls, config: CodeConfig) -> "_Cgroup":
+    def make(cls, config: Confined) -> "_Cgroup":
         name = f"cairn-{uuid.uuid4().hex[:12]}"
         pids, memory = folders = [_CGROUPS / "pids" / name, _CGROUPS / "memory" / name]
         for folder in folders:

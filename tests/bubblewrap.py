@@ -1,10 +1,12 @@
+"""Sandboxes for tests."""
+
 from pathlib import Path
 
 import pytest
 
 from tests.debian import unpacked
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
