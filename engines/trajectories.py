@@ -11,12 +11,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cairn.engines.images import Image
 from cairn.engines.types import FinishReason, KeptTokens
+
+if TYPE_CHECKING:
+    from cairn.engines.episodes.records import CallRecord
 
 FIRST_CALL = "0"
 """Id of a sample's first call of `ctx.sample`."""
@@ -147,6 +150,19 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Who wants a sample."""
+
+    run: str
+    """A name of the run that no other run has, nor had."""
+    iteration: int
+    scope: str = ""
+    """What tells the sample from others of the run with its key: those of an evaluation."""
+    attempt: str = ""
+    """At the step that it is of."""
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """One sample that is wanted."""
 
@@ -166,6 +182,12 @@ class SampleRequest:
     """Of the data row; empty where it has none."""
     images: tuple[Image, ...] = ()
     """Of the prompt, in the order of their placeholders."""
+    recorded: "tuple[CallRecord, ...]" = ()
+    """What its code was given before, here or in another process: it is given that again."""
+    resampled: frozenset[str] = frozenset()
+    """Of it, the calls of the policy that are made again, as where they are to be held against what comes out now."""
+    origin: Origin | None = None
+    """None where nobody else can come to generate it."""
 
     @property
     def key(self) -> SampleKey:

@@ -16,11 +16,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def to_json(value: Any) -> str:
+    """Canonical JSON of a value: keys sorted, no spaces, the shortest decimal that reads back as the same float; NaN
+    and infinities as the strings "NaN", "Infinity" and "-Infinity". Raises TypeError where it is none."""
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def digest(value: Any) -> str:
-    """Hexadecimal SHA-256 of a value's canonical JSON: keys sorted, no spaces, UTF-8, the shortest decimal that reads
-    back as the same float; NaN and infinities as the strings "NaN", "Infinity" and "-Infinity"."""
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """Hexadecimal SHA-256 of a value's canonical JSON, in UTF-8."""
+    return hashlib.sha256(to_json(value).encode()).hexdigest()
 
 
 def to_bytes(value: Any) -> bytes:

@@ -74,7 +74,7 @@ class OutputFile(Record):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of the file's bytes."""
     content: str | None = None
-    """SHA-256 of a table without the columns that say how it came about (`cairn.storage.schemas.MEASURED`); None where
+    """SHA-256 of a table without the columns that say how it came about (`cairn.storage.schemas.NOT_MADE`); None where
     it has none of these."""
 
     @field_validator("path")
@@ -139,8 +139,8 @@ class Commit(Marker):
 
     @property
     def tables(self) -> tuple[OutputFile, ...]:
-        """Its files but that of images."""
-        return tuple(output for output in self.outputs if output is not self.images)
+        """Its files but those beside its table (`cairn.storage.layout.BESIDE`)."""
+        return tuple(output for output in self.outputs if output.path.rpartition("/")[2] not in layout.BESIDE)
 
     @property
     def table(self) -> OutputFile:
@@ -151,7 +151,11 @@ class Commit(Marker):
     @property
     def images(self) -> OutputFile | None:
         """The file of the images of a rollout's prompts; None where they have none."""
-        return next((output for output in self.outputs if output.path.endswith(f"/{layout.IMAGES_FILE}")), None)
+        return self.beside(layout.IMAGES_FILE)
+
+    def beside(self, name: str) -> OutputFile | None:
+        """A file beside its table, one of `cairn.storage.layout.BESIDE`; None where it has none."""
+        return next((output for output in self.outputs if output.path.endswith(f"/{name}")), None)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str) -> "Commit":

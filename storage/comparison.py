@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from cairn.storage.commits import Commit, OutputFile
 from cairn.storage.errors import Retired
-from cairn.storage.schemas import MEASURED, SCHEMAS
+from cairn.storage.schemas import NOT_MADE, SCHEMAS
 from cairn.storage.snapshots import read_recorded_table
 from cairn.storage.store import Store
 
@@ -78,7 +78,7 @@ def table_differences(ours: pa.Table, theirs: pa.Table, schema: pa.Schema | None
     rows_by_column = {
         name: _differing_rows(ours.column(name).to_pylist(), theirs.column(name).to_pylist())
         for name in ours.column_names
-        if name not in MEASURED
+        if name not in NOT_MADE
     }
     columns = [name for name, rows in rows_by_column.items() if rows]
     rows = sorted(set().union(*rows_by_column.values()))

@@ -47,6 +47,10 @@ _LONGEST_ATTEMPT = LONGEST_NAME + len(".000000-0123456789ab")
 LAST_NUMBER = 999_999
 IMAGES_FILE = "images.parquet"
 """In the folder of an attempt at a rollout: the images of its samples' prompts."""
+CALLS_FILE, RESULTS_FILE = "calls.parquet", "results.parquet"
+"""Likewise: what its samples' code was given, and long results of it."""
+BESIDE = (IMAGES_FILE, CALLS_FILE, RESULTS_FILE)
+"""Files beside a step's table."""
 
 
 class Kind(StrEnum):

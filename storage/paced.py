@@ -28,6 +28,8 @@ class PacedWriter:
         self._deadline = deadline
         self._changed = threading.Condition()
         self._waiting: list[Any] = []
+        self._then: list[Callable[[], None]] = []
+        self._urgent = False
         self._closed = False
         self._error: Exception | None = None
         # A daemon: a process that ends must not wait for a store that does not answer.
@@ -48,13 +50,17 @@ class PacedWriter:
         except Exception as second:  # what broke the work off is what its caller must hear of
             error.add_note(f"{type(second).__name__} meanwhile: {second}")
 
-    def append(self, *finished: Any) -> None:
-        """Hand over what has finished. Returns at once."""
+    def append(self, *finished: Any, then: Callable[[], None] | None = None, urgent: bool = False) -> None:
+        """Hand over what has finished. Returns at once. `then` is called, by the writer's thread, when it is durable
+        with all before it; `urgent`: somebody waits for that, so that no others are waited for."""
         with self._changed:
             self._raise_error()
             if self._closed:
                 raise ValueError("the log is closed")
             self._waiting += finished
+            if then is not None:
+                self._then.append(then)
+            self._urgent |= urgent
             self._changed.notify()
 
     def close(self) -> None:
@@ -76,12 +82,17 @@ class PacedWriter:
         try:
             for number in itertools.count():
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed, PACE if number else 0)
-                    self._changed.wait_for(lambda: self._waiting or self._closed)
+                    self._changed.wait_for(lambda: self._closed or self._urgent, PACE if number else 0)
+                    self._changed.wait_for(lambda: self._waiting or self._then or self._closed)
                     waiting, self._waiting = self._waiting, []
-                if not waiting:
+                    then, self._then = self._then, []
+                    self._urgent = False
+                if not waiting and not then:
                     return
-                self._write(number, waiting)
+                if waiting:
+                    self._write(number, waiting)
+                for told in then:
+                    told()
         except Exception as error:
             with self._changed:
                 self._error = error

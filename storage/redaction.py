@@ -116,7 +116,7 @@ def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda s
     """What a run holds of a prompt's text and tokens. Reads the samples of all iterations that it still has."""
     seen = _Seen()
     for commit, output in _tables(ledger, {Step.ROLLOUT}):
-        if output == commit.images:
+        if output not in commit.tables:
             continue
         progress(f"looking for prompt {prompt} in {commit.name}")
         if (data := _read(ledger, commit, output)) is not None:

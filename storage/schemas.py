@@ -41,7 +41,9 @@ DATA = "data"
 """What `engine` says of a row whose response the run's data hold, in the place of a rollout engine's name."""
 
 MEASURED = frozenset({"engine", "seconds", "cached_tokens"})
-"""Columns that say how a row came about: they differ between runs that make the same."""
+"""Columns of samples that say how a row came about: they differ between runs that make the same."""
+NOT_MADE = MEASURED | {"started_at"}
+"""Such columns of any table."""
 
 _IDS = pa.list_(pa.int32())
 _FLOATS = pa.list_(pa.float32())
@@ -135,6 +137,46 @@ of an evaluation's are in its benchmark. Null: it has none."""
 IMAGE_BYTES = _schema(("sha256", pa.string()), ("data", pa.binary()))
 """Of the file beside the table of a `rollout` whose samples have images (`cairn.storage.layout.IMAGES_FILE`): one row
 an image. `data` is as the data set has it, encoded."""
+
+
+CALLS = _schema(
+    ("group_id", pa.int64()),
+    ("sample_index", pa.int32()),
+    ("order", pa.int32()),  # which answer of the sample it was; null: an intent, which was not answered
+    ("call", pa.string()),  # id of the call in the sample, as `segments` has it
+    ("kind", pa.string()),  # cairn.engines.episodes.records.CallKind
+    ("name", pa.string()),  # of the tool or grader
+    ("turn", pa.int32()),  # answers of the policy before it
+    ("arguments", pa.string()),  # JSON; null: of the policy and the clock
+    ("arguments_digest", pa.string()),
+    ("result", pa.string()),  # JSON; null: it failed, the policy answered, or the result is long
+    ("result_digest", pa.string()),  # SHA-256 of a long result, which lies beside the table (LONG_RESULTS)
+    ("error", pa.string()),
+    ("reason", pa.string()),  # of a tool that failed, cairn.engines.tools.errors.Reason
+    ("given_tokens", pa.int32()),  # that the policy went on from
+    ("response_ids", _IDS),  # null: those of the sample's segment of this call, as all that follows to `finish_reason`
+    ("log_probs", _FLOATS),
+    ("weight_versions", _IDS),
+    ("kept_token_ids", KEPT.type),
+    ("routed_experts", ROUTED.type),
+    ("seed", pa.uint64()),
+    ("finish_reason", pa.string()),
+    ("cached_tokens", pa.int64()),
+    ("started_at", pa.float64()),  # seconds since the epoch
+    ("seconds", pa.float32()),
+    nullable=frozenset(
+        {
+            *("order", "arguments", "result", "result_digest", "error", "reason"),
+            *("response_ids", "log_probs", "weight_versions", "kept_token_ids", "routed_experts", "seed"),
+            "finish_reason",
+        }
+    ),
+)
+"""Beside the table of a `rollout` whose samples' code may ask more than once (`cairn.storage.layout.CALLS_FILE`), and
+of the log of calls: a row for each of their calls, in the order in which they were answered."""
+
+LONG_RESULTS = _schema(("sha256", pa.string()), ("result", pa.string()))
+"""Beside it (`cairn.storage.layout.RESULTS_FILE`): long results of calls, each once."""
 
 
 def rollout_schema(*, cut: bool, several: bool = False, routed: bool = False, images: bool = False) -> pa.Schema:

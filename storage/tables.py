@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cairn.storage.schemas import MEASURED
+from cairn.storage.schemas import NOT_MADE
 
 _NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
 """Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""
@@ -50,7 +50,7 @@ def to_parquet(table: pa.Table) -> bytes:
 
 def content_digest(table: pa.Table) -> str | None:
     """SHA-256, in hex, of what a table holds besides its measured columns; None if it has no such column."""
-    measured = [name for name in table.column_names if name in MEASURED]
+    measured = [name for name in table.column_names if name in NOT_MADE]
     return hashlib.sha256(to_parquet(table.drop_columns(measured))).hexdigest() if measured else None
 
 

@@ -35,7 +35,7 @@ from cairn.storage.snapshots import PARTS, AttemptFolder
 from cairn.storage.store import Store
 
 _INPUTS_KEY = b"inputs_digest"
-_READERS = 8
+READERS = 8
 """Parts read at a time: an object store answers one after tens of milliseconds."""
 
 
@@ -136,8 +136,9 @@ class WriteAhead(PacedWriter):
                 paths += _parts(attempt.store, f"{folder}/{name}")
         found = [self._schema.empty_table()]
         seen: set[tuple[int, int]] = set()
-        with ThreadPoolExecutor(_READERS) as readers:
-            for path, table in zip(paths, readers.map(self._own_part, paths), strict=True):
+        with ThreadPoolExecutor(READERS) as readers:
+            read = readers.map(lambda path: read_part(attempt.store, path, self._schema, self._accepted), paths)
+            for path, table in zip(paths, read, strict=True):
                 if table is None:
                     continue
                 attempt.superseded.append(path)
@@ -146,27 +147,35 @@ class WriteAhead(PacedWriter):
                 seen.update(samples)
         return pa.concat_tables(found).combine_chunks()
 
-    def _own_part(self, path: str) -> pa.Table | None:
-        """The rows of a part that was made from the same inputs."""
-        table = _read_part(self._attempt.store, path)
-        if table is None:
-            return None
-        metadata = table.schema.metadata or {}
-        table = complete(table.replace_schema_metadata(None), self._schema)
-        return table if metadata.get(_INPUTS_KEY) in self._accepted and table.schema.equals(self._schema) else None
-
     def _write_samples(self, number: int, samples: list[Any]) -> None:
         table = self._encode(samples)
         self._write_part(number, table)
         self._written.append(table)
 
     def _write_part(self, number: int, table: pa.Table) -> None:
-        sink = pa.BufferOutputStream()
-        table = table.replace_schema_metadata({_INPUTS_KEY: self._inputs_digest})
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_file(sink, table.schema, options=options) as writer:
-            writer.write_table(table.combine_chunks())
-        data = sink.getvalue().to_pybytes()
-        path = self._attempt.path(f"{PARTS}/{number:06d}.{hashlib.sha256(data).hexdigest()}.arrow")
+        sha256, data = part_bytes(table, self._inputs_digest)
+        path = self._attempt.path(f"{PARTS}/{number:06d}.{sha256}.arrow")
         self._attempt.store.write(path, data)
         self._attempt.superseded.append(path)
+
+
+def part_bytes(table: pa.Table, inputs_digest: str) -> tuple[str, bytes]:
+    """A part of a log, with the digest of what its rows were made from: its SHA-256 and its bytes."""
+    sink = pa.BufferOutputStream()
+    table = table.replace_schema_metadata({_INPUTS_KEY: inputs_digest})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table.combine_chunks())
+    data = sink.getvalue().to_pybytes()
+    return hashlib.sha256(data).hexdigest(), data
+
+
+def read_part(store: Store, path: str, schema: pa.Schema, accepted: Collection[bytes]) -> pa.Table | None:
+    """The rows of a part, with the columns that the schema has got since; None where it is torn, is gone, or was made
+    from other inputs than those of the digests that are accepted."""
+    table = _read_part(store, path)
+    if table is None:
+        return None
+    metadata = table.schema.metadata or {}
+    table = complete(table.replace_schema_metadata(None), schema)
+    return table if metadata.get(_INPUTS_KEY) in accepted and table.schema.equals(schema) else None

@@ -6,6 +6,7 @@ were graded is told too.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,17 @@ import pyarrow as pa
 
 from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import FinishReason, SamplingParams
+from cairn.engines.trajectories import GeneratedSample
+from cairn.engines.types import FinishReason
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import EVAL, GENERATED_EVAL, IMAGES, SEQUENCES, TRAJECTORIES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.benchmarks import SCORE, EvaluatedSample, measure
+from cairn.tasks.calls import call_tables
+from cairn.tasks.episodes import Calls
 from cairn.tasks.evaluated_rows import Answers
 from cairn.tasks.evaluation_sharing import engines_environment, sharing
-from cairn.tasks.generation import generate_samples
+from cairn.tasks.generation import generate_function, generate_samples
 from cairn.tasks.groups import (
     finished_samples,
     images_column,
@@ -151,7 +154,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     if any(row.images for row in asked):
         table = table.append_column(IMAGES, images_column(asked))
     return Outcome(
-        tables={"samples.parquet": without_unused(table)},
+        tables={"samples.parquet": without_unused(table), **answers.beside},
         values={"benchmark": name, **({"found": shared.folder} if shared is not None and found is not None else {})},
         metrics={
             name: measured.pop(SCORE),
@@ -170,7 +173,8 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
 
 def _answers(step: StepCall, weights: Commit | None, questions: Questions, grader: Grading) -> Answers:
     run = step.run
-    samples = _generate(step, weights, questions.requests(), questions.sampling).to_pylist()
+    rows, beside = _generate(step, weights, questions)
+    samples = rows.to_pylist()
     texts = run.tokenizer.batch_decode([_graded_ids(sample) for sample in samples], skip_special_tokens=True)
     asked = [questions.rows[sample["group_id"]] for sample in samples]
     columns = {
@@ -188,7 +192,7 @@ def _answers(step: StepCall, weights: Commit | None, questions: Questions, grade
     }
     given = given_samples(grader, run.tokenizer, columns)
     errors, groups = ([sample[name] for sample in samples] for name in ("error", "group_id"))
-    return Answers(samples, texts, grade_generated(grader, given, errors, groups))
+    return Answers(samples, texts, grade_generated(grader, given, errors, groups), beside)
 
 
 def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:
@@ -196,16 +200,19 @@ def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:
     return last_trajectory(sample["response_ids"], sample[TRAJECTORIES.name])
 
 
-def _generate(
-    step: StepCall, weights: Commit | None, requests: Sequence[SampleRequest], params: SamplingParams
-) -> pa.Table:
-    """All samples, the prompts dealt out over the rollout engines. What an earlier attempt finished is in the log, and
-    is not generated again."""
+def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> tuple[pa.Table, dict[str, pa.Table]]:
+    """All samples, the prompts dealt out over the rollout engines, and what is recorded of them, by its files' names.
+    What an earlier attempt finished is in the log, and is not generated again."""
     engines = step.run.fleet.rollout
     earlier = step.earlier_digests
-    with WriteAhead(
-        step.attempt, step.input_digest, schema=GENERATED_EVAL, encode=_table, earlier_digests=earlier
-    ) as log:
+    requests, records = questions.requests(), generate_function(step.run).records
+    scope = f"eval/{step.iteration}/{step.shard}"
+    with (
+        WriteAhead(
+            step.attempt, step.input_digest, schema=GENERATED_EVAL, encode=_table, earlier_digests=earlier
+        ) as log,
+        Calls(step, records=records, scope=scope) as calls,
+    ):
         recovered = log.recover()
         finished, _ = finished_samples(recovered)
         missing = [request for request in requests if request.key not in finished]
@@ -216,13 +223,17 @@ def _generate(
             asked = [request for request in missing if request.group_id in share]
             if asked:
                 serve(step.run, engines[index], weights)
-            for generated in generate_samples(step, engines[index], weights, asked, params, rows=share):
-                log.append(*generated)
+            for generated in generate_samples(
+                step, engines[index], weights, asked, questions.sampling, rows=share, calls=calls
+            ):
+                calls.after(partial(log.append, *generated))
 
         with ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(on_engine, range(len(engines))))
+        made = calls.table()
         rows = pa.concat_tables([recovered, log.appended()])
-    return rows.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+    rows = rows.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])
+    return rows, {} if made is None else call_tables(made, rows.slice(0, 0))
 
 
 def _table(samples: Sequence[GeneratedSample]) -> pa.Table:

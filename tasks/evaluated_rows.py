@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
@@ -27,6 +27,8 @@ class Answers:
     """Columns of `GENERATED_EVALUATION`, and others perhaps."""
     texts: Sequence[str]
     graded: Sequence[Graded]
+    beside: Mapping[str, pa.Table] = field(default_factory=dict)
+    """Tables of what else is known of them, by the names of their files."""
 
 
 def evaluated_rows(

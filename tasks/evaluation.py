@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import pyarrow as pa
 
+from cairn.engines.episodes.records import Recorded
+from cairn.engines.episodes.user_code import SINGLE_TURN as ONE_CALL
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
@@ -32,7 +34,7 @@ from cairn.tasks.rewards.grading import Grading
 from cairn.tasks.rewards.opening import open_grader
 
 ORDER = [("group_id", "ascending"), ("sample_index", "ascending")]
-SINGLE_TURN = GenerateFunction("single_turn")
+SINGLE_TURN = GenerateFunction(ONE_CALL)
 
 Progress = Callable[[int, int], None]
 """(samples that are there, samples in all)."""
@@ -148,16 +150,24 @@ def _samples(
     it fails on then has failed. Nothing else fails a sample."""
     left = {request.key: request for request in requests}
     with suppress(GenerationFailed):
-        for ended in engine.generate_samples(requests, params, SINGLE_TURN) if requests else ():
+        for ended in _ended(engine, requests, params) if requests else ():
             for sample in ended:
                 del left[sample.key]
             yield ended
     for request in left.values():
         try:
-            alone = [sample for ended in engine.generate_samples([request], params, SINGLE_TURN) for sample in ended]
+            alone = list(chain.from_iterable(_ended(engine, [request], params)))
         except GenerationFailed as error:
             alone = [GeneratedSample.failed(request, f"{type(error).__name__}: {error}")]
         yield alone
+
+
+def _ended(
+    engine: Engine, requests: Sequence[SampleRequest], params: SamplingParams
+) -> Iterator[list[GeneratedSample]]:
+    for told in engine.generate_samples(requests, params, SINGLE_TURN):
+        assert not isinstance(told, Recorded)  # of one call nothing is
+        yield told
 
 
 def _table(samples: Sequence[GeneratedSample]) -> pa.Table:

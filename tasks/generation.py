@@ -28,13 +28,15 @@ from pathlib import Path
 from typing import Protocol
 
 from cairn.configs.plugins import BadPlugin
-from cairn.engines.episodes.user_code import GenerateFunction
+from cairn.engines.episodes.records import Recorded
+from cairn.engines.episodes.user_code import SINGLE_TURN, GenerateFunction
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit
 from cairn.storage.layout import commit_name
 from cairn.tasks.context import RunContext
+from cairn.tasks.episodes import Calls
 from cairn.tasks.plugin_sources import source_digest
 from cairn.tasks.step import StepCall
 from cairn.tasks.sync import serve
@@ -48,8 +50,11 @@ class Engine(Protocol):
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample]]:
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
         """See `cairn.engines.episodes.samples.SampleEngine`."""
+
+    def acknowledge(self, number: int) -> None:
+        """The same; from any thread."""
 
     def abort(self) -> None:
         """The same; from the thread that reads the stream."""
@@ -110,26 +115,27 @@ def generate_samples(
     params: SamplingParams,
     *,
     rows: Mapping[int, int],
+    calls: Calls,
     enough: int | None = None,
 ) -> Iterator[list[GeneratedSample]]:
     """Generate samples with the weights that `weights` left; yield each as it ends. Raises EngineError where a new try
-    of the step may help. `rows`: of the data, by the group's id, from 0.
+    of the step may help. `rows`: of the data, by the group's id, from 0. `calls` logs those of the samples, and has
+    what an earlier attempt logged of them.
 
     After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came.
     """
     failures, casualties = step.run.failed_generations, step.run.casualties
     unfinished = _Unfinished(enough)
     groups: dict[int, list[SampleRequest]] = defaultdict(list)
-    for sample in samples:
+    for sample in calls.given(samples):
         groups[sample.group_id].append(sample)
     suspects = [id for id in groups if failures[_key(step, id)] >= TOGETHER]
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     try:
-        yield from _together(
-            step, engine, weights, others[:: -1 if casualties.times(step) % 2 else 1], params, unfinished
-        )
+        in_turn = others[:: -1 if casualties.times(step) % 2 else 1]
+        yield from _together(step, engine, weights, in_turn, params, unfinished, calls)
         for id in suspects:
-            yield from _alone(step, engine, weights, groups[id], params, unfinished)
+            yield from _alone(step, engine, weights, groups[id], params, unfinished, calls)
     except (EngineDied, EngineTimeout) as error:
         raise type(error)(casualties.told(step, error, rows)) from error
 
@@ -141,6 +147,7 @@ def _together(
     samples: Sequence[SampleRequest],
     params: SamplingParams,
     unfinished: _Unfinished,
+    calls: Calls,
 ) -> Iterator[list[GeneratedSample]]:
     if not samples or unfinished.is_enough:
         yield [GeneratedSample.aborted(sample) for sample in samples]
@@ -149,8 +156,11 @@ def _together(
     unfinished.add(samples)
     aborted = False
     try:
-        for generated in engine.generate_samples(samples, params, generate_function(step.run)):
-            generated = [_usable(step.run, asked[sample.key], sample) for sample in generated]
+        for told in engine.generate_samples(samples, params, generate_function(step.run)):
+            if isinstance(told, Recorded):
+                calls.take(told, engine.acknowledge)
+                continue
+            generated = [_usable(step.run, asked[sample.key], sample) for sample in told]
             for sample in generated:
                 _check(engine, asked[sample.key], sample, version_of(weights), may_abort=aborted)
                 unfinished.take(sample)
@@ -177,11 +187,12 @@ def _alone(
     group: Sequence[SampleRequest],
     params: SamplingParams,
     unfinished: _Unfinished,
+    calls: Calls,
 ) -> Iterator[list[GeneratedSample]]:
     with step.run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
         serve(step.run, engine, weights)
         try:
-            generated = list(_together(step, engine, weights, group, params, unfinished))
+            generated = list(_together(step, engine, weights, group, params, unfinished, calls))
         except GenerationFailed as error:
             if step.run.failed_generations[_key(step, group[0].group_id)] < TOGETHER + ALONE:
                 raise
@@ -195,9 +206,9 @@ def generate_function(run: RunContext) -> GenerateFunction:
     """What a sample goes through, for engines. Raises BadPlugin where the user's code is not what the run recorded."""
     option = "rollout.custom_generate_function_path"
     name = run.config.rollout.custom_generate_function_path
-    if "." not in name:
+    if name == SINGLE_TURN:
         return GenerateFunction(name)
-    if source_digest(name) != run.ledger.terms.plugin_digest(option):
+    if "." in name and source_digest(name) != run.ledger.terms.plugin_digest(option):
         raise BadPlugin(
             f"the source of {name} was changed while the run used it: undo the change and `cairn resume`, or "
             "`cairn fork` to go on with it"
@@ -211,9 +222,10 @@ def generate_function(run: RunContext) -> GenerateFunction:
 def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, version: int, *, may_abort: bool) -> None:
     """Raise EngineError for a sample of other weights, or one that was aborted by somebody else."""
     carried = 0 if request.begun is None else len(request.begun)
+    given = {record.call for record in request.recorded}
     sampled = set[int]()
     for segment in sample.trajectory.segments:
-        if segment.weight_versions is not None:
+        if segment.weight_versions is not None and segment.call not in given:
             sampled |= {*segment.weight_versions[carried if segment.call == FIRST_CALL else 0 :].tolist()}
     others = sorted(sampled - {version})
     if others:

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from cairn.engines.episodes.records import CallRecord
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason, KeptTokens
 from cairn.storage.schemas import (
@@ -28,6 +30,7 @@ from cairn.storage.schemas import (
     rollout_schema,
 )
 from cairn.tasks.batch import kept_column, row_images
+from cairn.tasks.calls import read_calls
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import DrawnRow
 from cairn.tasks.data.prompts import PromptRow
@@ -45,6 +48,8 @@ class Group:
     seeds: tuple[int, ...]
     parts: Mapping[int, GeneratedSample] = field(default_factory=dict)
     """Where it is continued: each sample as far as it came."""
+    recorded: Sequence[CallRecord] = ()
+    """Likewise: what their code was given."""
 
     def requests(self, *, besides: Collection[SampleKey]) -> list[SampleRequest]:
         """For the samples that have to be generated, where those of `besides` have been."""
@@ -79,6 +84,7 @@ class Group:
             label=row.label,
             metadata=row.metadata or {},
             images=row.images,
+            recorded=tuple(record for record in self.recorded if record.index == index),
         )
 
 
@@ -88,9 +94,11 @@ def fresh_group(run: RunContext, iteration: int, drawn: DrawnRow[PromptRow]) -> 
     return Group(drawn, tuple(sample_seed(run.config.seed, iteration, drawn.group_id, index) for index in samples))
 
 
-def unfinished_group(rows: pa.Table, images: Mapping[str, bytes]) -> Group:
+def unfinished_group(
+    rows: pa.Table, images: Mapping[str, bytes], calls: tuple[pa.Table, pa.Table | None] | None = None
+) -> Group:
     """Of a group's rows in the rollout table that left it unfinished, in the order of its samples. `images`: of that
-    rollout, by their SHA-256."""
+    rollout, by their SHA-256; `calls`: what the code of its samples was given, as `RunContext.calls` has it."""
     samples = rows.to_pylist()
     first = samples[0]
     row = PromptRow(
@@ -113,7 +121,12 @@ def unfinished_group(rows: pa.Table, images: Mapping[str, bytes]) -> Group:
         )
         for sample in samples
     }
-    return Group(DrawnRow(first["group_id"], first["epoch"], row), tuple(s["seed"] for s in samples), parts)
+    recorded: Sequence[CallRecord] = ()
+    if calls is not None:
+        own = calls[0].filter(pc.field("group_id") == first["group_id"])
+        recorded = read_calls(own, calls[1], {part.key: part.trajectory.segments for part in parts.values()})
+    drawn = DrawnRow(first["group_id"], first["epoch"], row)
+    return Group(drawn, tuple(s["seed"] for s in samples), parts, recorded)
 
 
 def _own_prompts(value: Sequence[Sequence[int] | None] | None) -> tuple[np.ndarray | None, ...] | None:

@@ -9,8 +9,9 @@ import pyarrow as pa
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.commits import Commit, OutputFile, Step
 from cairn.storage.errors import Damaged
+from cairn.storage.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import IMAGE_BYTES
+from cairn.storage.schemas import CALLS, IMAGE_BYTES, complete
 from cairn.storage.snapshots import read_recorded_table, read_table
 from cairn.storage.store import Store
 
@@ -58,6 +59,15 @@ class RecordedRun:
             return {}
         table = self._read(commit.run, commit.images, read_recorded_table)
         return dict(zip(*(table.column(name).to_pylist() for name in IMAGE_BYTES.names), strict=True))
+
+    def calls(self, commit: Commit) -> tuple[pa.Table, pa.Table | None] | None:
+        """What the code of a step's samples was given, and its long results, checked as `read` does: rows of CALLS and
+        of LONG_RESULTS. None where nothing was recorded."""
+        calls, results = (commit.beside(name) for name in (CALLS_FILE, RESULTS_FILE))
+        if calls is None:
+            return None
+        long = None if results is None else self._read(commit.run, results, read_recorded_table)
+        return complete(self._read(commit.run, calls, read_recorded_table), CALLS), long
 
     def _read(self, run: str, output: OutputFile, read: Callable[[Store, str, OutputFile], pa.Table]) -> pa.Table:
         with self._lock:

@@ -21,9 +21,11 @@ from cairn.storage.layout import IMAGES_FILE
 from cairn.storage.schemas import SEQUENCES, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
+from cairn.tasks.calls import call_tables
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import Draw, DrawnRow, PromptRow
-from cairn.tasks.generation import generate_samples
+from cairn.tasks.episodes import Calls
+from cairn.tasks.generation import generate_function, generate_samples
 from cairn.tasks.groups import (
     Group,
     finished_samples,
@@ -96,9 +98,13 @@ def rollout(
     encode = partial(sample_table, run, engine.name, by_id)
     schema = sample_schema(run, by_id)
     earlier_inputs = step.earlier_digests
-    with WriteAhead(
-        step.attempt, step.input_digest, schema=schema, encode=encode, earlier_digests=earlier_inputs
-    ) as log:
+    records = generate_function(run).records
+    with (
+        WriteAhead(
+            step.attempt, step.input_digest, schema=schema, encode=encode, earlier_digests=earlier_inputs
+        ) as log,
+        Calls(step, records=records) as calls,
+    ):
         recovered = log.recover()
         finished, errors = finished_samples(recovered)
         missing = {id: group.requests(besides=finished) for id, group in by_id.items() if id not in errors}
@@ -113,12 +119,15 @@ def rollout(
             list(chain.from_iterable(missing.values())),
             _sampling_params(run),
             rows={id: group.drawn.row.index for id, group in by_id.items()},
+            calls=calls,
             enough=None if needed is None else _size(needed, part, parts) - usable,
         ):
-            log.append(*(sample for sample in generated if sample.finish_reason != FinishReason.ABORT))
+            finished_now = [sample for sample in generated if sample.finish_reason != FinishReason.ABORT]
+            calls.after(partial(log.append, *finished_now))
             aborted += [sample for sample in generated if sample.finish_reason == FinishReason.ABORT]
             progress.take(generated)
         seconds = time.perf_counter() - began
+        made = calls.table([record for group in groups for record in group.recorded])
         carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
         samples = without_unused(_whole_groups(pa.concat_tables(tables), by_id, encode))
@@ -126,7 +135,11 @@ def rollout(
     aborted_groups = len(_unfinished(samples))
     images = image_table(groups)
     return Outcome(
-        tables={"samples.parquet": samples.combine_chunks(), **({} if images is None else {IMAGES_FILE: images})},
+        tables={
+            "samples.parquet": samples.combine_chunks(),
+            **({} if images is None else {IMAGES_FILE: images}),
+            **({} if made is None else call_tables(made, samples)),
+        },
         values={
             "cursor": draw.cursor,
             "batch_invariant": engine.batch_invariant and needed is None,
@@ -219,8 +232,13 @@ def _size(count: int, part: int, parts: int) -> int:
 def _continued(run: RunContext, places: Sequence[GroupPlace], rollouts: Sequence[Commit]) -> list[Group]:
     tables = {(commit.iteration, commit.shard): run.read(commit) for commit in rollouts}
     images = {(commit.iteration, commit.shard): run.images(commit) for commit in rollouts}
+    calls = {(commit.iteration, commit.shard): run.calls(commit) for commit in rollouts}
     return [
-        unfinished_group(tables[iteration, shard].filter(pc.field("group_id") == group_id), images[iteration, shard])
+        unfinished_group(
+            tables[iteration, shard].filter(pc.field("group_id") == group_id),
+            images[iteration, shard],
+            calls[iteration, shard],
+        )
         for iteration, shard, group_id in places
     ]
 

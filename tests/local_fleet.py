@@ -9,6 +9,7 @@ from typing import Any
 from cairn.configs.engines import reader_of
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import view
+from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import PublicationGone, RequestRefused, WrongVersion
@@ -129,8 +130,11 @@ class LocalRollout:
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample]]:
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
         return self._samples.generate(samples, params, function)
+
+    def acknowledge(self, number: int) -> None:
+        self._samples.acknowledge(number)
 
     def abort(self) -> None:
         self._samples.abort()

@@ -1,15 +1,18 @@
-"""Which call of `ctx.sample` this is: the path of its asyncio task and a counter, so that calls that run side by side
-have ids that do not depend on who comes first.
+"""Which call of a sample's code this is: the path of its asyncio task and a counter, so that calls that run side by
+side have ids that do not depend on who comes first.
 
-The first call of a sample is `0`, its next one `1`; of the first task that it starts `t0.0`, of that task's second
-child `t0.t1.0`. Tasks are numbered as they are created, by the factory that the loop is given.
+Each kind of call counts for itself. A sample's first call of the policy is `0`, its next one `1`, of the first task
+that it starts `t0.0`, of that task's second child `t0.t1.0`; its calls of tools are `c0`, `c1`, …, of graders `j0`, of
+the clock `n0`, and what it draws by chance `r0`. Tasks are numbered as they are created, by the factory that the loop
+is given.
 """
 
 import asyncio
+from collections import Counter
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from cairn.engines.trajectories import SampleKey
 
@@ -19,8 +22,10 @@ class _Place:
     """A task of a sample."""
 
     sample: SampleKey
+    tasks: "WeakSet[asyncio.Task[Any]]"
+    """All of the sample."""
     path: str = ""
-    calls: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
     children: int = 0
 
 
@@ -29,9 +34,14 @@ _samples: "WeakKeyDictionary[asyncio.Task[Any], SampleKey]" = WeakKeyDictionary(
 """Of the tasks that samples started."""
 
 
-def begin_sample(key: SampleKey) -> None:
-    """In the task of a sample: count its calls from here on."""
-    _place.set(_Place(key))
+def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
+    """In the task of a sample: count its calls from here on. Returns its tasks, this one and those that it will have
+    started."""
+    task = asyncio.current_task()
+    assert task is not None
+    tasks = WeakSet([task])
+    _place.set(_Place(key, tasks))
+    return tasks
 
 
 def sample_of(task: "asyncio.Task[Any]") -> SampleKey | None:
@@ -39,11 +49,11 @@ def sample_of(task: "asyncio.Task[Any]") -> SampleKey | None:
     return _samples.get(task)
 
 
-def next_call() -> str:
-    """Id of the call that the running task makes now."""
+def next_call(kind: str = "") -> str:
+    """Id of the call that the running task makes now. `kind`: the letter of its kind."""
     place = _place.get()
-    place.calls += 1
-    return f"{place.path}{place.calls - 1}"
+    place.calls[kind] += 1
+    return f"{place.path}{kind}{place.calls[kind] - 1}"
 
 
 def task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, /, **options: Any) -> "asyncio.Task[Any]":
@@ -52,8 +62,9 @@ def task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, /, **options: 
     if parent is None:
         return asyncio.Task(coroutine, loop=loop, **options)
     context = options.pop("context", None) or copy_context()
-    context.run(_place.set, _Place(parent.sample, f"{parent.path}t{parent.children}."))
+    context.run(_place.set, _Place(parent.sample, parent.tasks, f"{parent.path}t{parent.children}."))
     parent.children += 1
     task = asyncio.Task(coroutine, loop=loop, context=context, **options)
     _samples[task] = parent.sample
+    parent.tasks.add(task)
     return task

@@ -1,13 +1,26 @@
 """What `async def generate(ctx, sample)` may ask for."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import hashlib
+import json
+import math
+import numbers
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import isawaitable
 from operator import index
 from typing import Any
 
 import numpy as np
 
+from cairn.configs.kinds import REWARD
 from cairn.engines.episodes.call_ids import next_call
+from cairn.engines.episodes.recorder import Recorder, UncertainEffect
+from cairn.engines.episodes.records import CallKind, CallRecord
+from cairn.engines.errors import RequestRefused
+from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost
+from cairn.engines.tools.tool import NOT_DONE, Intent, Tool
 from cairn.engines.trajectories import (
     FIRST_CALL,
     BadTrajectory,
@@ -18,6 +31,10 @@ from cairn.engines.trajectories import (
     call_seed,
 )
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from cairn.storage import canonical
+
+_TIMES_LOST = 3
+"""How often a tool with effects may lose its process in a call."""
 
 
 class SampleAborted(BaseException):
@@ -33,7 +50,7 @@ class _Call:
 
 
 class Context:
-    """Of one sample."""
+    """Of one sample. What its methods return is recorded; where the code runs again, it is given the same."""
 
     def __init__(
         self,
@@ -41,13 +58,17 @@ class Context:
         params: SamplingParams,
         ask: Callable[[GenerateRequest], Awaitable[Completion]],
         tokenizer: Callable[[], Any],
+        recorder: Recorder,
+        tools: Callable[[], Mapping[str, Tool]] = dict,
     ) -> None:
-        """`ask` gets an answer from the engine, `tokenizer` loads the model's."""
+        """`ask` gets an answer from the engine, `tokenizer` loads the model's, `tools` loads those of the run."""
         self._sample = sample
         self._prompt = np.asarray(sample.prompt_ids, np.int32)
         self._params = params
         self._ask = ask
         self._tokenizer = tokenizer
+        self._recorder = recorder
+        self._tools = tools
         self._calls: dict[str, _Call] = {}
         self._count = 0
         self._first = sample.begun
@@ -59,9 +80,28 @@ class Context:
         return self._tokenizer()
 
     @property
+    def tools(self) -> Mapping[str, Tool]:
+        """Those of `rollout.tools`, by their names."""
+        return self._tools()
+
+    @property
     def max_new_tokens(self) -> int:
         """Tokens that a call may sample at most, unless it says less."""
         return self._params.max_new_tokens
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the code was given answers, here or in another process, that are still to be given again."""
+        return self._recorder.replaying
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        asked = self._asked(next_call("n"), CallKind.NOW, "", "")
+        return float(self._recorder.value(asked, lambda: repr(time.time())))
+
+    def random(self) -> random.Random:
+        """Draws by chance that are the same wherever the sample is generated: each call gives other ones."""
+        return random.Random(call_seed(self._sample.seed, next_call("r")))
 
     async def sample(self, ids: Sequence[int] | np.ndarray, *, max_new_tokens: int | None = None) -> Segment:
         """Ask the policy for one continuation of `ids`: the prompt, and all that came after it.
@@ -76,6 +116,123 @@ class Context:
         params = self._params
         if max_new_tokens is not None:
             params = replace(params, max_new_tokens=min(index(max_new_tokens), params.max_new_tokens))
+        digest = hashlib.sha256(f"{params.max_new_tokens}/".encode() + before.tobytes()).hexdigest()
+        asked = replace(self._asked(call, CallKind.SAMPLE, "", digest), given=len(before))
+
+        async def sample(asked: CallRecord) -> CallRecord:
+            try:
+                segment = await self._continued(call, before, params)
+            except RequestRefused as refused:
+                return _ended(asked, error="; ".join(refused.refused.values()))
+            return _ended(asked, segment=segment)
+
+        answer = await self._recorder.answer(asked, sample)
+        if answer.segment is None:
+            raise RequestRefused({self._sample.key: answer.error or ""})
+        segment = replace(answer.segment, loss_mask=answer.segment.loss_mask.copy())  # not that of the record
+        for array in (segment.ids, segment.log_probs, segment.weight_versions):
+            assert array is not None
+            array.setflags(write=False)  # user code may change the mask, and nothing else
+        self._calls[call] = _Call(before, segment)
+        return segment
+
+    async def call(self, tool: Tool | str, arguments: Mapping[str, Any] | None = None) -> Any:
+        """Ask the world: the answer of a tool, of `cairn.tool` or one of `rollout.tools` by its name, a JSON value.
+
+        Of a tool with effects the intent to call it is durable before, and its answer before it is returned. Raises
+        ToolFailed, also where the same call did before; the code may catch it and tell the policy.
+        """
+        if isinstance(tool, str):
+            tool = _named(self.tools, tool)
+        given = canonical.to_json({} if arguments is None else dict(arguments))
+        asked = replace(self._asked(next_call("c"), CallKind.TOOL, tool.name, given), arguments=given)
+        has_effects = tool.kind == "effects"
+        key = self._key(asked.call)
+
+        async def call(asked: CallRecord) -> CallRecord:
+            uncertain = has_effects and self._recorder.is_orphan(asked)
+            for _ in range(_TIMES_LOST):
+                if uncertain and (found := await self._reconciled(tool, asked)) is not NOT_DONE:
+                    return _ended(asked, result=canonical.to_json(found))
+                if has_effects:
+                    await self._recorder.intend(asked)
+                try:
+                    return _ended(asked, result=canonical.to_json(await tool.run(json.loads(given), key)))
+                except ToolFailed as failed:
+                    return _ended(asked, error=str(failed), reason=failed.reason)
+                except ToolLost:
+                    if not has_effects:
+                        raise
+                    uncertain = True
+            raise UncertainEffect(f"the process of {asked.told} was ended {_TIMES_LOST} times while it was at work")
+
+        answer = await self._recorder.answer(asked, call, again=tool.kind == "deterministic", durable=has_effects)
+        if answer.result is None:
+            raise ToolFailed(answer.error or "", Reason(answer.reason or Reason.RAISED))
+        return json.loads(answer.result)
+
+    async def judge(
+        self,
+        grader: str | Callable[..., Any],
+        response: str,
+        label: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> float:
+        """Ask a grader for the reward of a response, once: one of ours by its name, or a function of yours, plain or
+        coroutine, of `(response, label, metadata)`. `label` and `metadata` are the sample's unless they are given."""
+        function = REWARD.load(grader) if isinstance(grader, str) else grader
+        name = grader if isinstance(grader, str) else getattr(grader, "__name__", type(grader).__name__)
+        words = {
+            "response": response,
+            "label": self._sample.label if label is None else label,
+            "metadata": dict(self._sample.metadata if metadata is None else metadata),
+        }
+        given = canonical.to_json(words)
+        asked = replace(self._asked(next_call("j"), CallKind.JUDGE, name, given), arguments=given)
+
+        async def judge(asked: CallRecord) -> CallRecord:
+            reward = await called(function, *words.values())
+            if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+                raise TypeError(f"the grader {name!r} gave {reward!r}; ctx.judge takes one that gives a finite number")
+            return _ended(asked, result=repr(float(reward)))
+
+        return float((await self._recorder.answer(asked, judge)).result or "nan")
+
+    def _asked(self, call: str, kind: CallKind, name: str, given: str) -> CallRecord:
+        digest = given if kind is CallKind.SAMPLE else hashlib.sha256(given.encode()).hexdigest()
+        return CallRecord(*self._sample.key, call, kind, name, digest, turn=len(self._calls), started_at=time.time())
+
+    def _key(self, call: str) -> str:
+        """Of a call with effects, the same wherever it is made again."""
+        origin = self._sample.origin
+        run = "" if origin is None else f"{origin.run}/{origin.scope}"
+        return "/".join([run, *map(str, self._sample.key), call])
+
+    async def _reconciled(self, tool: Tool, orphan: CallRecord) -> Any:
+        """The answer of a call with effects that nobody has recorded, or NOT_DONE. Raises UncertainEffect."""
+        origin = self._sample.origin
+        if tool.reconcile is not None:
+            intent = Intent(
+                run="" if origin is None else origin.run,
+                iteration=0 if origin is None else origin.iteration,
+                group=orphan.group_id,
+                sample=orphan.index,
+                attempt="" if origin is None else origin.attempt,
+                turn=orphan.turn,
+                call=orphan.call,
+                tool=tool.name,
+                arguments=json.loads(orphan.arguments or "{}"),
+                key=self._key(orphan.call),
+            )
+            return await called(tool.reconcile, intent)
+        if tool.takes_key:
+            return NOT_DONE
+        raise UncertainEffect(
+            f"{orphan.told} was under way when its process was lost, and may have been done: give the tool a "
+            "`reconcile`, or a parameter `idempotency_key`"
+        )
+
+    async def _continued(self, call: str, before: np.ndarray, params: SamplingParams) -> Segment:
         at_prompt = call == FIRST_CALL and (before is self._prompt or np.array_equal(before, self._prompt))
         begun = self._first if at_prompt else None
         if begun is None or begun.finish_reason == FinishReason.ABORT:
@@ -84,10 +241,6 @@ class Context:
                 self._first = begun
             if begun.finish_reason == FinishReason.ABORT:
                 raise SampleAborted
-        for array in (begun.ids, begun.log_probs, begun.weight_versions):
-            assert array is not None
-            array.setflags(write=False)  # user code may change the mask, and nothing else
-        self._calls[call] = _Call(before, begun)
         return begun
 
     async def _sampled(
@@ -216,3 +369,20 @@ def _check_trained_once(segments: Sequence[Segment]) -> None:
                 "same tokens be trained on in both; set it to 0 in one of them"
             )
         trained[segment.call] = mask if earlier is None else earlier | mask
+
+
+def _ended(asked: CallRecord, **answer: Any) -> CallRecord:
+    return replace(asked, **answer, seconds=max(0.0, time.time() - asked.started_at))
+
+
+async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns, plain or coroutine."""
+    found = function(*arguments)
+    return await found if isawaitable(found) else found
+
+
+def _named(tools: Mapping[str, Tool], name: str) -> Tool:
+    if name not in tools:
+        known = f"use one of {', '.join(tools)}" if tools else "name it in rollout.tools"
+        raise ToolFailed(f"there is no tool {name!r}: {known}")
+    return tools[name]

@@ -4,7 +4,8 @@
 |---|---|
 | `generate` returns | its trajectory, or its trajectories, checked |
 | `generate` raises, or the engine refuses what it asks and it does not mind | it fails, with the error |
-| it is aborted | it is given back as far as its first call came |
+| it is aborted | it is given back as far as its first call came; what its code was given is recorded |
+| it does something else than is recorded, or an effect is uncertain | it fails, with what its recorder says |
 | what `generate` returned is no trajectory of the sample | BadTrajectory, for the whole call |
 
 Whoever holds the engine gives the answers: `cairn.engines.episodes.samples` where the function is ours, and the process
@@ -12,13 +13,18 @@ of the user's function (`user_process.py`) through it.
 """
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from cairn.engines.episodes.call_ids import begin_sample, sample_of, task_factory
 from cairn.engines.episodes.context import Context, SampleAborted
+from cairn.engines.episodes.recorder import EpisodeDiverged, Recorder
+from cairn.engines.episodes.records import CallRecord, Recorded
 from cairn.engines.errors import RequestRefused
+from cairn.engines.tools.tool import Tool
 from cairn.engines.trajectories import BadTrajectory, GeneratedSample, SampleKey, SampleRequest, Trajectory
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
 
@@ -32,17 +38,30 @@ class Runner:
     """The samples of one call. All of it is for the thread of its loop."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, generate: Generate, params: SamplingParams, tokenizer: Callable[[], Any]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        generate: Generate,
+        params: SamplingParams,
+        tokenizer: Callable[[], Any],
+        tools: Callable[[], Mapping[str, Tool]] = dict,
     ) -> None:
-        """`tokenizer` loads the model's, where a sample asks for it."""
+        """`tokenizer` loads the model's and `tools` those of the run, where a sample asks for them."""
         loop.set_task_factory(task_factory)
         self._loop = loop
         self._generate = generate
         self._params = params
         self._tokenizer = tokenizer
+        self._tools = tools
         self._tasks: dict[SampleKey, asyncio.Task[None]] = {}
         self._answers: dict[RequestId, asyncio.Future[Completion]] = {}
         self._asking: Counter[RequestId] = Counter()
+        self._recorders: dict[SampleKey, Recorder] = {}
+        self._recorded: list[CallRecord] = []
+        self._to_acknowledge: list[asyncio.Future[None]] = []
+        """Of the samples that wait until what is recorded is durable."""
+        self._acknowledging: dict[int, list[asyncio.Future[None]]] = {}
+        self._numbers = count(time.monotonic_ns())
+        """Above those of processes before this one: what is acknowledged to them late means nothing here."""
         self._aborted = False
         self._failure: BadTrajectory | None = None
         self._stir = asyncio.Event()
@@ -85,6 +104,25 @@ class Runner:
             self._aborted = self._aborted or answer.finish_reason == FinishReason.ABORT
             future.set_result(answer)
 
+    def recorded(self) -> Recorded | None:
+        """What samples were given since it was asked last, for its holder to take away and, where that is awaited, to
+        `acknowledge`."""
+        if not self._recorded:
+            return None
+        records, self._recorded = self._recorded, []
+        awaited, self._to_acknowledge = self._to_acknowledge, []
+        number = next(self._numbers)
+        if awaited:
+            self._acknowledging[number] = awaited
+        return Recorded(number, records, bool(awaited))
+
+    def acknowledge(self, number: int) -> None:
+        """What came with this number, and all before it, is durable."""
+        for waiting in [one for one in self._acknowledging if one <= number]:
+            for future in self._acknowledging.pop(waiting):
+                if not future.done():
+                    future.set_result(None)
+
     def abort(self) -> None:
         """Give all samples back: those that ask the engine when it answers, the others at once."""
         self._aborted = True
@@ -99,6 +137,9 @@ class Runner:
 
     def give_up(self, key: SampleKey, why: str) -> None:
         """Let a sample fail, whatever it is at."""
+        awaited = self._recorders[key].awaited if key in self._recorders else None
+        if awaited is not None:
+            why += f": its code has not asked for {awaited.told} again, which was recorded"
         self._tasks[key].cancel()
         self._end(GeneratedSample(*key, Trajectory(()), FinishReason.ERROR, why))
 
@@ -120,10 +161,15 @@ class Runner:
         return not tasks
 
     async def _run(self, sample: SampleRequest) -> None:
-        begin_sample(sample.key)
-        context = Context(sample, self._params, self._ask, self._tokenizer)
+        recorder = Recorder(
+            sample.recorded, begin_sample(sample.key), self._record, self._record_durably, resampled=sample.resampled
+        )
+        self._recorders[sample.key] = recorder
+        context = Context(sample, self._params, self._ask, self._tokenizer, recorder, self._tools)
         try:
             ended = context.checked(await self._generate(context, sample))
+            if recorder.awaited is not None:
+                raise EpisodeDiverged(f"the code ended without {recorder.awaited.told}, which is recorded")
         except SampleAborted:
             ended = context.aborted()
         except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled
@@ -144,6 +190,7 @@ class Runner:
 
     def _end(self, ended: GeneratedSample) -> None:
         del self._tasks[ended.key]
+        self._recorders.pop(ended.key, None)
         self._asking.pop(ended.key, None)
         self.ended.append(ended)
         self._stir.set()
@@ -156,6 +203,16 @@ class Runner:
         self.asked.append(request)
         self._stir.set()
         return await future
+
+    def _record(self, record: CallRecord) -> None:
+        self._recorded.append(record)
+        self._stir.set()
+
+    def _record_durably(self, record: CallRecord) -> "asyncio.Future[None]":
+        self._record(record)
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._to_acknowledge.append(future)
+        return future
 
     def _no_longer_asks(self, id: RequestId) -> None:
         if self._asking[id[:2]] > 1:

@@ -6,6 +6,7 @@ from contextlib import closing
 
 from cairn.configs.kinds import GENERATE
 from cairn.engines.episodes.asking import Asking
+from cairn.engines.episodes.records import Recorded, take_records
 from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.user_code import GenerateFunction, SampleHung, UserCode
 from cairn.engines.rollout.streams import Stream
@@ -25,17 +26,23 @@ class SampleEngine:
 
     def generate(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample]]:
-        """Generate samples; yield each as it ends. Whatever one of them asks joins what the engine is at work on.
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
+        """Generate samples; yield each as it ends. Whatever one of them asks joins what the engine is at work on. What
+        they are given is yielded too, where the function records it: see `acknowledge`.
 
         Raises as streams do, but for requests that are refused: their samples fail. Raises BadTrajectory where what
         the function returned is none.
         """
-        if function.is_users:
+        if function.records:
             yield from self._with_user_code(samples, params, function)
             return
         with closing(self._open()) as stream:
             yield from beside(stream, samples, params, GENERATE.load(function.name))
+
+    def acknowledge(self, number: int) -> None:
+        """What the running `generate` yielded with this number is durable, and all before it. From any thread."""
+        if (user_code := self._user_code) is not None:
+            user_code.acknowledge(number)
 
     def abort(self) -> None:
         """End the running `generate` soon, from any thread: it yields each unfinished sample as far as it came. Without
@@ -47,16 +54,19 @@ class SampleEngine:
 
     def _with_user_code(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample]]:
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
         left = {sample.key: sample for sample in samples}
         self._aborted = False
         while True:
             try:
                 with closing(self._open()) as stream:
-                    for ended in self._process(function).generate(stream, list(left.values()), params):
-                        for sample in ended:
-                            del left[sample.key]
-                        yield ended
+                    for told in self._process(function).generate(stream, list(left.values()), params):
+                        if isinstance(told, Recorded):
+                            take_records(left, told.records)
+                        else:
+                            for sample in told:
+                                del left[sample.key]
+                        yield told
                 return
             except SampleHung as hung:
                 yield [GeneratedSample.failed(left.pop(hung.key), str(hung))]
@@ -86,6 +96,7 @@ def beside(
             asked, runner.asked = runner.asked, []
             for id, answer in asking.submit(asked) or asking.answers():
                 runner.answer(id, answer)
+            runner.recorded()  # of which nobody makes anything
             _settled(loop, runner)
             ended, runner.ended = runner.ended, []
             yield ended

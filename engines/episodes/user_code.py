@@ -9,6 +9,8 @@ pickled, each with all that came up since the last one:
 | here | `samples` | what to generate: a call begins |
 | there | `asked` | requests for the engine, which join what it is at work on |
 | here | `answered` | completions and refusals, by the requests' ids |
+| there | `recorded` | what samples were given, to be made durable |
+| here | `acknowledged` | that it is, up to a number |
 | there | `ended` | samples that have ended |
 | here | `abort` | give the others back as far as they came |
 | there | `hung` | a sample keeps the others from their turn: the process is of no more use |
@@ -31,11 +33,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cairn.engines.episodes.asking import Asking
+from cairn.engines.episodes.records import Recorded
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
 from cairn.engines.types import SamplingParams
 
+SINGLE_TURN = "single_turn"
+"""The function of ours that asks the policy once."""
 _STDERR = 2
 
 
@@ -53,9 +58,10 @@ class GenerateFunction:
     """Seconds that yours may spend on a sample at a time, besides waiting for the engine."""
 
     @property
-    def is_users(self) -> bool:
-        """Whether it is not one of ours."""
-        return "." in self.name
+    def records(self) -> bool:
+        """Whether it runs in a process of its own, and what its samples are given is recorded: all but one call of the
+        policy are."""
+        return self.name != SINGLE_TURN
 
 
 class SampleHung(Exception):
@@ -82,8 +88,9 @@ class UserCode:
 
     def generate(
         self, stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams
-    ) -> Iterator[list[GeneratedSample]]:
-        """Generate samples; yield them as they end. The process is gone where this is not read to its end.
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
+        """Generate samples; yield them as they end, and what is recorded of them before. The process is gone where this
+        is not read to its end.
 
         Raises what the stream raises, BadTrajectory, BadPlugin, SampleHung, and GenerationFailed where the process has
         ended by itself.
@@ -115,6 +122,10 @@ class UserCode:
         if not self._idle:
             self._send("abort", None)
 
+    def acknowledge(self, number: int) -> None:
+        """From any thread: what came with this number, and all before it, is durable."""
+        self._send("acknowledged", number)
+
     def kill(self) -> None:
         """End the process, whatever it is at."""
         if self._killed:  # since then its number may have become another's
@@ -128,10 +139,10 @@ class UserCode:
     def __del__(self) -> None:
         self.kill()
 
-    def _ended(self, kind: str, content: Any) -> list[GeneratedSample]:
-        if kind == "ended":
-            ended: list[GeneratedSample] = content
-            return ended
+    def _ended(self, kind: str, content: Any) -> list[GeneratedSample] | Recorded:
+        if kind in ("ended", "recorded"):
+            came: list[GeneratedSample] | Recorded = content
+            return came
         if kind == "failed":
             raise content
         if kind == "hung":

@@ -61,6 +61,8 @@ class _Process:
         while runner.left or runner.ended:
             await runner.stirred()
             self._say_all("asked", runner.asked)
+            if (recorded := runner.recorded()) is not None:  # before what ends with it
+                self._say("recorded", recorded)
             self._say_all("ended", runner.ended)
 
     def _say_all(self, kind: str, content: list[Any]) -> None:
@@ -78,6 +80,9 @@ class _Process:
             os._exit(1)  # the engine has no use for it any more
         if kind == "abort":
             runner.abort()
+            return
+        if kind == "acknowledged":
+            runner.acknowledge(content)
             return
         for id, answer in content:
             watchdog.goes_on(id[:2])

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from cairn.engines.deferred import collecting_later, defer_compiler
+from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineError
@@ -98,9 +99,13 @@ class RolloutActor(EngineActor):
         self._samples.abort()
         self._made.abort()
 
+    def acknowledge(self, number: int) -> None:
+        """What it streamed with this number is durable, and all before it."""
+        self._samples.acknowledge(number)
+
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample]]:
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
         """See `cairn.engines.episodes.samples`."""
         yield from self._samples.generate(samples, params, function)
 

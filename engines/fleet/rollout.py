@@ -9,6 +9,7 @@ import ray
 
 from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.rollout import RolloutConfig
+from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineTimeout
 from cairn.engines.fleet.calls import Deadline, wait
@@ -65,9 +66,9 @@ class RolloutHandle(ModelHandle):
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample]]:
-        """Stream samples as they end, within `rollout.timeout` seconds in all; an engine that is silent is asked
-        whether it still lives. Giving the iterator up ends the generation.
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
+        """Stream samples as they end, and what is recorded of them before, within `rollout.timeout` seconds in all; an
+        engine that is silent is asked whether it still lives. Giving the iterator up ends the generation.
 
         Raises what the engine raises.
         """
@@ -87,6 +88,11 @@ class RolloutHandle(ModelHandle):
             except GeneratorExit:
                 self._abort(stream)
                 raise
+
+    def acknowledge(self, number: int) -> None:
+        """What the running `generate_samples` gave with this number is durable, and all before it. From any thread."""
+        ref = self._actor.call("acknowledge", number, concurrency_group=CONTROL)
+        self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "acknowledge")
 
     def abort(self) -> None:
         """End the running `generate`: its stream, which is to be read on, gives every unfinished sample as far as it

@@ -70,7 +70,7 @@ class Intent:
     iteration: int
     group: int
     sample: int
-    attempt: int
+    attempt: str
     turn: int
     """Answers of the policy before it."""
     call: str

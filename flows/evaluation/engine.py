@@ -9,6 +9,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from cairn.configs.schema.engine_options import EngineOptions
+from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import BadModel
@@ -35,9 +36,13 @@ class OwnEngine:
 
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
-    ) -> Iterator[list[GeneratedSample]]:
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
         """See `cairn.engines.episodes.samples.SampleEngine`."""
         return self._samples.generate(samples, params, function)
+
+    def acknowledge(self, number: int) -> None:
+        """The same."""
+        self._samples.acknowledge(number)
 
     def abort(self) -> None:
         """End what is being generated."""

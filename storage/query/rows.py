@@ -61,7 +61,7 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
         tables = [
             output
             for output in outputs
-            if output["path"].endswith(".parquet") and not output["path"].endswith(f"/{layout.IMAGES_FILE}")
+            if output["path"].endswith(".parquet") and output["path"].rpartition("/")[2] not in layout.BESIDE
         ]
         return {
             **{name: fields.get(name) for name in _PLAIN},

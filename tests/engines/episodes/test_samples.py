@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.samples import SampleEngine, beside
 from cairn.engines.episodes.user_code import GenerateFunction, UserCode
 from cairn.engines.rollout.streams import Stream
@@ -25,7 +26,9 @@ from tests.waiting import wait_for
 
 PARAMS = SamplingParams(max_new_tokens=60)
 SEARCH = (str(Path(__file__).parents[3]), *sys.path)
-Way = Callable[[SampleEngine, Callable[[], Stream], Sequence[SampleRequest]], Iterator[list[GeneratedSample]]]
+Way = Callable[
+    [SampleEngine, Callable[[], Stream], Sequence[SampleRequest]], Iterator[list[GeneratedSample] | Recorded]
+]
 
 
 def users(name: str = "turns", timeout: float = 60.0) -> GenerateFunction:
@@ -41,7 +44,7 @@ def as_ours(
 
 def as_users(
     engine: SampleEngine, open: Callable[[], Stream], samples: Sequence[SampleRequest]
-) -> Iterator[list[GeneratedSample]]:
+) -> Iterator[list[GeneratedSample] | Recorded]:
     yield from engine.generate(samples, PARAMS, users())
 
 
@@ -65,9 +68,9 @@ def bits(sample: GeneratedSample) -> tuple[Any, ...]:
     return calls, trajectory.response_ids.tobytes(), trajectory.log_probs.tobytes(), sample.finish_reason, sample.error
 
 
-def all_of(stream: Iterator[list[GeneratedSample]]) -> dict[tuple[int, int], GeneratedSample]:
+def all_of(stream: Iterator[list[GeneratedSample] | Recorded]) -> dict[tuple[int, int], GeneratedSample]:
     """In the order in which they end."""
-    return {sample.key: sample for part in stream for sample in part}
+    return {sample.key: sample for part in stream if isinstance(part, list) for sample in part}
 
 
 class Submitted:
