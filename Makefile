@@ -14,6 +14,8 @@ SLIME_COMMIT ?= $(shell git -C $(SLIME) rev-parse --short HEAD 2>/dev/null || ec
 STAMP := $(VENV)/.installed
 # A worker that crashed is not replaced: --dist loadfile would wait for its tests for ever.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 15
+# One environment is made on each of two cores: pip works on one.
+BESIDE := $(MAKE) --jobs 2
 KILLS ?= 100
 ROOMS := flows tasks engines storage configs
 
@@ -89,10 +91,12 @@ lint: setup types ## Lint and check types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: sglang-env lint ## Lint, check types, run all tests but the long ones
+test: ## Lint, check types, run all tests but the long ones
+	$(BESIDE) sglang-env lint
 	$(PYTEST) -m "not slow"
 
-test-all: sglang-env lm-eval-env inspect-env lint ## The same with the long ones, then test-ceph: what continuous integration runs
+test-all: ## The same with the long ones, then test-ceph: what continuous integration runs
+	$(BESIDE) sglang-env lm-eval-env inspect-env lint
 	$(PYTEST)
 	$(MAKE) test-ceph
 
