@@ -1,4 +1,4 @@
-"""Ranks that are forked from one process, which makes the imports for all of them."""
+"""Ranks that are forked from one process, which has made the imports for all of them."""
 
 import os
 from collections.abc import Callable
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from tests.forks import FORKS
+
 
 def run_ranks(part: Callable[..., None], *args: Any, world_size: int) -> None:
     """Call `part(rank, *args)` on every rank, one thread each; return when all have ended, raise what one raised."""
@@ -14,8 +16,9 @@ def run_ranks(part: Callable[..., None], *args: Any, world_size: int) -> None:
 
 
 def run_forking(body: Callable[..., None], *args: Any) -> None:
-    """Call `body(*args)` in a fresh process, which may fork ranks by `fork_ranks`; this one has threads of its own."""
-    context = torch.multiprocessing.spawn(_alone, (body, *args), nprocs=1, join=False)
+    """Call `body(*args)` in a process that may fork ranks by `fork_ranks`; this one has threads of its own."""
+    start = {"join": False, "start_method": FORKS.get_start_method()}
+    context = torch.multiprocessing.start_processes(_alone, (body, *args), nprocs=1, **start)
     while not context.join(timeout=60):
         pass
 
