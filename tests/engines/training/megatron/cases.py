@@ -224,10 +224,13 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
 def bytes_while_exporting(engine: Any) -> int:
     """The most bytes of tensors that there were at a time on rank 0, beside those before, while it exported weights in
     buckets of a byte."""
-    gc.collect()
-    before, most = bytes_of_tensors(), 0
+    most, counts = 0, dist.get_rank() == 0
+    if counts:
+        gc.collect()
+        gc.freeze()  # what there is already, of which nothing is to be counted
     for _ in engine.export_weights(1):
-        most = max(most, bytes_of_tensors() - before)
+        if counts:
+            most = max(most, bytes_of_tensors())
     held = torch.tensor(most)
     dist.broadcast(held, 0)
     return int(held)
