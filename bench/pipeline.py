@@ -1,6 +1,7 @@
 """What it brings to learn while the next batch is collected: whole durable runs, turn by turn.
 
-    python -m bench.pipeline [RECIPE] [--set a.b=c] [--iterations 40] [--seeds 42 1 2 3 4] [--smoke] [--json FILE]
+    python -m bench.pipeline [RECIPE] [--set a.b=c] [--beside lagged …] [--iterations 40] [--seeds 42 1 2 3 4] [--smoke]
+                             [--json FILE]
 
     sync        one rollout engine and the trainer, a core each, in turn
     lagged      the same side by side, with weights one iteration older
@@ -36,6 +37,7 @@ VARIANTS = {
     "two engines": ("rollout.num_engines=2", "training.num_threads=1"),
     "two threads": ("rollout.num_engines=2", "training.num_threads=2"),
 }
+BESIDE = [name for name in VARIANTS if name != "sync"]
 
 
 def bare(recipe: str, overrides: list[str], seed: int) -> Outcome:
@@ -55,14 +57,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
+    parser.add_argument("--beside", nargs="+", choices=BESIDE, default=BESIDE, help="beside sync and bare")
     parser.add_argument("--iterations", type=int, default=40, help="iterations of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one run of each kind by each")
-    arguments = parse(parser, iterations=2, seeds=[42])
+    arguments = parse(parser, beside=["lagged"], iterations=2, seeds=[42])
     small = SMALL_RUN if arguments.smoke else ()
     common = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null"]
     if not arguments.smoke:
         common.append(f"eval.eval_interval={arguments.iterations}")
-    found: dict[str, list[Outcome]] = {name: [] for name in (*VARIANTS, "bare")}
+    found: dict[str, list[Outcome]] = {name: [] for name in ("sync", *arguments.beside, "bare")}
     for seed in arguments.seeds:
         for name, outcomes in found.items():
             options = [*common, *small, *VARIANTS.get(name, ONE_CORE_EACH), *arguments.set, f"seed={seed}"]

@@ -6,6 +6,7 @@ one of their own.
 
 import importlib
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_a_cheap_benchmark_works(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LONG)
-def test_a_long_benchmark_works(name: str, tiny_assets: Path, tmp_path: Path) -> None:
+def test_a_long_benchmark_works(name: str, tiny_assets: Path, tmp_path: Path, api_url: str) -> None:
     if name == "trl" and not (ENVIRONMENT / ".installed").exists():
         pytest.skip(f"needs {ENVIRONMENT.name}, which `python -m bench.trl --smoke` makes on first use")
     module = shlex.split(BENCHMARKS[name])[0]
@@ -94,6 +95,7 @@ def test_a_long_benchmark_works(name: str, tiny_assets: Path, tmp_path: Path) ->
         text=True,
         timeout=840,
         cwd=BENCH.parent,
+        env=os.environ | {"PREFECT_API_URL": api_url},  # those that time a server start it all the same
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(results.read_text())
