@@ -38,6 +38,6 @@ def standing(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path, api_ur
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, config_file: Path, api_url: str) -> Disturbed:
-    run = Disturbed(tmp_path_factory.mktemp("undisturbed"), config_file, {"PREFECT_API_URL": api_url})
+    run = Disturbed(tmp_path_factory.mktemp("undisturbed"), config_file, {"PREFECT_API_URL": api_url}, warm=True)
     assert run.drive() == 0, run.log()
     return run

@@ -44,6 +44,7 @@ def test_every_configuration_and_every_victim_is_in_the_matrix() -> None:
 def test_a_run_struck_everywhere_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed, s3_server: S3Server
 ) -> None:
+    disturbed.warm = True
     with proxy_process(s3_server.endpoint) as proxy:
         disturbed.store_url = f"s3://{s3_server.new_bucket()}/chaos"
         disturbed.environment = {**disturbed.environment, **s3_server.env, "AWS_ENDPOINT_URL": proxy.endpoint}
