@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cairn.configs.kinds import plugin as plugin
     from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
+    from cairn.engines.capture.session import capture as capture
     from cairn.engines.episodes.context import Context as Context
     from cairn.engines.tools.tool import NOT_DONE as NOT_DONE
     from cairn.engines.tools.tool import Intent as Intent
@@ -60,6 +61,7 @@ _PLACES = {
     "ToolUnavailable": "cairn.engines.tools.tool",
     "Trajectory": "cairn.engines.trajectories",
     "TryAgain": "cairn.tasks.rewards",
+    "capture": "cairn.engines.capture.session",
     "file_rows": "cairn.tasks.data.files:rows",
     "open": "cairn.flows.reading.opened:opened",
     "plugin": "cairn.configs.kinds",

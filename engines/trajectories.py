@@ -91,6 +91,8 @@ class Trajectory:
     segments: Sequence[Segment]
     prompt_ids: Sequence[int] | np.ndarray | None = None
     """Its own prompt, where an agent puts the question in words of its own; None: the sample's."""
+    retold: int = 0
+    """Of its tokens that the policy sampled, those that a later prompt of the sample tells in other tokens."""
 
     @property
     def response_ids(self) -> np.ndarray:

@@ -9,6 +9,8 @@ is given.
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +49,34 @@ def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
 def sample_of(task: "asyncio.Task[Any]") -> SampleKey | None:
     """The sample that started a task."""
     return _samples.get(task)
+
+
+class Part:
+    """Of a sample's code one that tasks of others carry out, such as those of a server. Its calls are counted as those
+    of a task that the running one starts, and below it by names, so that their ids do not depend on who comes first."""
+
+    def __init__(self) -> None:
+        self._place = _place.get()
+        self._path = f"{self._place.path}t{self._place.children}."
+        self._place.children += 1
+        self._named: dict[str, _Place] = {}
+
+    @contextmanager
+    def named(self, name: str) -> Iterator[str]:
+        """In whatever task: what it calls meanwhile is the sample's, the calls of a name one after the other. Yields
+        the id of the next one."""
+        task = asyncio.current_task()
+        assert task is not None
+        own = self._place
+        place = self._named.setdefault(name, _Place(own.sample, own.tasks, f"{self._path}{name}."))
+        _samples[task] = own.sample
+        own.tasks.add(task)
+        before = _place.set(place)
+        try:
+            yield f"{place.path}{place.calls['']}"
+        finally:
+            _place.reset(before)
+            own.tasks.discard(task)
 
 
 def next_call(kind: str = "") -> str:

@@ -90,9 +90,18 @@ class Context:
         return self._params.max_new_tokens
 
     @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn, the same for all calls but for what these say."""
+        return self._params
+
+    @property
     def replaying(self) -> bool:
         """Whether the code was given answers, here or in another process, that are still to be given again."""
         return self._recorder.replaying
+
+    def is_recorded(self, call: str) -> bool:
+        """Whether the answer to a call, by its id, is recorded by an earlier attempt."""
+        return self._recorder.knows(call)
 
     def now(self) -> float:
         """Seconds since the epoch."""
@@ -103,20 +112,25 @@ class Context:
         """Draws by chance that are the same wherever the sample is generated: each call gives other ones."""
         return random.Random(call_seed(self._sample.seed, next_call("r")))
 
-    async def sample(self, ids: Sequence[int] | np.ndarray, *, max_new_tokens: int | None = None) -> Segment:
+    async def sample(
+        self, ids: Sequence[int] | np.ndarray, *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Segment:
         """Ask the policy for one continuation of `ids`: the prompt, and all that came after it.
 
         Its images are seen in all that begins with the prompt. May be called several times, one after the other or side
-        by side in tasks. `max_new_tokens` may only be less
-        than the run's. Raises RequestRefused where the engine cannot go on from these tokens, for one because they fill
-        its context.
+        by side in tasks. `max_new_tokens` may only be less than the run's; the strings of `stop` end it besides those
+        of the run. Raises RequestRefused where the engine cannot go on from these tokens, for one because they fill its
+        context.
         """
         call = next_call()
         before = self._prompt if ids is self._sample.prompt_ids else np.asarray(ids, np.int32)
         params = self._params
         if max_new_tokens is not None:
             params = replace(params, max_new_tokens=min(index(max_new_tokens), params.max_new_tokens))
-        digest = hashlib.sha256(f"{params.max_new_tokens}/".encode() + before.tobytes()).hexdigest()
+        if stop:
+            params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+        limits = f"{params.max_new_tokens}/" + "".join(f"{one!r}/" for one in stop)
+        digest = hashlib.sha256(limits.encode() + before.tobytes()).hexdigest()
         asked = replace(self._asked(call, CallKind.SAMPLE, "", digest), given=len(before))
 
         async def sample(asked: CallRecord) -> CallRecord:

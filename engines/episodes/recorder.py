@@ -89,6 +89,10 @@ class Recorder:
         """The recorded call that the code would have to make next."""
         return self._pending[0] if self._pending else None
 
+    def knows(self, call: str) -> bool:
+        """Whether the answer to a call is recorded by an earlier attempt."""
+        return call in self._known
+
     def value(self, record: CallRecord, make: Callable[[], str]) -> str:
         """What is had at once, such as the time."""
         known = self._known_as(record)
