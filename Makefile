@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 SGLANG := .venv-sglang
 LM_EVAL := .venv-lm-eval
 INSPECT := .venv-inspect
+OPENENV := .venv-openenv
 PEERS := tests/tasks/benchmarks/parity
 VERL := .venv-verl
 TRL := .venv-trl
@@ -23,7 +24,7 @@ ROOMS := flows tasks engines storage configs
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-env lm-eval-env inspect-env quickstart tiny types docs lint test test-all test-ceph chaos bench
+.PHONY: help setup sglang-env lm-eval-env inspect-env openenv-env quickstart tiny types docs lint test test-all test-ceph chaos bench
 .PHONY: clean parity
 
 help: ## Show this list
@@ -62,6 +63,15 @@ $(INSPECT)/.installed: tests/flows/evaluation/inspect_logs/requirements.txt
 
 inspect-env: $(INSPECT)/.installed ## Make .venv-inspect: Inspect, which reads the logs that are written for it
 
+# Without what its command line and its web page need, which is most of it.
+$(OPENENV)/.installed: tests/engines/environments/requirements.txt
+	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
+	$(OPENENV)/bin/pip install --quiet --disable-pip-version-check -r tests/engines/environments/requirements.txt
+	$(OPENENV)/bin/pip install --quiet --disable-pip-version-check --no-deps openenv==0.10.0
+	@touch $@
+
+openenv-env: $(OPENENV)/.installed ## Make .venv-openenv: OpenEnv, whose servers are spoken to
+
 $(VERL)/.installed: $(PARITY)/requirements.txt
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -96,7 +106,7 @@ test: ## Lint, check types, run all tests but the long ones
 	$(PYTEST) -m "not slow"
 
 test-all: ## The same with the long ones, then test-ceph: what continuous integration runs
-	$(BESIDE) sglang-env lm-eval-env inspect-env lint
+	$(BESIDE) sglang-env lm-eval-env inspect-env openenv-env lint
 	$(PYTEST)
 	$(MAKE) test-ceph
 
@@ -114,4 +124,4 @@ docs: setup types ## Build the documentation as a site: build/site/index.html
 	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## Remove what was built; runs stay
-	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL) $(INSPECT) $(VERL)
+	rm -rf build $(VENV) $(SGLANG) $(LM_EVAL) $(INSPECT) $(OPENENV) $(VERL)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from cairn.configs.kinds import plugin as plugin
     from cairn.configs.schema.algorithm import AlgorithmConfig as AlgorithmConfig
     from cairn.engines.capture.session import capture as capture
+    from cairn.engines.environments.mcp import mcp as mcp
+    from cairn.engines.environments.openenv import OpenEnv
     from cairn.engines.episodes.context import Context as Context
     from cairn.engines.tools.tool import NOT_DONE as NOT_DONE
     from cairn.engines.tools.tool import Intent as Intent
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
     file_rows = files.rows
     open = opened
+    openenv = OpenEnv
 
 _PLACES = {
     "BadQuery": "cairn.storage.query.errors",
@@ -63,7 +66,9 @@ _PLACES = {
     "TryAgain": "cairn.tasks.rewards",
     "capture": "cairn.engines.capture.session",
     "file_rows": "cairn.tasks.data.files:rows",
+    "mcp": "cairn.engines.environments.mcp",
     "open": "cairn.flows.reading.opened:opened",
+    "openenv": "cairn.engines.environments.openenv:OpenEnv",
     "plugin": "cairn.configs.kinds",
     "tool": "cairn.engines.tools.tool",
 }
