@@ -154,4 +154,4 @@ def _of_newest(tables: Sequence[tuple[str, pa.Table]]) -> pa.Table:
         if not own or own[-1][0] + 1 == order:  # what follows a torn part is of no use
             own.append((order, row))
     kept = [row for _, own in sorted(answers.items()) for _, row in own]
-    return rows.take([*kept, *sorted(intents.values())])
+    return rows.take(pa.array([*kept, *sorted(intents.values())], pa.int64()))

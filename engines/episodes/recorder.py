@@ -76,6 +76,7 @@ class Recorder:
         self._asked: dict[str, tuple[CallRecord, asyncio.Future[CallRecord]]] = {}
         """Recorded calls that the code has made, and waits for, with what it is given."""
         self._answered: deque[_Answered] = deque()
+        self._acting = 0
         self._busy = False
         """Whether the code is at work on an answer, or one is being made durable."""
 
@@ -83,6 +84,11 @@ class Recorder:
     def replaying(self) -> bool:
         """Whether something recorded is still to be given."""
         return bool(self._pending)
+
+    @property
+    def acting(self) -> bool:
+        """Whether a call with effects is under way: breaking it off would leave its effect uncertain."""
+        return self._acting > 0
 
     @property
     def awaited(self) -> CallRecord | None:
@@ -115,7 +121,11 @@ class Recorder:
         known = self._known_as(asked)
         future: asyncio.Future[CallRecord] = self._loop.create_future()
         if known is None:
-            self._answered.append(_Answered(await do(asked), durable, future))
+            self._acting += durable
+            try:
+                self._answered.append(_Answered(await do(asked), durable, future))
+            finally:
+                self._acting -= durable
         elif known.call in self._resampled:
             made = replace(await do(asked), order=known.order)
             self._say(made)

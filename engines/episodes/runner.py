@@ -124,10 +124,12 @@ class Runner:
                     future.set_result(None)
 
     def abort(self) -> None:
-        """Give all samples back: those that ask the engine when it answers, the others at once."""
+        """Give all samples back: those that ask the engine when it answers, those in a call with effects when they ask
+        it next, the others at once."""
         self._aborted = True
         for key, task in self._tasks.items():
-            if key not in self._asking:
+            acting = key in self._recorders and self._recorders[key].acting
+            if key not in self._asking and not acting:
                 task.cancel()
 
     @property

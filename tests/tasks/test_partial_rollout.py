@@ -22,8 +22,9 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Disposition
 from cairn.storage.verification import verify
 from cairn.tasks.batch import rows_of_groups, train_batch, trained_shards
+from cairn.tasks.calls import read_calls
 from cairn.tasks.context import RunContext
-from cairn.tasks.groups import sample_seed
+from cairn.tasks.groups import row_segments, sample_seed
 from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.selection import last_selection, number, trained_groups, unfinished_groups
 from tests.local_fleet import LocalFleet, LocalRollout, calls
@@ -388,3 +389,48 @@ def test_a_sample_that_nobody_aborted_is_not_taken_for_a_part(tiny_assets: Path,
         pytest.raises(EngineError, match="gave up a sample of group 0, which nobody had aborted"),
     ):
         run_iterations(run, 1)
+
+
+EPISODE = """
+import asyncio
+
+import cairn
+
+
+@cairn.tool(kind="pure")
+async def look(word: str) -> str:
+    return word
+
+
+async def generate(ctx, sample):
+    ids, segments = [*sample.prompt_ids], []
+    for turn in range(3):
+        segments.append(await ctx.sample(ids, max_new_tokens=12))
+        world = cairn.Segment.given(ctx.tokenizer.encode(await ctx.call(look, {"word": str(turn)})))
+        segments.append(world)
+        ids += [*segments[-2].ids, *world.ids]
+    return cairn.Trajectory(segments)
+"""
+
+
+def test_an_episode_that_is_continued_has_the_turns_that_it_had(tiny_assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "episode.py").write_text(EPISODE)
+    config = partial_config(tiny_assets, custom_generate_function_path=f"{tmp_path / 'episode.py'}:generate")
+    with tiny_context(str(tmp_path / "store"), config) as (run, _):
+        run_iterations(run, 2)
+        turns: dict[tuple[int, int], dict[str, list[int]]] = {}
+        went_on = 0
+        for row in sampled(run, 2):
+            found = run.calls(row.commit)
+            assert found is not None
+            segments = {row.key: row_segments(row.columns)}
+            own = {
+                one.call: one.segment.ids.tolist()
+                for one in read_calls(*found, segments)
+                if one.key == row.key and one.segment is not None
+            }
+            earlier = turns.setdefault(row.key, own)
+            assert {call: own[call] for call in earlier} == earlier, "a turn was sampled again"
+            went_on += bool(earlier) and len(own) > len(earlier)
+            turns[row.key] = own
+        assert went_on
