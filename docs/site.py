@@ -27,6 +27,7 @@ ORDER = {
         "vision.md",
         "rewards.md",
         "plugins.md",
+        "agents.md",
         "coming-from-slime.md",
     ],
     "Evaluate": ["evaluation.md", "benchmarks.md", "export.md"],
