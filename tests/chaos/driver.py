@@ -1,11 +1,13 @@
 """A driver with faults in it: `python -m tests.chaos.driver STORE RUN CONFIG_FILE FOLDER FAULTS [takeover]`.
 
 In FOLDER it notes the faults (witness.jsonl), the groups that it asks rollout engines for and those that are finished
-(generated.jsonl), and the commits that it makes (committed.jsonl).
+(generated.jsonl), the calls of episodes that are durable (calls.jsonl), and the commits that it makes
+(committed.jsonl).
 """
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ import pyarrow as pa
 
 import cairn.tasks.rollout
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.episodes.records import CallKind
 from cairn.engines.trajectories import SampleRequest
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
 from cairn.flows.driver.signals import EXIT_CODE
 from cairn.flows.events import Event, Message
 from cairn.flows.train import start
+from cairn.storage.call_log import CallLog
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_for_runs
@@ -32,6 +36,7 @@ def main(store: str, run: str, config_file: str, folder: str, faults: str, *flag
     config = RunConfig.model_validate_json(Path(config_file).read_text())
     fields = [{**fault, "step": Step(fault["step"])} for fault in json.loads(faults)]
     note_what_is_generated(Path(folder) / "generated.jsonl")
+    note_what_is_recorded(Path(folder) / "calls.jsonl")
     note_what_is_committed(Path(folder) / "committed.jsonl")
     striker = Striker([Fault(**fault) for fault in fields], Path(folder) / "witness.jsonl", store, run)
 
@@ -75,6 +80,21 @@ def note_what_is_generated(file: Path) -> None:
 
     cairn.tasks.rollout.generate_samples = asking
     WriteAhead._write_part = writing  # type: ignore[method-assign]
+
+
+def note_what_is_recorded(file: Path) -> None:
+    """Append the policy's answers to episodes when they are durable: what is asked for after that was sampled twice."""
+    write = CallLog._write_part
+
+    def writing(log: CallLog, number: int, table: pa.Table) -> None:
+        write(log, number, table)
+        calls = [list(row.values()) for row in table.select(["group_id", "sample_index", "call", "kind"]).to_pylist()]
+        sampled = [call for *call, kind in calls if kind == CallKind.SAMPLE]
+        if sampled:
+            with file.open("a") as noted:
+                noted.write(json.dumps({"at": time.time(), "calls": sampled}) + "\n")
+
+    CallLog._write_part = writing  # type: ignore[method-assign]
 
 
 def note_what_is_committed(file: Path) -> None:

@@ -24,6 +24,9 @@ server        SIGKILL of an engine's SGLang server                          star
 scheduler     SIGKILL of the scheduler below it, which holds the model      the same
 stopped       SIGSTOP of an engine's SGLang server and its processes        starts another and goes on
 router        SIGKILL of the router before the servers                      starts another and goes on
+worker        SIGKILL of a process in which episodes run                    starts another and goes on
+tool          SIGKILL of a process in which their tools run                 goes on; the episodes whose calls with
+                                                                            effects cannot be looked up fail
 gc, fork, delete    none: somebody gives the command (tests/chaos/beside.py)    goes on
 event         none: the test does something to its machine meanwhile        (tests/chaos/events)
 
@@ -65,7 +68,9 @@ RareMoment = Literal["halfway", "loading", "replaying"]
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
 FurtherVictim = Literal["notice", "rank", "grader", "server", "scheduler", "stopped", "router"] | Command
 """What has its moments in some steps only, or in some configurations."""
-AnyVictim = Victim | FurtherVictim | Literal["event"]
+EpisodeVictim = Literal["worker", "tool"]
+"""What there is while episodes run: tests/chaos/test_episodes.py."""
+AnyVictim = Victim | FurtherVictim | EpisodeVictim | Literal["event"]
 
 CLUSTER = "CAIRN_TEST_CLUSTER"
 """Environment variable with the process id of the raylet whose cluster a driver joins: its engines are there."""
@@ -73,7 +78,7 @@ CLUSTER = "CAIRN_TEST_CLUSTER"
 INTO_THE_WORK = 0.01
 """Seconds between the beginning of a step's work and the fault during it; work that is done sooner waits for it."""
 
-TRAINING, ROLLOUT = "ray::TrainingActor", "ray::RolloutActor"
+TRAINING, ROLLOUT, EPISODES = "ray::TrainingActor", "ray::RolloutActor", "ray::EpisodesActor"
 """How Ray calls their processes."""
 
 FAILED = "failed:"
@@ -248,6 +253,8 @@ def processes(driver: psutil.Process, victim: AnyVictim, cluster: psutil.Process
         "server": lambda command, name: _is_server(command),
         "scheduler": lambda command, name: command[0].startswith("sglang::scheduler"),
         "stopped": lambda command, name: _is_server(command),
+        "worker": lambda command, name: command[0].startswith(EPISODES) or _runs("user_process", command),
+        "tool": lambda command, name: _runs("tools.worker", command),
         "router": lambda command, name: (
             any(word.endswith("start_router.py") for word in command) and not _is_guard(command)
         ),
@@ -289,6 +296,11 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 def _is_server(command: list[str]) -> bool:
     return "sglang.launch_server" in command and not _is_guard(command)
+
+
+def _runs(module: str, command: list[str]) -> bool:
+    """Whether it is a process of episodes: `python -c` with an import of the module."""
+    return any(f"{module} import main" in word for word in command)
 
 
 def _is_guard(command: list[str]) -> bool:
