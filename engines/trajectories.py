@@ -58,6 +58,9 @@ class Segment:
     """From the call's admission to its end."""
     cached_tokens: int = 0
     """Of the tokens before it, those that the engine had in its prefix cache."""
+    reward: float | None = None
+    """Of this turn, where user code knows one: `dataclasses.replace(segment, reward=0.5)`. Not of what the world
+    gave: what the world says of a turn is a reward of the segment that was sampled before."""
 
     @classmethod
     def given(cls, ids: Sequence[int] | np.ndarray) -> "Segment":
@@ -93,6 +96,11 @@ class Trajectory:
     """Its own prompt, where an agent puts the question in words of its own; None: the sample's."""
     retold: int = 0
     """Of its tokens that the policy sampled, those that a later prompt of the sample tells in other tokens."""
+    reward: float | None = None
+    """Of all of it, where user code knows one; None: the sum of those of its segments, or nothing where they have
+    none."""
+    role: str | None = None
+    """Who acted, where several do: its reward is compared with those of the same role."""
 
     @property
     def response_ids(self) -> np.ndarray:
@@ -214,6 +222,10 @@ class GeneratedSample:
     """Where it has several trajectories, or one with a prompt of its own, how many of the tokens each has."""
     prompts: tuple[np.ndarray | None, ...] | None = None
     """Where a trajectory has a prompt of its own, that of each, [P] int32; None for those after the sample's."""
+    rewards: tuple[float | None, ...] | None = None
+    """Where user code gave a trajectory a reward, or a segment of it, that of each."""
+    roles: tuple[str | None, ...] | None = None
+    """Where a trajectory has a role, that of each."""
 
     @property
     def key(self) -> SampleKey:
@@ -223,14 +235,18 @@ class GeneratedSample:
     @property
     def trajectories(self) -> list[Trajectory]:
         """In order, each without segments of no token where it is one of several."""
+        none = (None,) * len(self.lengths or (0,))
+        rewards, roles = self.rewards or none, self.roles or none
         if self.lengths is None:
-            return [self.trajectory]
+            return [replace(self.trajectory, reward=rewards[0], role=roles[0])]
         segments = [segment for segment in self.trajectory.segments if len(segment)]
         ends = np.cumsum([len(segment) for segment in segments])
         cuts = np.searchsorted(ends, np.cumsum(self.lengths)) + 1
-        prompts = self.prompts or (None,) * len(self.lengths)
-        spans = zip(pairwise((0, *cuts.tolist())), prompts, strict=True)
-        return [Trajectory(segments[start:end], prompt) for (start, end), prompt in spans]
+        spans = zip(pairwise((0, *cuts.tolist())), self.prompts or none, rewards, roles, strict=True)
+        return [
+            Trajectory(segments[start:end], prompt, reward=reward, role=role)
+            for (start, end), prompt, reward, role in spans
+        ]
 
     @classmethod
     def failed(cls, request: SampleRequest, error: str) -> "GeneratedSample":

@@ -105,7 +105,18 @@ TRAJECTORY_PROMPTS = pa.field("trajectory_prompts", pa.list_(pa.list_(pa.int32()
 """Another one, beside `trajectories`, where a trajectory has a prompt of its own: that of each of them, null for those
 that come after the row's. Null: all do."""
 
-SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS)
+TRAJECTORY_REWARDS = pa.field("trajectory_rewards", pa.list_(pa.float64()), nullable=True)
+"""Another one, where user code gave rewards while it generated: that of each trajectory, of a sample that has one too;
+null for those without. And one of `reward`, where the grader gives each trajectory its own. Null: none has one."""
+
+TRAJECTORY_ROLES = pa.field("trajectory_roles", pa.list_(pa.string()), nullable=True)
+"""Another one, where trajectories have roles: that of each, null for those without. Null: none has one."""
+
+TURN_REWARDS = pa.field("turn_rewards", pa.list_(pa.float64()), nullable=True)
+"""Another one, where user code gave segments rewards: that of each of the row's segments, null for those without. Null:
+none has one."""
+
+SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS)
 """What the trajectories of a sample are."""
 
 ROUTED = pa.field(

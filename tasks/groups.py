@@ -26,6 +26,9 @@ from cairn.storage.schemas import (
     SEQUENCES,
     TRAJECTORIES,
     TRAJECTORY_PROMPTS,
+    TRAJECTORY_REWARDS,
+    TRAJECTORY_ROLES,
+    TURN_REWARDS,
     Status,
     rollout_schema,
 )
@@ -118,6 +121,8 @@ def unfinished_group(
             FinishReason(sample["finish_reason"]),
             lengths=None if sample.get(TRAJECTORIES.name) is None else tuple(sample[TRAJECTORIES.name]),
             prompts=_own_prompts(sample.get(TRAJECTORY_PROMPTS.name)),
+            rewards=_optional_tuple(sample.get(TRAJECTORY_REWARDS.name)),
+            roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
         )
         for sample in samples
     }
@@ -135,6 +140,10 @@ def _own_prompts(value: Sequence[Sequence[int] | None] | None) -> tuple[np.ndarr
     return tuple(None if prompt is None else np.asarray(prompt, np.int32) for prompt in value)
 
 
+def _optional_tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
 def row_segments(row: Mapping[str, Any]) -> list[Segment]:
     """The segments of a row of the rollout table."""
     tokens = len(row["response_ids"])
@@ -144,6 +153,7 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
         segments = [{"tokens": tokens, "call": FIRST_CALL, "seed": row["seed"], "finish_reason": reason}] * bool(tokens)
     kept = None if row.get(KEPT.name) is None else KeptTokens.of(row[KEPT.name])
     routes, prompt = routes_of(row.get(ROUTED.name)), len(row["prompt_ids"])
+    rewards = row.get(TURN_REWARDS.name) or [None] * len(segments)
     found, start = [], 0
     for i, segment in enumerate(segments):
         span = slice(start, start + segment["tokens"])
@@ -164,6 +174,7 @@ def row_segments(row: Mapping[str, Any]) -> list[Segment]:
                 None if kept is None else kept.at(np.arange(span.start, span.stop)),
                 None if routes is None else routes[: prompt + span.stop - 1],
                 row["seconds"] if i == 0 else 0.0,
+                reward=rewards[i],
             )
         )
     return found
@@ -202,18 +213,18 @@ def segments_value(sample: GeneratedSample) -> list[dict[str, Any]] | None:
 
 
 def sample_schema(run: RunContext, groups: Mapping[int, Group]) -> pa.Schema:
-    """Of `sample_table`: samples may have several trajectories where the user's code says what they go through, or did
-    when groups were begun that are continued."""
-    begun = any(part.lengths for group in groups.values() for part in group.parts.values())
-    several = begun or "." in run.config.rollout.custom_generate_function_path
+    """Of `sample_table`: samples may have several trajectories, rewards and roles where more is generated than a turn,
+    or was when groups were begun that are continued."""
+    parts = [part for group in groups.values() for part in group.parts.values()]
+    begun = any(part.lengths or part.rewards or part.roles for part in parts)
+    several = begun or run.config.rollout.custom_generate_function_path != "single_turn"
     routed = run.config.algorithm.use_rollout_routing_replay
     images = run.config.data.has_images or any(group.drawn.row.images for group in groups.values())
     return rollout_schema(cut=run.records_kept, several=several, routed=routed, images=images)
 
 
 def without_unused(samples: pa.Table) -> pa.Table:
-    """Rows of the rollout table as they are committed: the columns of trajectories where a sample has several, or one
-    with a prompt of its own."""
+    """Rows of the rollout table as they are committed: of the columns of trajectories those that tell something."""
     present = [field.name for field in SEQUENCES if field.name in samples.column_names]
     return samples.drop_columns([name for name in present if samples.column(name).null_count == samples.num_rows])
 
@@ -298,7 +309,15 @@ def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array
     return {
         TRAJECTORIES.name: pa.array([sample.lengths for sample in samples], TRAJECTORIES.type),
         TRAJECTORY_PROMPTS.name: pa.array([sample.prompts for sample in samples], TRAJECTORY_PROMPTS.type),
+        TRAJECTORY_REWARDS.name: pa.array([sample.rewards for sample in samples], TRAJECTORY_REWARDS.type),
+        TRAJECTORY_ROLES.name: pa.array([sample.roles for sample in samples], TRAJECTORY_ROLES.type),
+        TURN_REWARDS.name: pa.array([_turn_rewards(sample) for sample in samples], TURN_REWARDS.type),
     }
+
+
+def _turn_rewards(sample: GeneratedSample) -> list[float | None] | None:
+    rewards = [segment.reward for segment in sample.trajectory.segments]
+    return None if all(reward is None for reward in rewards) else rewards
 
 
 def finished_samples(table: pa.Table) -> tuple[set[SampleKey], dict[int, str]]:

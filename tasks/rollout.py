@@ -18,7 +18,7 @@ from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.layout import IMAGES_FILE
-from cairn.storage.schemas import SEQUENCES, Status
+from cairn.storage.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
 from cairn.tasks.calls import call_tables
@@ -191,7 +191,7 @@ def _unfinished(samples: pa.Table) -> set[int]:
 
 def _given_tokens(samples: pa.Table, groups: Mapping[int, Group]) -> int:
     """Tokens that engines went on from, over all calls of the samples that got tokens in this shard."""
-    names = ["group_id", "sample_index", "segments", *(field.name for field in SEQUENCES)]
+    names = ["group_id", "sample_index", "segments", TRAJECTORIES.name, TRAJECTORY_PROMPTS.name]
     columns = [column.to_pylist() for column in with_optional(samples, names).columns]
     lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
     given = 0

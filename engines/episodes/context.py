@@ -16,6 +16,7 @@ import numpy as np
 
 from cairn.configs.kinds import REWARD
 from cairn.engines.episodes.call_ids import next_call
+from cairn.engines.episodes.given_rewards import checked_reward, checked_role, reward_of
 from cairn.engines.episodes.recorder import Recorder, UncertainEffect
 from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.engines.errors import RequestRefused
@@ -295,11 +296,14 @@ class Context:
         trajectories = list(returned) if isinstance(returned, list | tuple) else [returned]
         several = len(trajectories) > 1
         prompts, parts = list[np.ndarray | None](), list[list[Segment]]()
+        rewards, roles = list[float | None](), list[str | None]()
         for number, one in enumerate(trajectories, 1):
             if isinstance(one, Trajectory):
                 where = f" of trajectory {number}" if several else ""
                 prompts.append(self._own_prompt(one, where))
                 parts.append(self._segments(one, prompts[-1], where))
+                rewards.append(reward_of(one, parts[-1]))
+                roles.append(checked_role(one.role))
         if not parts or len(parts) < len(trajectories):
             other = next((type(one).__name__ for one in trajectories if not isinstance(one, Trajectory)), None)
             told = "an empty list" if other is None else f"a list with {other}" if several else other
@@ -315,6 +319,8 @@ class Context:
             reasons[-1],
             lengths=tuple(sum(map(len, part)) for part in parts) if several or own else None,
             prompts=tuple(prompts) if own else None,
+            rewards=None if all(reward is None for reward in rewards) else tuple(rewards),
+            roles=None if all(role is None for role in roles) else tuple(roles),
         )
 
     def _own_prompt(self, trajectory: Trajectory, where: str) -> np.ndarray | None:
@@ -356,6 +362,8 @@ class Context:
         if segment.call is None:
             if mask.any():
                 raise BadTrajectory("lets tokens be trained on that the world gave; their loss_mask has to be 0")
+            if segment.reward is not None:
+                raise BadTrajectory("has a reward, and the world gave it; give it to what was sampled before")
             return Segment.given(segment.ids)
         call = self._calls.get(segment.call)
         if call is None or not (call.segment is segment or np.array_equal(call.segment.ids, segment.ids)):
@@ -367,7 +375,10 @@ class Context:
                 f"was sampled after {len(call.before)} tokens that are not the {len(before)} before it in the "
                 "trajectory; put there what ctx.sample was given"
             )
-        return call.segment if call.segment is segment else replace(call.segment, loss_mask=mask.astype(np.uint8))
+        if call.segment is segment:
+            return segment
+        reward = checked_reward(segment.reward, "a segment")
+        return replace(call.segment, loss_mask=mask.astype(np.uint8), reward=reward)
 
 
 def _check_trained_once(segments: Sequence[Segment]) -> None:

@@ -104,6 +104,11 @@ SAMPLES = View(
             "b.trajectory_prompts",
             "prompts that trajectories have of their own; NULL: all come after the row's",
         ),
+        "trajectory_rewards": column(
+            "DOUBLE[]", "b.trajectory_rewards", "that user code gave each trajectory while it generated; NULL: none"
+        ),
+        "trajectory_roles": column("VARCHAR[]", "b.trajectory_roles", "of each trajectory; NULL: none has one"),
+        "turn_rewards": column("DOUBLE[]", "b.turn_rewards", "that user code gave each segment; NULL: none"),
         "images": column(
             "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",
             "b.images",

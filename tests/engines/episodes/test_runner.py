@@ -185,6 +185,19 @@ async def one_after_another(ctx: Context, sample: SampleRequest) -> list[Traject
     return [Trajectory([first]), Trajectory([await ctx.sample([*sample.prompt_ids, *WORLD])])]
 
 
+async def pays_the_world(ctx: Context, sample: SampleRequest) -> Trajectory:
+    first, world, _ = (await two_turns(ctx, sample)).segments
+    return Trajectory([first, replace(world, reward=1.0)])
+
+
+async def pays_in_words(ctx: Context, sample: SampleRequest) -> Trajectory:
+    return Trajectory([await ctx.sample(sample.prompt_ids)], reward="1")  # type: ignore[arg-type]
+
+
+async def of_two_words(ctx: Context, sample: SampleRequest) -> Trajectory:
+    return Trajectory([await ctx.sample(sample.prompt_ids)], role="second solver")
+
+
 async def learns_twice(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
     first, *rest = (await two_turns(ctx, sample)).segments
     return [Trajectory([first]), Trajectory([first, *rest])]
@@ -206,6 +219,9 @@ async def learns_twice(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
         (a_segment_among_them, "generate returned a list with Segment for a sample; return a cairn.Trajectory"),
         (one_without_tokens, "generate returned a trajectory without a token that was sampled"),
         (one_after_another, "segment 1 of trajectory 2 .* was sampled after 6 tokens that are not the 3 before it"),
+        (pays_the_world, "segment 2 .* has a reward, and the world gave it; give it to what was sampled before"),
+        (pays_in_words, "generate gave a trajectory the reward '1'; it has to be a number"),
+        (of_two_words, "generate gave a trajectory the role 'second solver'; it has to be a word, such as 'solver'"),
         (learns_twice, "returned call 0 of ctx.sample in two trajectories, .*trained on in both; set it to 0 in one"),
     ],
 )
@@ -255,6 +271,42 @@ def test_of_what_was_sampled_user_code_decides_the_mask_alone(engine: Transforme
         assert found.loss_mask.tolist() == [1, *[0] * (len(found) - 1)]
         assert (found.seed, found.finish_reason) == (expected.seed, expected.finish_reason)
         assert sample.finish_reason == expected.finish_reason
+
+
+def test_rewards_and_roles_that_user_code_gives_are_kept(engine: TransformersEngine) -> None:
+    async def function(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
+        first, second = [await ctx.sample(sample.prompt_ids) for _ in range(2)]
+        given = Trajectory([replace(first, reward=np.float32(0.25))], reward=1, role="solver")
+        return [given, Trajectory([replace(second, reward=True)])][: 2 - sample.index]
+
+    whole, one = generated(engine, function, requests(1, 2))
+    assert (whole.rewards, whole.roles) == ((1.0, 1.0), ("solver", None))
+    assert [segment.reward for segment in whole.trajectory.segments] == [0.25, 1.0]
+    for sample, roles in ((whole, ["solver", None]), (one, ["solver"])):
+        assert [(trajectory.role, trajectory.reward) for trajectory in sample.trajectories] == [
+            (role, 1.0) for role in roles
+        ]
+
+
+def test_the_reward_of_a_trajectory_is_the_sum_of_its_turns_where_it_has_none_of_its_own(
+    engine: TransformersEngine,
+) -> None:
+    async def function(ctx: Context, sample: SampleRequest) -> Trajectory:
+        first, world, second = (await two_turns(ctx, sample)).segments
+        rewards = [None, -0.5, 2.0][sample.index :]
+        return Trajectory([replace(first, reward=rewards[0]), world, replace(second, reward=rewards[1])])
+
+    alone, both = generated(engine, function, requests(1, 2))
+    assert (alone.rewards, both.rewards) == ((-0.5,), (1.5,))
+
+
+def test_a_reward_that_is_not_finite_fails_its_sample_alone(engine: TransformersEngine) -> None:
+    async def function(ctx: Context, sample: SampleRequest) -> Trajectory:
+        return Trajectory([await ctx.sample(sample.prompt_ids)], reward=[float("nan"), 0][sample.index])
+
+    lost, kept = generated(engine, function, requests(1, 2))
+    assert lost.error == "generate: ValueError: gave a trajectory the reward nan, which is not finite"
+    assert kept.rewards == (0.0,)
 
 
 class Unlikely(BaseException):
