@@ -1,0 +1,41 @@
+"""The examples of docs/agents.md, each a file outside the tree, in a run of the real thing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cairn.flows.driver.validation import setup_problems
+from cairn.flows.iteration import iteration
+from cairn.storage.commits import Step
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+EXAMPLES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, code in EXAMPLES.items():
+        (tmp_path / name).write_text(code)
+    return tmp_path
+
+
+def test_a_page_is_looked_at_between_two_turns(folder: Path, tiny_assets: Path) -> None:
+    option = {"custom_generate_function_path": f"{folder / 'page.py'}:generate"}
+    config = tiny_config(tiny_assets, rollout=option)
+    assert setup_problems(config) == []
+    with tiny_context(str(folder / "store"), config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        commit = run.committed(0, Step.ROLLOUT, "00-000")
+        samples = run.read(commit).to_pylist()
+        calls = run.calls(commit)
+    assert calls is not None
+    looked = [row for row in calls[0].to_pylist() if row["kind"] == "tool"]
+    assert [(row["name"], row["result"], row["turn"]) for row in looked] == [("look", '"The answer is 7."', 1)] * len(
+        samples
+    )
+    for sample in samples:
+        first, world, second = sample["segments"]
+        assert (first["call"], world["call"], second["call"]) == ("0", None, "1")
+        assert sample["loss_mask"] == [1] * first["tokens"] + [0] * world["tokens"] + [1] * second["tokens"]
