@@ -167,6 +167,19 @@ class Kind:
         return declared(self.load(name)) if name in self.ours() else None
 
 
+@dataclass(frozen=True)
+class ToolKind(Kind):
+    """Tools: one of ours is a function that makes it from `rollout.tool_options`, one of yours is a `cairn.Tool`, whose
+    function takes what it likes."""
+
+    def load(self, name: str) -> Callable[..., Any]:
+        """Raises BadPlugin where it cannot be had, or is none."""
+        found = load_callable(self.path(name))
+        if "." in name and not hasattr(found, "takes_key"):
+            raise BadPlugin(f"the tool {name!r} is no cairn.Tool: put @cairn.tool(kind=…) above the function")
+        return found
+
+
 @cache
 def _defining(package: str, *beginnings: str) -> list[str]:
     spec = find_spec(package)
@@ -260,6 +273,8 @@ GENERATE = Kind(
     waits=True,
 )
 
+TOOL = ToolKind("tool", ("rollout.tools",), "cairn.engines.tools", "tool", (("options",),))
+
 KINDS = (
     SOURCE,
     STATEFUL_SOURCE,
@@ -273,6 +288,7 @@ KINDS = (
     SAMPLE_FILTER,
     BUFFER,
     GENERATE,
+    TOOL,
     BENCHMARK,
 )
 

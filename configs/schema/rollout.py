@@ -6,6 +6,7 @@ from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_
 
 from cairn.configs.schema.base import Section, is_recorded
 from cairn.configs.schema.servers import ServerGroup
+from cairn.configs.schema.tools import ToolOptions
 
 MOST_ITERATIONS = 1_000_000
 """`cairn.storage.layout.LAST_NUMBER` is that of the last."""
@@ -112,9 +113,28 @@ class RolloutConfig(Section):
     values under it."""
 
     custom_generate_function_path: str = "single_turn"
-    """What a sample goes through: `single_turn` is one response to the prompt; a coroutine function of your own, by
-    import path (`package.module.function`) or file (`turns.py:generate`), may ask the policy several times, see
-    docs/plugins.md. slime: `--custom-generate-function-path`."""
+    """What a sample goes through: `single_turn` is one response to the prompt, `tool_calls` lets the model call
+    `rollout.tools` and go on with what they return; a coroutine function of your own, by import path
+    (`package.module.function`) or file (`turns.py:generate`), may ask the policy several times, see docs/plugins.md.
+    slime: `--custom-generate-function-path`."""
+
+    tools: tuple[str, ...] = ()
+    """What episodes may call with `ctx.call`, and `tool_calls` lets the model call: `calculator`, `python`, `search`,
+    `shell`, or a `cairn.Tool` of your own, `package.module.tool` or `file.py:tool`, see docs/agents.md."""
+
+    tool_options: ToolOptions = ToolOptions()
+    """Of the tools of ours."""
+
+    tool_call_format: Literal["template", "tags"] = "template"
+    """How `tool_calls` has the model call tools. `template`: as its chat template says, which is given the tools;
+    `tags`: `<search>text</search>`, and the result as `<result>…</result>`, for models without such a template."""
+
+    max_turns: int = Field(16, ge=1)
+    """Answers of the policy in an episode of `tool_calls`; one that calls tools in its last is truncated."""
+
+    rollout_max_context_len: int | None = Field(None, ge=2)
+    """Tokens of prompt and response in an episode of `tool_calls`; one that would need more is truncated. By default
+    what the model's context holds. slime: `--rollout-max-context-len`."""
 
     dynamic_sampling_filter: str | None = None
     """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by

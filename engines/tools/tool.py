@@ -24,6 +24,7 @@ import contextvars
 import enum
 import inspect
 import re
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ MAX_OUTPUT = 16_384
 """Characters that a call may return."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONGEST_ERROR = 1000
+_TO_PREPARE = 24 * 3600.0
 
 
 class _NotDone(enum.Enum):
@@ -96,6 +98,8 @@ class Tool:
         name: str | None = None,
         description: str | None = None,
         parameters: Mapping[str, Any] | None = None,
+        fresh: "Callable[[], Tool] | None" = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         """Raises TypeError or ValueError for what is no tool.
 
@@ -112,6 +116,8 @@ class Tool:
             description: what the model is told, by default the docstring.
             parameters: JSON schema of the arguments, where it is known from elsewhere: the function is then called
                 with all of them as they are, and checks them itself.
+            fresh: makes such a tool with a state of its own, for each episode; by default all share this one.
+            prepare: called before the first call, in a thread, without a deadline.
         """
         self.function = function
         self.kind: Kind = kind
@@ -120,6 +126,9 @@ class Tool:
         self.max_output = max_output
         self.reconcile = reconcile
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self._fresh = fresh
+        self._prepare = prepare
+        self._preparing = threading.Lock()
         self._description = description
         self._schema = None if parameters is None else dict(parameters)
         self.__doc__ = function.__doc__
@@ -182,6 +191,10 @@ class Tool:
         """Whether calls are given their idempotency key: then one may be made again without being done twice."""
         return self._parameters.takes_key
 
+    def for_episode(self) -> "Tool":
+        """The tool as one episode has it: with a state of its own, where it has one."""
+        return self if self._fresh is None else self._fresh()
+
     async def run(self, arguments: Mapping[str, Any], key: str) -> Any:
         """Call it. `key`: the call's, the same in every attempt. Returns a JSON value.
 
@@ -190,6 +203,8 @@ class Tool:
             ToolUnavailable: it could not be called.
             ToolLost: its process was ended from outside, and it is not pure.
         """
+        if self._prepare is not None:
+            await in_a_thread(self._prepare_once, _TO_PREPARE)
         if deferred(self.function) is None:
             path = None if self.kind == "deterministic" else path_of(self.function)
             if path is not None:
@@ -211,6 +226,12 @@ class Tool:
             raise
         except BaseException as error:
             raise self.raised(error) from None
+
+    def _prepare_once(self) -> None:
+        with self._preparing:
+            if self._prepare is not None:
+                self._prepare()
+                self._prepare = None
 
     def renamed(self, name: str, max_output: int) -> "Tool":
         """The same function as a tool of another name and bound."""

@@ -255,6 +255,11 @@ RULES: Mapping[str, Rule] = {
     "reward.reward_model.path": _model_folder,
     "reward.code.bwrap": _only_the_user,  # programs of this machine, which run
     "reward.code.python": _only_the_user,
+    **dict.fromkeys(  # programs of this machine, which run
+        [f"rollout.tool_options.{name}" for name in ("python.bwrap", "python.python", "shell.bwrap")], _only_the_user
+    ),
+    "rollout.tool_options.search.corpus": _data,
+    **dict.fromkeys([f"rollout.tool_options.search.{name}" for name in ("text_key", "title_key")], _anything),
     "rollout.buffer_key": _anything,
     "retry.grader.errors": _anything,  # names that are compared with those of exceptions, never imported
     **dict.fromkeys(("training.only_train_params_name_list", "training.freeze_params_name_list"), _anything),

@@ -1,0 +1,101 @@
+"""Programs of the policy, for the tools that run some: so many at a time, each in a sandbox.
+
+| how a program ends | what the tool's call ends in |
+|---|---|
+| by itself, whatever its exit code | what it printed is told |
+| at its deadline, or at the bound of its output | `ToolFailed` |
+| its sandbox is ended from outside, or does not start | it is run again, up to `LOST` times in all: it has changed \
+nothing; then `ToolUnavailable` |
+| there are no sandboxes here | `ToolUnavailable` |
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import cache
+from weakref import WeakKeyDictionary
+
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.tools import PythonTool, SandboxedTool
+from cairn.engines.sandbox import Confined, Ran, Sandbox, SandboxFailed
+from cairn.engines.tools.errors import Reason, ToolFailed, ToolUnavailable
+from cairn.engines.tools.results import shortened
+
+LOST = 3
+QUEUE = 3600.0
+"""Seconds that a program may wait for its turn."""
+
+
+class Programs:
+    """Those of a tool."""
+
+    def __init__(self, name: str, options: SandboxedTool) -> None:
+        self._name = name
+        self._options = options
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    async def run(self, program: bytes) -> Ran:
+        """Run a Python program. Raises ToolFailed and ToolUnavailable."""
+        return await self._run(None, program)
+
+    async def execute(self, command: Sequence[str], stdin: bytes) -> Ran:
+        """Run a command, likewise."""
+        return await self._run(command, stdin)
+
+    async def _run(self, command: Sequence[str] | None, given: bytes) -> Ran:
+        loop = asyncio.get_running_loop()
+        if loop not in self._turns:
+            self._turns[loop] = asyncio.Semaphore(self._options.num_workers)
+        async with self._turns[loop]:
+            try:
+                sandbox = await asyncio.to_thread(_sandbox, self._confined())
+                ran = await self._try(sandbox, command, given)
+            except (BadPlugin, SandboxFailed) as error:
+                raise ToolUnavailable(str(error)) from error
+            except OSError as error:
+                raise ToolUnavailable(f"{self._name}: this machine has no room for its sandbox: {error}") from error
+        if ran.late:
+            raise ToolFailed(f"{self._name}: it took longer than {self._options.timeout:g} s", Reason.DEADLINE)
+        return ran
+
+    async def _try(self, sandbox: Sandbox, command: Sequence[str] | None, given: bytes) -> Ran:
+        for lost in range(1, LOST + 1):
+            try:
+                return await (sandbox.run(given, b"") if command is None else sandbox.execute(command, given))
+            except SandboxFailed:
+                if lost == LOST:
+                    raise
+        raise AssertionError
+
+    def _confined(self) -> Confined:
+        options = self._options
+        return Confined(
+            f"the tool {self._name!r}",
+            f"rollout.tool_options.{self._name}.bwrap",
+            options.bwrap,
+            options.python if isinstance(options, PythonTool) else None,
+            options.timeout,
+            options.cpu_time,
+            options.memory,
+            options.processes,
+            options.file_size,
+        )
+
+
+_sandbox = cache(Sandbox)
+
+
+def told(output: bytes, errors: bytes, code: int, length: int) -> str:
+    """What a model is told of a program: what it printed, and how it ended where it did not end well; `longest(length)`
+    characters at most."""
+    parts = [shortened(output.decode(errors="replace").rstrip("\n"), length)]
+    if code:
+        text = errors.decode(errors="replace").rstrip("\n")
+        if len(text) > length:  # what went wrong stands at its end
+            text = f"[{len(text) - length:,} characters left out]\n{text[-length:]}"
+        parts += [text, f"exit code {code}"]
+    return "\n".join(part for part in parts if part)
+
+
+def longest(length: int) -> int:
+    """See `told`."""
+    return 2 * length + 200
