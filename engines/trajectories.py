@@ -101,6 +101,8 @@ class Trajectory:
     none."""
     role: str | None = None
     """Who acted, where several do: its reward is compared with those of the same role."""
+    truncated: bool = False
+    """It was cut off before its end: the sample then counts as truncated, however its last answer ended."""
 
     @property
     def response_ids(self) -> np.ndarray:

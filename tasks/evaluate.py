@@ -75,7 +75,7 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
         "rollout.max_turns",
         "rollout.rollout_max_context_len",
     ),
-    externals=("model", "eval", "reward_model"),
+    externals=("model", "eval", "reward_model", "search"),
     engines=("rollout",),
 )
 def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cairn.configs.plugins import BadPlugin
+from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.user_code import SINGLE_TURN, GenerateFunction
 from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, GenerationFailed
@@ -37,7 +38,7 @@ from cairn.storage.commits import Commit
 from cairn.storage.layout import commit_name
 from cairn.tasks.context import RunContext
 from cairn.tasks.episodes import Calls
-from cairn.tasks.plugin_sources import source_digest
+from cairn.tasks.plugin_sources import digest_of_all, source_digest
 from cairn.tasks.step import StepCall
 from cairn.tasks.sync import serve
 from cairn.tasks.versions import version_of
@@ -216,7 +217,23 @@ def generate_function(run: RunContext) -> GenerateFunction:
     file, separator, function = name.rpartition(":")
     if separator and file.endswith(".py"):
         name = f"{Path(file).expanduser().resolve()}:{function}"
-    return GenerateFunction(name, tuple(map(os.path.abspath, sys.path)), os.path.abspath(run.config.model.path))
+    _require_recorded_tools(run)
+    return GenerateFunction(
+        name,
+        tuple(map(os.path.abspath, sys.path)),
+        os.path.abspath(run.config.model.path),
+        options=EpisodeOptions.of(run.config.rollout),
+    )
+
+
+def _require_recorded_tools(run: RunContext) -> None:
+    """Raise BadPlugin where the user's tools are not what the run recorded."""
+    paths = [name for name in run.config.rollout.tools if "." in name]
+    if paths and digest_of_all(map(source_digest, paths)) != run.ledger.terms.plugin_digest("rollout.tools"):
+        raise BadPlugin(
+            f"the source of {' or '.join(paths)} was changed while the run used it: undo the change and "
+            "`cairn resume`, or `cairn fork` to go on with it"
+        )
 
 
 def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, version: int, *, may_abort: bool) -> None:

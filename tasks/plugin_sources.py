@@ -15,7 +15,7 @@ import functools
 import hashlib
 import inspect
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,12 @@ def source_digest(path: str) -> str:
     files = source_files(path)
     digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     return next(iter(digests.values())) if len(digests) == 1 else canonical.digest(digests)
+
+
+def digest_of_all(digests: Iterable[str]) -> str:
+    """Of an option that names several functions: of one, its own."""
+    found = list(digests)
+    return found[0] if len(found) == 1 else canonical.digest(found)
 
 
 def defining_file_digest(function: Callable[..., Any]) -> str:

@@ -65,7 +65,7 @@ from cairn.tasks.versions import version_of
         "rollout.rollout_max_context_len",
         "algorithm.use_rollout_routing_replay",
     ),
-    externals=("data", "model"),
+    externals=("data", "model", "search"),
     engines=("rollout",),
 )
 def rollout(

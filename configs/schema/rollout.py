@@ -240,6 +240,28 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _tools_are_called(self, info: ValidationInfo) -> "RolloutConfig":
+        if is_recorded(info):
+            return self
+        function, fields = self.custom_generate_function_path, type(self).model_fields
+        if function == "single_turn" and self.tools:
+            raise ValueError(
+                "tools has no effect while custom_generate_function_path is single_turn: set it to tool_calls, or to a "
+                "function of yours that calls them"
+            )
+        if self.tool_options != ToolOptions() and not self.tools:
+            raise ValueError("tool_options has no effect without tools: name those that it is for in tools")
+        for name in ("max_turns", "rollout_max_context_len"):
+            if function != "tool_calls" and getattr(self, name) != fields[name].default:
+                raise ValueError(
+                    f"{name} has no effect unless custom_generate_function_path is tool_calls: set it so, or leave "
+                    f"{name} out"
+                )
+        if function == "tool_calls" and not self.tools:
+            raise ValueError("custom_generate_function_path is tool_calls, and tools names none: name what it may call")
+        return self
+
+    @model_validator(mode="after")
     def _parts_are_made_and_continued(self) -> "RolloutConfig":
         if self.partial_rollout and (self.over_sampling_batch_size or 0) <= self.rollout_batch_size:
             raise ValueError(

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import isawaitable
 from operator import index
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from cairn.configs.kinds import REWARD
 from cairn.engines.episodes.call_ids import next_call
 from cairn.engines.episodes.given_rewards import checked_reward, checked_role, reward_of
+from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import Recorder, UncertainEffect
 from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.engines.errors import RequestRefused
@@ -61,6 +63,7 @@ class Context:
         tokenizer: Callable[[], Any],
         recorder: Recorder,
         tools: Callable[[], Mapping[str, Tool]] = dict,
+        options: EpisodeOptions | None = None,
     ) -> None:
         """`ask` gets an answer from the engine, `tokenizer` loads the model's, `tools` loads those of the run."""
         self._sample = sample
@@ -70,6 +73,8 @@ class Context:
         self._tokenizer = tokenizer
         self._recorder = recorder
         self._tools = tools
+        self.options = options or EpisodeOptions()
+        """Of the run, for functions of ours."""
         self._calls: dict[str, _Call] = {}
         self._count = 0
         self._first = sample.begun
@@ -80,10 +85,10 @@ class Context:
         """The model's, for the tokens that the world gives; those that were sampled are not to go through it."""
         return self._tokenizer()
 
-    @property
+    @cached_property
     def tools(self) -> Mapping[str, Tool]:
-        """Those of `rollout.tools`, by their names."""
-        return self._tools()
+        """Those of `rollout.tools`, by their names, as this sample has them for itself."""
+        return {name: tool.for_episode() for name, tool in self._tools().items()}
 
     @property
     def max_new_tokens(self) -> int:
@@ -313,10 +318,11 @@ class Context:
             _check_trained_once(segments)
         reasons = [segment.finish_reason for segment in segments if segment.finish_reason is not None]
         own = any(prompt is not None for prompt in prompts)
+        cut = any(one.truncated for one in trajectories if isinstance(one, Trajectory))
         return GeneratedSample(
             *self._sample.key,
             Trajectory(segments),
-            reasons[-1],
+            FinishReason.LENGTH if cut else reasons[-1],
             lengths=tuple(sum(map(len, part)) for part in parts) if several or own else None,
             prompts=tuple(prompts) if own else None,
             rewards=None if all(reward is None for reward in rewards) else tuple(rewards),

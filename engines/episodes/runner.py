@@ -21,6 +21,7 @@ from typing import Any
 
 from cairn.engines.episodes.call_ids import begin_sample, sample_of, task_factory
 from cairn.engines.episodes.context import Context, SampleAborted
+from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import EpisodeDiverged, Recorder
 from cairn.engines.episodes.records import CallRecord, Recorded
 from cairn.engines.errors import RequestRefused
@@ -44,6 +45,7 @@ class Runner:
         params: SamplingParams,
         tokenizer: Callable[[], Any],
         tools: Callable[[], Mapping[str, Tool]] = dict,
+        options: EpisodeOptions | None = None,
     ) -> None:
         """`tokenizer` loads the model's and `tools` those of the run, where a sample asks for them."""
         loop.set_task_factory(task_factory)
@@ -52,6 +54,7 @@ class Runner:
         self._params = params
         self._tokenizer = tokenizer
         self._tools = tools
+        self._options = options
         self._tasks: dict[SampleKey, asyncio.Task[None]] = {}
         self._answers: dict[RequestId, asyncio.Future[Completion]] = {}
         self._asking: Counter[RequestId] = Counter()
@@ -167,7 +170,7 @@ class Runner:
             sample.recorded, begin_sample(sample.key), self._record, self._record_durably, resampled=sample.resampled
         )
         self._recorders[sample.key] = recorder
-        context = Context(sample, self._params, self._ask, self._tokenizer, recorder, self._tools)
+        context = Context(sample, self._params, self._ask, self._tokenizer, recorder, self._tools, self._options)
         try:
             ended = context.checked(await self._generate(context, sample))
             if recorder.awaited is not None:

@@ -27,12 +27,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 from cairn.engines.episodes.asking import Asking
+from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.records import Recorded
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.rollout.streams import Stream
@@ -56,6 +57,8 @@ class GenerateFunction:
     """Folder of the model whose tokenizer yours may ask for."""
     timeout: float = 600.0
     """Seconds that yours may spend on a sample at a time, besides waiting for the engine."""
+    options: EpisodeOptions = field(default_factory=EpisodeOptions)
+    """What its samples are given besides."""
 
     @property
     def records(self) -> bool:

@@ -16,6 +16,7 @@ from cairn.configs.kinds import GENERATE
 from cairn.engines.episodes.runner import Runner
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.episodes.watchdog import Watchdog
+from cairn.engines.tools.loading import load_tools
 from cairn.engines.trajectories import SampleRequest
 from cairn.engines.types import SamplingParams
 
@@ -44,7 +45,9 @@ class _Process:
         loop = asyncio.new_event_loop()
         try:
             tokenizer = cache(partial(_tokenizer, function.tokenizer))
-            runner = Runner(loop, GENERATE.load(function.name), params, tokenizer)
+            options = function.options
+            tools = cache(partial(load_tools, options.tools, options.tool_options))
+            runner = Runner(loop, GENERATE.load(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
             with Watchdog(loop, runner, samples, function.timeout, partial(self._say, "hung")) as watchdog:
                 loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)

@@ -119,7 +119,7 @@ class Tool:
             fresh: makes such a tool with a state of its own, for each episode; by default all share this one.
             prepare: called before the first call, in a thread, without a deadline.
         """
-        self.function = function
+        self.function = self.__wrapped__ = function
         self.kind: Kind = kind
         self.timeout = float(timeout)
         self.memory = memory
@@ -155,7 +155,7 @@ class Tool:
         if instance is None:
             return self
         bound = copy(self)
-        bound.function = self.function.__get__(instance, owner)
+        bound.function = bound.__wrapped__ = self.function.__get__(instance, owner)
         if self.reconcile is not None and _takes_two(self.reconcile):
             bound.reconcile = partial(self.reconcile, instance)
         bound.__dict__.pop("description", None)

@@ -1,7 +1,8 @@
 """What a run reads from outside its ledger: data, tokenizer, graders, and the digests of all of it."""
 
+import hashlib
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.kinds import user_code
-from cairn.configs.plugins import load_callable
+from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.view import Reader, view
@@ -24,7 +25,8 @@ from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import Data, MixedData, PromptData, open_data
-from cairn.tasks.plugin_sources import defining_file_digest, source_digest
+from cairn.tasks.data.tools import searched, told_tools
+from cairn.tasks.plugin_sources import defining_file_digest, digest_of_all, source_digest
 from cairn.tasks.reward import reward
 from cairn.tasks.rewards.grading import Grading
 from cairn.tasks.rewards.opening import open_grader
@@ -59,7 +61,9 @@ class Sources:
         is_new = began is None
         data = open_data(config, tokenizer, is_new)
         benchmarks = {
-            b.name: PromptData.open(b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new))
+            b.name: PromptData.open(
+                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout)
+            )
             for b in config.eval.benchmarks
         }
         for benchmark in benchmarks.values():
@@ -105,15 +109,20 @@ def input_digests(config: RunConfig, data: Data, benchmarks: Mapping[str, Prompt
     if config.model.teacher_url is not None:  # whose weights cannot be looked at
         digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})
+    if (corpus := searched(config.rollout)) is not None:
+        digests["search"] = _file_digest(corpus)
     for option, paths in user_code(config).items():
-        digests[option] = _one([defining_file_digest(load_callable(path)) for path in paths])
-        digests[f"{option}:modules"] = _one([source_digest(path) for path in paths])
+        digests[option] = digest_of_all(defining_file_digest(load_callable(path)) for path in paths)
+        digests[f"{option}:modules"] = digest_of_all(map(source_digest, paths))
     return digests
 
 
-def _one(digests: Sequence[str]) -> str:
-    """Of an option of a list's members there may be several."""
-    return digests[0] if len(digests) == 1 else canonical.digest(list(digests))
+def _file_digest(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise BadPlugin(f"the corpus of the tool 'search' cannot be read ({error}): correct its path") from error
 
 
 def open_graders(

@@ -22,6 +22,7 @@ from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.flows.trackers.requirements import tracking_problems
 from cairn.tasks.data import BadData, PromptData, open_data
+from cairn.tasks.data.tools import told_tools
 from cairn.tasks.rewards import get_grader, require_paying
 from cairn.tasks.rewards.opening import keeps_answers
 from cairn.tasks.rewards.rows import row_check
@@ -79,7 +80,7 @@ def data_problems(config: RunConfig) -> list[str]:
 
     def open_benchmark(benchmark: BenchmarkConfig) -> None:
         check = row_check(config.reward.of(benchmark.rm_type), is_new=True)
-        PromptData.open(benchmark, benchmark.path, tokenizer, check).require_all()
+        PromptData.open(benchmark, benchmark.path, tokenizer, check, told_tools(config.rollout)).require_all()
 
     sources: dict[str, tuple[str, Callable[[], object]]] = {
         "data": (" ".join(config.data.paths), partial(open_data, config, tokenizer, is_new=True))

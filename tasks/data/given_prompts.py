@@ -44,13 +44,15 @@ class _Given:
 class GivenPrompts:
     """What a function of the user's gives. Its source counts as that of any plug-in; `path` counts by its name."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, tools: list[Any] | None = None) -> None:
+        """`tools`: as in `PromptData`."""
         assert config.get_samples_path is not None
         self.path = config.path
         self.name = config.get_samples_path
         self._format = config
         self._images = RowImages(config, tokenizer.name_or_path) if config.multimodal_keys else None
         self._tokenizer = tokenizer
+        self._tools = tools
         self._function = STATEFUL_SOURCE.load(config.get_samples_path)
 
     @property
@@ -81,6 +83,7 @@ class GivenPrompts:
                 self._format,
                 self._tokenizer,
                 self._images,
+                self._tools,
             )
             for index in range(len(found)):
                 try:

@@ -56,9 +56,15 @@ class MixedData:
         self._ends = starts[1:]
 
     @classmethod
-    def open(cls, sources: Sequence[MixedSource], tokenizer: Any, check: Check | None = None) -> "MixedData":
+    def open(
+        cls,
+        sources: Sequence[MixedSource],
+        tokenizer: Any,
+        check: Check | None = None,
+        tools: list[Any] | None = None,
+    ) -> "MixedData":
         """Open each as `PromptData.open` does."""
-        return cls(sources, [PromptData.open(source, source.path, tokenizer, check) for source in sources])
+        return cls(sources, [PromptData.open(source, source.path, tokenizer, check, tools) for source in sources])
 
     @property
     def path(self) -> str:

@@ -8,6 +8,7 @@ from cairn.tasks.data.drawing import Prompts
 from cairn.tasks.data.given_prompts import GivenPrompts
 from cairn.tasks.data.mixture import MixedData
 from cairn.tasks.data.prompts import PromptData
+from cairn.tasks.data.tools import told_tools
 from cairn.tasks.rewards.rows import row_check
 
 Data = Prompts | DemonstrationData
@@ -18,11 +19,11 @@ def open_data(config: RunConfig, tokenizer: Any, is_new: bool = False) -> Data:
     BadData and BadModel."""
     data = config.data
     if config.samples_responses and data.get_samples_path is not None:
-        return GivenPrompts(data, tokenizer)
+        return GivenPrompts(data, tokenizer, told_tools(config.rollout))
     if config.samples_responses and data.mixture:
-        return MixedData.open(data.mixture, tokenizer, row_check(config.reward, is_new))
+        return MixedData.open(data.mixture, tokenizer, row_check(config.reward, is_new), told_tools(config.rollout))
     if config.samples_responses:
-        return PromptData.open(data, data.path, tokenizer, row_check(config.reward, is_new))
+        return PromptData.open(data, data.path, tokenizer, row_check(config.reward, is_new), told_tools(config.rollout))
     from cairn.engines.models import check_model_folder, context_length  # PyTorch takes seconds to import
 
     longest = data.max_length or context_length(check_model_folder(config.model.path))

@@ -80,8 +80,17 @@ class OverRows:
 class PromptData(OverRows):
     """The prompts of one data set."""
 
-    def __init__(self, rows: Rows, format: RowFormat, tokenizer: Any, images: RowImages | None = None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        format: RowFormat,
+        tokenizer: Any,
+        images: RowImages | None = None,
+        tools: list[Any] | None = None,
+    ) -> None:
+        """`tools`: that the chat template is told of where the row has none of its own."""
         super().__init__(rows)
+        self._tools = tools
         self._tokenizer = tokenizer
         self._format = format
         self._images = images
@@ -93,11 +102,12 @@ class PromptData(OverRows):
         path: str,
         tokenizer: Any,
         check: Check | None = None,
+        tools: list[Any] | None = None,
     ) -> "PromptData":
         """Open what the data source gives for `path`, and check every row: see `open_rows`.
 
-        `tokenizer` is a Hugging Face tokenizer. `check` looks at every row besides. Raises BadData also where the
-        tokenizer has no chat template but needs one.
+        `tokenizer` is a Hugging Face tokenizer. `check` looks at every row besides. `tools`: that the chat template is
+        told of where a row has none. Raises BadData also where the tokenizer has no chat template but needs one.
         """
         require_template(format, tokenizer)
         required = {format.input_key: "input_key"}
@@ -124,7 +134,7 @@ class PromptData(OverRows):
         rows = open_rows(format.data_source_path, path, required, optional, looked_at, texts)
         if images is not None:
             images.end_checks(path)
-        return cls(rows, format, tokenizer, images)
+        return cls(rows, format, tokenizer, images, tools)
 
     @property
     def fingerprint(self) -> str:
@@ -163,7 +173,7 @@ class PromptData(OverRows):
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
-                tools=tools,
+                tools=tools or self._tools,
                 tokenize=False,
                 add_generation_prompt=True,
                 **self._format.apply_chat_template_kwargs,
