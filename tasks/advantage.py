@@ -12,11 +12,13 @@ from cairn.engines.training.batching import split_steps
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import advantage_needs
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import ADVANTAGE, Status
+from cairn.storage.schemas import ADVANTAGE, TRAJECTORIES, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, Status
 from cairn.tasks.advantages import ScoredBatch, estimate
+from cairn.tasks.advantages.batch import Turn
 from cairn.tasks.advantages.distillation import distil, reverse_kl
 from cairn.tasks.advantages.dpo import preference_metrics
 from cairn.tasks.advantages.normalization import normalise
+from cairn.tasks.advantages.trajectories import Compared, Episodes, compared
 from cairn.tasks.batch import arrays, rows_of_groups, trained_tokens
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.sample_filters import NothingLeft
@@ -63,11 +65,12 @@ def estimated(
 ) -> tuple[pa.Table, dict[str, float]]:
     """A table ADVANTAGE of the trained samples of an iteration, and its metrics, by any algorithm whose scores are
     there. Raises NothingLeft."""
-    columns = ["response_ids", "log_probs", "loss_mask", "weight_versions", "status"]
+    columns = ["response_ids", "log_probs", "loss_mask", "weight_versions", "status", "segments"]
+    columns += [field.name for field in (TRAJECTORIES, TRAJECTORY_ROLES, TURN_REWARDS)]
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
     statuses = samples.column("status").to_pylist()
-    rewards_per_group = _rewards(run, selection, rollouts, rewards)
+    rewards_per_group, own_rewards = _rewards(run, selection, rollouts, rewards)
     rewards_flat = np.concatenate(rewards_per_group)
     masks, ages = trained_tokens(run, selection, samples)
     _require_tokens(masks, run.config.training.num_steps_per_rollout, selection)
@@ -78,8 +81,15 @@ def estimated(
         found["kl"] = _mean_of_trained(fields["kl"], masks)
     truncated = np.array([status == Status.TRUNCATED for status in statuses])
     sizes = list(map(len, rewards_per_group))
-    batch = ScoredBatch(rewards_flat, sizes, masks, arrays(samples, "log_probs"), truncated=truncated, **fields)
-    advantages, returns = estimate(batch, algorithm)
+    episodes = _episodes(samples, own_rewards)
+    turns = episodes.turns(lengths.tolist())
+    rollout_log_probs = arrays(samples, "log_probs")
+    batch = ScoredBatch(rewards_flat, sizes, masks, rollout_log_probs, truncated=truncated, turns=turns, **fields)
+    by_role = compared(batch, episodes)
+    advantages, returns = map(by_role.of_samples, estimate(by_role.batch, algorithm))
+    found |= _role_metrics(by_role) | (
+        _turn_metrics(turns) if samples.column("segments").null_count < len(turns) else {}
+    )
     if algorithm.use_opd:
         divergences = reverse_kl(fields["old_log_probs"], fields["teacher_log_probs"])
         advantages = distil(advantages, divergences, masks, algorithm.opd_kl_coef)
@@ -123,13 +133,26 @@ def _require_tokens(masks: Sequence[np.ndarray], num_steps: int, selection: Comm
             )
 
 
-def _rewards(run: RecordedRun, selection: Commit, rollouts: list[Commit], rewards: list[Commit]) -> list[np.ndarray]:
-    """Of the samples of each group; where nobody grades, the first of a pair is preferred: 1, and the other 0."""
+def _rewards(
+    run: RecordedRun, selection: Commit, rollouts: list[Commit], rewards: list[Commit]
+) -> tuple[list[np.ndarray], list[Sequence[float] | None]]:
+    """Of the samples of each group; where nobody grades, the first of a pair is preferred: 1, and the other 0. And of
+    each sample those of its trajectories, where they have their own."""
     if rewards:
-        graded = rows_of_groups(run, selection, rewards, ["reward"])
-        return [group.column("reward").to_numpy() for group in graded]
-    pairs = rows_of_groups(run, selection, rollouts, [])
-    return [(pair.column("sample_index").to_numpy() == 0).astype(np.float32) for pair in pairs]
+        graded = list(rows_of_groups(run, selection, rewards, ["reward", TRAJECTORY_REWARDS.name]))
+        own = [rewards for group in graded for rewards in group.column(TRAJECTORY_REWARDS.name).to_pylist()]
+        return [group.column("reward").to_numpy() for group in graded], own
+    pairs = list(rows_of_groups(run, selection, rollouts, []))
+    own = [None for pair in pairs for _ in range(pair.num_rows)]
+    return [(pair.column("sample_index").to_numpy() == 0).astype(np.float32) for pair in pairs], own
+
+
+def _episodes(samples: pa.Table, own_rewards: Sequence[Sequence[float] | None]) -> Episodes:
+    lengths, roles, segments, turns = (
+        samples.column(name).to_pylist()
+        for name in (TRAJECTORIES.name, TRAJECTORY_ROLES.name, "segments", TURN_REWARDS.name)
+    )
+    return Episodes(lengths, own_rewards, roles, segments, turns)
 
 
 def _divergences(
@@ -169,6 +192,21 @@ def _age_metrics(
 
 def _mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
     return float(np.concatenate(fields)[np.concatenate(masks).astype(bool)].mean())
+
+
+def _role_metrics(by_role: Compared) -> dict[str, float]:
+    """Mean reward of the trajectories of each role."""
+    rewards = dict[str, list[float]]()
+    for role, reward in zip(by_role.roles, by_role.batch.rewards.tolist(), strict=True):
+        if role is not None:
+            rewards.setdefault(role, []).append(reward)
+    return {f"role/{role}/reward": float(np.mean(own)) for role, own in sorted(rewards.items())}
+
+
+def _turn_metrics(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
+    """Turns of samples, of all trajectories of each."""
+    counts = np.array(list(map(len, turns)))
+    return {"turns/mean": float(counts.mean()), "turns/max": int(counts.max())}
 
 
 def _constant_groups(rewards_per_group: Sequence[np.ndarray]) -> dict[str, int]:

@@ -193,7 +193,7 @@ def _answers(step: StepCall, weights: Commit | None, questions: Questions, grade
         "finish_reason": [sample["finish_reason"] for sample in samples],
         "status": [status_of(sample["finish_reason"]) for sample in samples],
         "segments": [sample["segments"] for sample in samples],
-        TRAJECTORIES.name: [sample[TRAJECTORIES.name] for sample in samples],
+        **{field.name: [sample[field.name] for sample in samples] for field in SEQUENCES},
     }
     given = given_samples(grader, run.tokenizer, columns)
     errors, groups = ([sample[name] for sample in samples] for name in ("error", "group_id"))

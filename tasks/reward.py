@@ -11,13 +11,21 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import REWARD, TRAJECTORIES, Status
+from cairn.storage.schemas import (
+    REWARD,
+    TRAJECTORIES,
+    TRAJECTORY_REWARDS,
+    TRAJECTORY_ROLES,
+    TURN_REWARDS,
+    Status,
+)
 from cairn.tasks.batch import arrays, with_optional
 from cairn.tasks.data import BadData, Data, MixedData, PromptData, PromptRow
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
 from cairn.tasks.rewards.overlong import Overlong, sampled_tokens
 from cairn.tasks.rewards.pool import Graded
 from cairn.tasks.rewards.sample import ResponseSegment, Sample
+from cairn.tasks.rewards.trajectories import with_own_rewards
 from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
 
@@ -66,10 +74,10 @@ class GradedShard:
 def graded_columns(grader: Grading, overlong: Overlong | None = None, tokens: bool = True) -> list[str]:
     """Those of a rollout table that `graded_shard` reads, with a tokenizer (`tokens`) or without; `with_optional` gives
     them."""
-    columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error"]
+    columns = ["group_id", "sample_index", "response_text", "label", "metadata", "status", "error", TRAJECTORIES.name]
     if grader.sees_whole_samples:
-        columns += ["prompt_text", "finish_reason"]
-        columns += ["prompt_ids", TRAJECTORIES.name] if tokens else []
+        columns += ["prompt_text", "finish_reason", TRAJECTORY_REWARDS.name, TRAJECTORY_ROLES.name]
+        columns += ["prompt_ids", TURN_REWARDS.name] if tokens else []
     if overlong is not None or (grader.sees_whole_samples and tokens):
         columns += ["response_ids", "segments"]
     if grader.sees_messages:
@@ -111,11 +119,20 @@ def graded_shard(
             [group_id for group_id, later in zip(samples["group_id"], waits, strict=True) if not later],
         )
     )
-    results = tuple(None if later else next(ready) for later in waits)
+    counts = [len(lengths or (0,)) for lengths in samples[TRAJECTORIES.name]]
+    found = [
+        (None, None) if later else with_own_rewards(next(ready), count)
+        for later, count in zip(waits, counts, strict=True)
+    ]
+    results, own = tuple(one for one, _ in found), [rewards for _, rewards in found]
     if overlong is not None:
-        lengths = map(sampled_tokens, samples["response_ids"], samples["segments"])
+        lengths = list(map(sampled_tokens, samples["response_ids"], samples["segments"]))
         pairs_of = zip(results, lengths, strict=True)
         results = tuple(one and overlong.shaped(one, length) for one, length in pairs_of)
+        own = [
+            rewards and [reward + overlong.penalty(length) for reward in rewards]
+            for rewards, length in zip(own, lengths, strict=True)
+        ]
     graded = [one or Graded(None) for one in results]
     failed = [one is not None and one.reward is None for one in results]
     table = pa.table(
@@ -133,22 +150,36 @@ def graded_shard(
         },
         REWARD,
     )
+    if any(rewards is not None for rewards in own):
+        table = table.append_column(TRAJECTORY_REWARDS, pa.array(own, TRAJECTORY_REWARDS.type))
     return GradedShard(table, results)
 
 
 def given_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequence[Any]]) -> list[Sample]:
     """What the grader gets of samples: `response_text`, `label` and `metadata`, and if it sees whole samples
     `prompt_text`, `finish_reason` and `status`, with a tokenizer `response_ids`, `prompt_ids`, `segments` and
-    `trajectories` too, and `messages` if it sees those. Of several trajectories the last one is the response."""
+    `trajectories` too, and `messages` if it sees those; `trajectory_rewards`, `trajectory_roles` and `turn_rewards`
+    where there are any. Of several trajectories the last one is the response."""
     simple = zip(columns["response_text"], columns["label"], columns["metadata"], strict=True)
     if not grader.sees_whole_samples:
         return [Sample(text, label, metadata) for text, label, metadata in simple]
+    none = [None] * len(columns["response_text"])
+    given, roles, turns = (
+        columns.get(field.name, none) for field in (TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS)
+    )
     if tokenizer is None:
         return [
-            Sample(text, label, metadata, prompt=prompt, finish_reason=reason, status=status)
-            for (text, label, metadata), prompt, reason, status in zip(
-                simple, columns["prompt_text"], columns["finish_reason"], columns["status"], strict=True
+            Sample(
+                text,
+                label,
+                metadata,
+                prompt=columns["prompt_text"][i],
+                finish_reason=columns["finish_reason"][i],
+                status=columns["status"][i],
+                rewards=tuple(given[i] or ()),
+                roles=tuple(roles[i] or ()),
             )
+            for i, (text, label, metadata) in enumerate(simple)
         ]
     sees_messages = grader.sees_messages and "messages" in columns
     lengths = columns[TRAJECTORIES.name]
@@ -168,8 +199,10 @@ def given_samples(grader: Grading, tokenizer: Any, columns: Mapping[str, Sequenc
             prompt_ids=tuple(np.asarray(columns["prompt_ids"][i], np.int32).tolist()),
             finish_reason=str(columns["finish_reason"][i]),
             status=str(columns["status"][i]),
-            segments=_segments(tokenizer, columns["response_ids"][i], columns["segments"][i], lengths[i]),
+            segments=_segments(tokenizer, columns["response_ids"][i], columns["segments"][i], lengths[i], turns[i]),
             messages=columns["messages"][i] if sees_messages else (),
+            rewards=tuple(given[i] or ()),
+            roles=tuple(roles[i] or ()),
         )
         for i, (text, label, metadata) in enumerate(simple)
     ]
@@ -209,14 +242,16 @@ def _segments(
     response: Sequence[int],
     segments: Sequence[Mapping[str, Any]] | None,
     trajectories: Sequence[int] | None,
+    rewards: Sequence[float | None] | None,
 ) -> tuple[ResponseSegment, ...]:
     ends = accumulate(segment["tokens"] for segment in segments or ())
     bounds = list(accumulate(trajectories or ()))
     found = []
-    for segment, end in zip(segments or (), ends, strict=True):
+    given = (rewards if segments else None) or [None] * len(segments or ())
+    for segment, end, reward in zip(segments or (), ends, given, strict=True):
         ids = tuple(map(int, response[end - segment["tokens"] : end]))
         trajectory = bisect_left(bounds, end) if bounds else 0
-        found.append(ResponseSegment(ids, tokenizer.decode(ids), segment["call"] is not None, trajectory))
+        found.append(ResponseSegment(ids, tokenizer.decode(ids), segment["call"] is not None, trajectory, reward))
     return tuple(found)
 
 

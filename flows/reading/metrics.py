@@ -62,6 +62,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/zero_std/count_<reward>", "groups", "advantage", "Trained groups whose samples all got this reward."
     ),
+    Metric("rollout/role/<role>/reward", "reward", "advantage", "Mean reward of the trajectories of a role."),
+    Metric("rollout/turns/mean", "turns", "advantage", "Mean turns of the samples trained on, if any has several."),
+    Metric("rollout/turns/max", "turns", "advantage", "The most of them."),
     Metric("rollout/advantages", "reward", "advantage", "Mean advantage of their response tokens."),
     Metric("rollout/returns", "reward", "advantage", "Mean return of their response tokens."),
     Metric("rollout/rollout_log_probs", "nats", "advantage", "Mean log-prob of their tokens by the rollout engine."),

@@ -23,7 +23,7 @@ from cairn.storage.query.views import View
 _EVALUATIONS = "evaluations"
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
-    Step.REWARD: schemas.REWARD,
+    Step.REWARD: pa.schema([*schemas.REWARD, schemas.TRAJECTORY_REWARDS]),
     Step.FILTER: schemas.FILTER.append(schemas.PRIORITY).append(schemas.BUFFER_KEY).append(schemas.REMOVED),
     Step.SCORE: schemas.SCORE,
     Step.ADVANTAGE: schemas.ADVANTAGE,

@@ -12,8 +12,20 @@ from cairn.tasks.advantages.tokens import TrainedTokens
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Tokens that the policy sampled at once."""
+
+    start: int
+    end: int
+    """Behind its last token, of those of the response."""
+    reward: float | None = None
+    """That user code gave it while it generated."""
+
+
+@dataclass(frozen=True)
 class ScoredBatch:
-    """The N samples of an iteration, group after group, T_i response tokens each.
+    """The N samples of an iteration, group after group, T_i response tokens each. A trajectory of a sample that has a
+    reward of its own stands in it as a sample: see `cairn.tasks.advantages.trajectories`.
 
     Fields of tokens hold an array [T_i] for each sample. Those that are scored are None unless the estimator needs
     them.
@@ -39,6 +51,9 @@ class ScoredBatch:
     """Estimates of the divergence from the reference model, float64; None unless `kl_coef` is positive."""
     truncated: np.ndarray | None = None
     """[N] bool: whether the response was cut at the longest length allowed."""
+    turns: Sequence[Sequence[Turn]] | None = None
+    """The turns of each sample, in order; between them stand the tokens that the world gave. What the advantage step
+    makes has them always."""
 
     def __post_init__(self) -> None:
         if sum(self.group_sizes) != len(self.rewards) or len(self.loss_masks) != len(self.rewards):

@@ -86,11 +86,11 @@ class Remembered:
             try:
                 return question_digest(self._grader.question(sample))
             except ValueError:  # it will say so when it is asked
-                return question_digest(asdict(sample))
+                return question_digest(_seen(sample))
         whole = self._grader.sees_whole_samples
-        seen: Any = asdict(sample) if whole else [sample.response, sample.label, sample.metadata]
+        seen: Any = _seen(sample) if whole else [sample.response, sample.label, sample.metadata]
         if grader != self.name:  # in the folder of another, under whose version
-            seen = [asdict(sample), grader, version]
+            seen = [_seen(sample), grader, version]
         return question_digest(seen)
 
     def _ask(self, samples: Sequence[Sample], keep: Answered) -> list[Graded]:
@@ -104,3 +104,16 @@ class Remembered:
                     keep(position, one)
             found += some
         return found
+
+
+def _seen(sample: Sample) -> dict[str, Any]:
+    """All of a sample; without what there is only where user code gives rewards and roles, if it gave none: answers of
+    earlier versions are found by the same digest."""
+    seen = asdict(sample)
+    for name in ("rewards", "roles"):
+        if not seen[name]:
+            del seen[name]
+    for segment in seen["segments"]:
+        if segment["reward"] is None:
+            del segment["reward"]
+    return seen

@@ -15,6 +15,8 @@ class ResponseSegment:
     """Whether the policy sampled them; else the world gave them, as the result of a tool or the next question."""
     trajectory: int = 0
     """Which of the sample's trajectories they are of, from 0."""
+    reward: float | None = None
+    """That user code gave this turn while it generated; None: none."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Sample:
     messages: tuple[dict[str, Any], ...] = ()
     """The prompt as the data row has it: the messages of a chat, of a plain text one of a user. For the grader
     `reward_model`; empty for others."""
+    rewards: tuple[float | None, ...] = ()
+    """That user code gave each trajectory while it generated, itself or by its turns; empty where it gave none."""
+    roles: tuple[str | None, ...] = ()
+    """Of each trajectory; empty where none has one."""
 
     @property
     def length(self) -> int:

@@ -169,6 +169,9 @@ REWARDS = View(
         **OF_SAMPLE,
         "reward": column("FLOAT", "b.reward", "NULL: failed, or of a group that is not finished"),
         "components": column("VARCHAR", "b.components", "JSON object of partial rewards"),
+        "trajectory_rewards": column(
+            "DOUBLE[]", "b.trajectory_rewards", "of each trajectory; NULL: all have the reward"
+        ),
         "grader": column("VARCHAR", "b.grader", ""),
         "grader_version": column("VARCHAR", "b.grader_version", ""),
         "status": column("VARCHAR", "b.status", "`completed`, `truncated`, `aborted` or `failed`"),
