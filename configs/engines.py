@@ -22,6 +22,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "rollout.num_threads",
         "rollout.dtype",
         "rollout.max_running_requests",
+        "rollout.max_tokens_in_flight",
         "rollout.sglang_server_concurrency",
         "rollout.rollout_stop",
     ),

@@ -74,6 +74,8 @@ def eval_shard(benchmark: BenchmarkConfig, version: int) -> str:
         "rollout.tool_call_format",
         "rollout.max_turns",
         "rollout.rollout_max_context_len",
+        "rollout.custom_generate_timeout",
+        "rollout.episode_timeout",
     ),
     externals=("model", "eval", "reward_model", "search"),
     engines=("rollout",),

@@ -218,11 +218,14 @@ def generate_function(run: RunContext) -> GenerateFunction:
     if separator and file.endswith(".py"):
         name = f"{Path(file).expanduser().resolve()}:{function}"
     _require_recorded_tools(run)
+    rollout = run.config.rollout
     return GenerateFunction(
         name,
         tuple(map(os.path.abspath, sys.path)),
         os.path.abspath(run.config.model.path),
-        options=EpisodeOptions.of(run.config.rollout),
+        rollout.custom_generate_timeout,
+        rollout.episode_timeout,
+        EpisodeOptions.of(rollout),
     )
 
 

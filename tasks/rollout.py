@@ -63,6 +63,8 @@ from cairn.tasks.versions import version_of
         "rollout.tool_call_format",
         "rollout.max_turns",
         "rollout.rollout_max_context_len",
+        "rollout.custom_generate_timeout",
+        "rollout.episode_timeout",
         "algorithm.use_rollout_routing_replay",
     ),
     externals=("data", "model", "search"),

@@ -51,6 +51,9 @@ class FleetConfig(Section):
     num_cpus_per_rank: float = Field(1, ge=0)
     """CPUs reserved in the placement group for each training rank."""
 
+    num_cpus_per_episode_worker: float = Field(0, ge=0)
+    """CPUs reserved in the placement group for each of `rollout.num_episode_workers`."""
+
     start_timeout: float = Field(600, gt=0)
     """Seconds that placement and start of all actors, model loading included, may take."""
 

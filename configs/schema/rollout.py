@@ -136,6 +136,22 @@ class RolloutConfig(Section):
     """Tokens of prompt and response in an episode of `tool_calls`; one that would need more is truncated. By default
     what the model's context holds. slime: `--rollout-max-context-len`."""
 
+    num_episode_workers: int = Field(1, ge=1)
+    """Workers of each engine in which a coroutine function of your own runs, beside the engine or on other machines,
+    see docs/agents.md. Each runs its share of the engine's samples, thousands of them at a time."""
+
+    max_tokens_in_flight: int | None = Field(None, ge=1)
+    """Tokens that samples may have with an engine at a time, each counted with the prompt of what it asks and all that
+    it may be answered; the others wait, each sample for its turn. Null has no bound besides the engine's own."""
+
+    custom_generate_timeout: float = Field(600, gt=0)
+    """Seconds that a function of your own may spend on a sample at a time without asking the engine; then the sample
+    fails."""
+
+    episode_timeout: float | None = Field(None, gt=0)
+    """Seconds that a function of your own may take for a sample in all, its waiting for the engine included; then the
+    sample fails. Null has no bound besides `timeout`."""
+
     dynamic_sampling_filter: str | None = None
     """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
     import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed

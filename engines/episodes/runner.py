@@ -140,6 +140,11 @@ class Runner:
         """Samples that wait for something else than the engine, or are about to go on."""
         return [key for key in self._tasks if key not in self._asking]
 
+    @property
+    def unfinished(self) -> list[SampleKey]:
+        """Samples that have not ended."""
+        return list(self._tasks)
+
     def give_up(self, key: SampleKey, why: str) -> None:
         """Let a sample fail, whatever it is at."""
         awaited = self._recorders[key].awaited if key in self._recorders else None

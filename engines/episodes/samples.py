@@ -52,6 +52,11 @@ class SampleEngine:
             user_code.abort()
         self._abort()
 
+    def give_up(self) -> None:
+        """End the running `generate` of user code at once, from any thread, and its process: it raises."""
+        if (user_code := self._user_code) is not None:
+            user_code.kill()
+
     def _with_user_code(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:

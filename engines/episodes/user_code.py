@@ -57,6 +57,8 @@ class GenerateFunction:
     """Folder of the model whose tokenizer yours may ask for."""
     timeout: float = 600.0
     """Seconds that yours may spend on a sample at a time, besides waiting for the engine."""
+    episode_timeout: float | None = None
+    """Seconds that yours may take for a sample in all, from where its code begins to run; None has no bound."""
     options: EpisodeOptions = field(default_factory=EpisodeOptions)
     """What its samples are given besides."""
 

@@ -49,7 +49,8 @@ class _Process:
             tools = cache(partial(load_tools, options.tools, options.tool_options))
             runner = Runner(loop, GENERATE.load(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
-            with Watchdog(loop, runner, samples, function.timeout, partial(self._say, "hung")) as watchdog:
+            deadlines, hung = (function.timeout, function.episode_timeout), partial(self._say, "hung")
+            with Watchdog(loop, runner, samples, *deadlines, hung) as watchdog:
                 loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)
                 loop.run_until_complete(self._until_ended(runner))
                 loop.remove_reader(self._connection.fileno())

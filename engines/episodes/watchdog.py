@@ -19,6 +19,7 @@ class Watchdog:
 
     Args:
         seconds: that a sample may take from its begin, or an answer of the engine, until it asks the engine or ends.
+        in_all: that it may take from its begin to its end; None has no bound.
         hung: told the sample whose code does not give the loop back, None where that cannot be known, and a sentence.
     """
 
@@ -28,18 +29,21 @@ class Watchdog:
         runner: Runner,
         samples: Sequence[SampleRequest],
         seconds: float,
+        in_all: float | None,
         hung: Callable[[tuple[SampleKey | None, str]], None],
     ) -> None:
         self._loop = loop
         self._runner = runner
         self._seconds = seconds
+        self._in_all = in_all
+        self._began = time.monotonic()
         self._hung = hung
         self._since = {sample.key: time.monotonic() for sample in samples}
         self._turned = time.monotonic()
         """When the loop last came round."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._tick = min(TICK, seconds / 4)
+        self._tick = min(TICK, seconds / 4, (in_all or seconds) / 4)
 
     def __enter__(self) -> "Watchdog":
         self._look()
@@ -60,7 +64,12 @@ class Watchdog:
         self._turned = now = time.monotonic()
         for key in self._runner.working:
             if now - self._since[key] > self._seconds:
-                self._runner.give_up(key, f"generate: it took longer than {self._seconds:g} s without the engine")
+                told = f"it took longer than {self._seconds:g} s without the engine"
+                self._runner.give_up(key, f"generate: GenerateTimeout: {told}")
+        if self._in_all is not None and now - self._began > self._in_all:  # all of them have begun with it
+            for key in self._runner.unfinished:
+                told = f"it took longer than {self._in_all:g} s in all"
+                self._runner.give_up(key, f"generate: EpisodeTimeout: {told}")
         self._next = self._loop.call_later(self._tick, self._look)
 
     def _watch(self) -> None:
@@ -68,5 +77,5 @@ class Watchdog:
         while not self._over.wait(self._tick):
             if time.monotonic() - self._turned > self._seconds + self._tick:
                 told = f"it kept all others waiting for longer than {self._seconds:g} s: let it await what it does"
-                self._hung((self._runner.current(), f"generate: {told}"))
+                self._hung((self._runner.current(), f"generate: LoopBlocked: {told}"))
                 return

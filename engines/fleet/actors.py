@@ -13,16 +13,20 @@ from typing import Any
 import ray
 
 from cairn.engines.deferred import collecting_later, defer_compiler
+from cairn.engines.episodes.asking import Answers
 from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineError
+from cairn.engines.fleet.askers import Askers
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.slots import Slot
 from cairn.engines.fleet.warm import THREADS
 from cairn.engines.ports import free_port
+from cairn.engines.rollout.admission import Admission
+from cairn.engines.rollout.streams import Stream
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import SamplingParams
+from cairn.engines.types import GenerateRequest, SamplingParams
 
 
 class EngineActor(FencedActor):
@@ -92,7 +96,15 @@ class RolloutActor(EngineActor):
 
     def __init__(self, claim: Claim, num_threads: int, slot: Slot) -> None:
         super().__init__(claim, num_threads, slot)
-        self._samples = SampleEngine(lambda: self._made.open(), lambda: self._made.abort())
+        self._admission = Admission(None)
+        self._samples = SampleEngine(self._open, lambda: self._made.abort())
+        self._askers = Askers(self._open)
+
+    def make(self, maker: str, *args: Any) -> None:
+        """See `EngineActor.make`; of a model folder, a RolloutConfig, and more."""
+        super().make(maker, *args)
+        _, config, *_ = args
+        self._admission = Admission(config.max_tokens_in_flight)
 
     def abort(self) -> None:
         """End what is being generated, and its stream."""
@@ -103,15 +115,45 @@ class RolloutActor(EngineActor):
         """What it streamed with this number is durable, and all before it."""
         self._samples.acknowledge(number)
 
+    def usage(self) -> dict[str, int]:
+        """See `cairn.engines.rollout.base` and `cairn.engines.rollout.admission`."""
+        return {**self._made.usage(), **self._admission.usage()}
+
+    def open_stream(self, asker: str) -> None:
+        """See `cairn.engines.fleet.askers`, here and below."""
+        self._askers.open_stream(asker)
+
+    def ask(self, asker: str, requests: Sequence[GenerateRequest]) -> None:
+        self._askers.ask(asker, requests)
+
+    def take_answers(self, asker: str, seconds: float) -> Answers:
+        return self._askers.take_answers(asker, seconds)
+
+    def abort_stream(self, asker: str) -> None:
+        self._askers.abort_stream(asker)
+
+    def close_stream(self, asker: str) -> None:
+        self._askers.close_stream(asker)
+
+    def close_streams(self) -> None:
+        self._askers.close_streams()
+
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         """See `cairn.engines.episodes.samples`."""
         yield from self._samples.generate(samples, params, function)
 
+    def _open(self) -> Stream:
+        return self._admission.open(self._made.open())
+
+
+class EpisodesActor(EngineActor):
+    """Of a worker in which episodes run: a name of its own, which lists of processes show."""
+
 
 class RouterActor(EngineActor):
-    """Of a router before rollout engines: a name of its own, which lists of processes show."""
+    """Of a router before rollout engines, likewise."""
 
 
 class RewardModelActor(EngineActor):

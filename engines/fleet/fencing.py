@@ -52,6 +52,20 @@ class Tenure:
     """Raises LeaseLost if another driver has the run now, StoreError if nobody can tell."""
 
 
+@dataclass(frozen=True)
+class Callee:
+    """A Ray actor, and for whom it is called; may be given to other processes, which call it for the same driver."""
+
+    handle: Any
+    claim: Claim
+
+    def call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method; returns what Ray's `.remote()` returns. The result may be Superseded."""
+        streams = options.get("num_returns") == "streaming"
+        obey = self.handle.obey_streaming if streams else self.handle.obey
+        return obey.options(name=method, **options).remote(self.claim, method, *args)
+
+
 class FencedActor:
     """An actor that does what drivers ask of it by `obey`, the newest alone."""
 

@@ -1,6 +1,7 @@
 """The fleet: every engine of a run as Ray actors, placed, named, watched and replaced.
 
     cairn:<name>:rollout:0, 1, …      rollout engines, an actor on each machine of one
+    cairn:<name>:episodes:0, 1, …     workers in which user code runs, where there is any
     cairn:<name>:router:0             the router before their servers, where there is one
     cairn:<name>:training:0, 1, …     ranks of the training engine
     cairn:<name>:reward_model:0       the reward model, where there is one
@@ -20,19 +21,23 @@ from typing import Any
 import ray
 
 from cairn.configs.digest import digest
+from cairn.configs.schema.operations import FleetConfig
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineError, Superseded
 from cairn.engines.fingerprint import combined
 from cairn.engines.fleet import warm
-from cairn.engines.fleet.actors import RewardModelActor, RolloutActor, RouterActor, TrainingActor
+from cairn.engines.fleet.actors import EpisodesActor, RewardModelActor, RolloutActor, RouterActor, TrainingActor
 from cairn.engines.fleet.address import ray_address
 from cairn.engines.fleet.calls import Deadline, at_the_same_time
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.colocation import Turns, share_bundles
+from cairn.engines.fleet.episodes import EpisodeWorkerHandle
 from cairn.engines.fleet.fencing import Tenure
-from cairn.engines.fleet.handles import EngineHandle
+from cairn.engines.fleet.handles import Actor, EngineHandle
 from cairn.engines.fleet.machines import ranks_together
 from cairn.engines.fleet.placement import Placement
+from cairn.engines.fleet.remote_stream import ANSWERING, ASKING
 from cairn.engines.fleet.reward_model import RewardModelHandle
 from cairn.engines.fleet.roles import ActorRole, Bundle, in_bundles
 from cairn.engines.fleet.rollout import RolloutHandle
@@ -155,6 +160,8 @@ class Fleet:
                 )
                 for index, engine in enumerate(plan.engines)
             ]
+            if "episodes" in single:
+                _give_workers(rollout, placement.actors(single["episodes"]), config.fleet)
             if config.rollout.num_gpus_per_engine:
                 for guest, ranks in zip(rollout, rollout_role.hosts, strict=False):  # no hosts where they are apart
                     guest.ranks = ranks
@@ -164,7 +171,7 @@ class Fleet:
                 (actor,) = placement.actors(single["reward_model"])
                 reward_model = RewardModelHandle("reward_model", actor, config, model_digests or {})
             scorers = [reward_model] if reward_model else []
-            engines = [*([router] if router else []), *rollout, training, *scorers]
+            engines = [*([router] if router else []), *rollout, training, *_workers(rollout), *scorers]
             started += engines
             for made in engines:
                 made.tell = tell
@@ -204,7 +211,7 @@ class Fleet:
     def engines(self) -> Sequence[EngineHandle]:
         """All of them."""
         single = [engine for engine in (self.router, self.reward_model) if engine is not None]
-        return [*single, *self.rollout, self.training]
+        return [*single, *self.rollout, *_workers(self.rollout), self.training]
 
     @property
     def scorer(self) -> RewardModelHandle:
@@ -269,6 +276,18 @@ class Fleet:
         return engine.environment if self.router is None else combined([one.environment for one in self.rollout])
 
 
+def _give_workers(rollout: Sequence[RolloutHandle], actors: Sequence[Actor], fleet: FleetConfig) -> None:
+    """Deal episode workers out to rollout engines, neighbours to each."""
+    workers = [EpisodeWorkerHandle(f"episodes:{index}", actor, fleet) for index, actor in enumerate(actors)]
+    each = len(workers) // len(rollout)
+    for index, engine in enumerate(rollout):
+        engine.take_workers(workers[index * each : (index + 1) * each])
+
+
+def _workers(rollout: Sequence[RolloutHandle]) -> list[EpisodeWorkerHandle]:
+    return [worker for engine in rollout if engine.episodes is not None for worker in engine.episodes.workers]
+
+
 def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: float) -> None:
     with contextlib.suppress(LeaseLost, Superseded, StoreError):
         placement.require_held()
@@ -278,12 +297,13 @@ def _give_back(engines: Sequence[EngineHandle], placement: Placement, timeout: f
 
 
 def roles_of(config: RunConfig, plan: LaunchPlan, total_steps: int) -> list[ActorRole]:
-    """What the rollout engines, the training ranks and, where there are any, the router and the reward model need."""
+    """What the rollout engines, the training ranks and, where there are any, the router, the episode workers and the
+    reward model need."""
     rollout, training = _rollout_role(config, plan), _training_role(config, total_steps)
     if config.fleet.colocate:
         training, rollout = share_bundles(training, rollout, config)
     routers = [_router_role(config)] if plan.router is not None else []
-    return [rollout, training, *routers, *_reward_model_roles(config)]
+    return [rollout, training, *routers, *_episodes_roles(config, plan), *_reward_model_roles(config)]
 
 
 def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
@@ -295,7 +315,27 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
         config.rollout.num_threads,
         digest(config, ["model.path", "rollout", "fleet.num_cpus_per_engine", "fleet.call_timeout", *SHARING])[:16],
         "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
+        groups=((ASKING, 1), (ANSWERING, config.rollout.num_episode_workers)),
     )
+
+
+def _episodes_roles(config: RunConfig, plan: LaunchPlan) -> list[ActorRole]:
+    """The workers of all engines, wherever there is room: as many on each machine as may be."""
+    count = len(plan.engines) * config.rollout.num_episode_workers
+    if not count or not GenerateFunction(config.rollout.custom_generate_function_path).records:
+        return []
+    made_from = ["rollout.num_episode_workers", "fleet.num_cpus_per_episode_worker", "fleet.call_timeout"]
+    return [
+        ActorRole(
+            "episodes",
+            EpisodesActor,
+            (Bundle(config.fleet.num_cpus_per_episode_worker),) * count,
+            warm.threads_of(config) or 1,
+            digest(config, made_from)[:16],
+            "rollout.num_episode_workers, fleet.num_cpus_per_episode_worker",
+            strategy="SPREAD",
+        )
+    ]
 
 
 def _router_role(config: RunConfig) -> ActorRole:

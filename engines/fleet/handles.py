@@ -18,7 +18,7 @@ from cairn.engines.errors import BadModel, ClusterLost, EngineDied, EngineError,
 from cairn.engines.fingerprint import combined
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import require_cluster
-from cairn.engines.fleet.fencing import NO_CLAIM, Tenure
+from cairn.engines.fleet.fencing import NO_CLAIM, Callee, Tenure
 from cairn.engines.fleet.slots import Slot
 from cairn.storage.commits import Environment
 
@@ -97,19 +97,22 @@ class Actor:
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method; returns what Ray's `.remote()` returns. The result may be Superseded."""
         require_cluster()
+        return self.callee.call(method, *args, **options)
+
+    @property
+    def callee(self) -> Callee:
+        """The actor, for this process and others. Raises EngineDied where there is none."""
         if self._handle is None:
             raise EngineDied(f"{self.name} was killed and has not been started again")
-        return self._submit(self._handle, method, *args, **options)
+        return self._called(self._handle)
 
     def require_held(self) -> None:
         """Raise LeaseLost if another driver may have the actor by now."""
         if self._tenure is not None:
             self._tenure.check()
 
-    def _submit(self, handle: "ray.actor.ActorHandle", method: str, *args: Any, **options: Any) -> Any:
-        obey: Any = handle.obey_streaming if options.get("num_returns") == "streaming" else handle.obey
-        claim = NO_CLAIM if self._tenure is None else self._tenure.claim
-        return obey.options(name=method, **options).remote(claim, method, *args)
+    def _called(self, handle: "ray.actor.ActorHandle") -> Callee:
+        return Callee(handle, NO_CLAIM if self._tenure is None else self._tenure.claim)
 
     def _ends(self, handle: "ray.actor.ActorHandle") -> bool:
         """Whether the actor has ended by itself, as it does for no driver but the newest."""
@@ -117,7 +120,9 @@ class Actor:
             return False  # nobody else has it: it need not be asked
         with contextlib.suppress(Superseded, EngineError):
             try:
-                result(self._submit(handle, "end", concurrency_group=CONTROL), Deadline(TO_END), f"{self.name}.end()")
+                result(
+                    self._called(handle).call("end", concurrency_group=CONTROL), Deadline(TO_END), f"{self.name}.end()"
+                )
             except EngineDied:
                 return True
         return False

@@ -143,7 +143,8 @@ class Placement:
         _remove({group.name: group.handle for group in self._groups.values()}, deadline)
 
     def _reserve(self, role: ActorRole, name: str) -> PlacementGroup:
-        return placement_group([bundle.resources for bundle in role.bundles], "PACK", name, lifetime=self._lifetime)
+        bundles = [bundle.resources for bundle in role.bundles]
+        return placement_group(bundles, role.strategy, name, lifetime=self._lifetime)
 
     def _settle(self, group: _Group, actor: int, deadline: Deadline) -> None:
         """Wait until the actor's bundle lies on a machine, and know where."""
@@ -171,7 +172,8 @@ class Placement:
         def create(deadline: Deadline) -> "ray.actor.ActorHandle":
             slot = self.slot(role, index, deadline)
             group = self._groups[(role.host or role).name].handle
-            actor_class: Any = ray.remote(concurrency_groups={CONTROL: 1, SENDING: 1})(role.actor_class)  # type: ignore[call-overload]
+            groups = {CONTROL: 1, SENDING: 1, **dict(role.groups)}
+            actor_class: Any = ray.remote(concurrency_groups=groups)(role.actor_class)  # type: ignore[call-overload]
             options = actor_class.options(
                 name=name,
                 namespace=NAMESPACE,

@@ -48,6 +48,10 @@ class ActorRole:
     """The role in whose bundles its actors are guests: they reserve no GPU and have those of their hosts in turn."""
     hosts: tuple[range, ...] = ()
     """For each of its actors those of the host whose GPUs it has; all in one bundle."""
+    groups: tuple[tuple[str, int], ...] = ()
+    """Concurrency groups of its actors besides those of all, and the calls that each serves at a time."""
+    strategy: str = "PACK"
+    """Ray's, of its placement group."""
 
     @property
     def num_actors(self) -> int:

@@ -13,6 +13,7 @@ from cairn.engines.episodes.records import Recorded
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineTimeout
 from cairn.engines.fleet.calls import Deadline, wait
+from cairn.engines.fleet.episodes import Episodes, EpisodeWorkerHandle
 from cairn.engines.fleet.handles import CONTROL, Actor, ModelHandle, log_of
 from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
 from cairn.engines.rollout.factory import kind_of
@@ -53,12 +54,18 @@ class RolloutHandle(ModelHandle):
         self._worker: Mapping[str, Any] | None = None
         self._route: tuple[str, Sequence[str]] | None = None
         self._busy = threading.Lock()
+        self.episodes: Episodes | None = None
+        """Where user code runs; None where there is none."""
         self.serving = threading.Lock()
         """Held while the engine is looked at, and brought to other weights."""
         self.looked: tuple[float, int | None] = (0.0, None)
         """When the last look at it began that ended well, and the weight version that it serves since."""
         self.routed: int | None = None
         """The weight version for which the router sends it requests; None where it does not."""
+
+    def take_workers(self, workers: Sequence[EpisodeWorkerHandle]) -> None:
+        """Have user code run in these from now on."""
+        self.episodes = Episodes(self._actor, workers, self._fleet)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Iterator[list[Completion]]:
         """Stream completions as they finish; see `generate_samples`."""
@@ -72,7 +79,15 @@ class RolloutHandle(ModelHandle):
 
         Raises what the engine raises.
         """
-        return self._stream("generate_samples", list(samples), params, function)
+        if self.episodes is None or not function.records:
+            return self._stream("generate_samples", list(samples), params, function)
+        return self._in_workers(self.episodes, list(samples), params, function)
+
+    def _in_workers(
+        self, episodes: Episodes, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
+        with self.alone():
+            yield from episodes.generate_samples(samples, params, function, Deadline(self._config.timeout), self.usage)
 
     def _stream(self, method: str, *args: Any) -> Iterator[Any]:
         with self.alone():
@@ -91,12 +106,17 @@ class RolloutHandle(ModelHandle):
 
     def acknowledge(self, number: int) -> None:
         """What the running `generate_samples` gave with this number is durable, and all before it. From any thread."""
+        if self.episodes is not None:  # what our own functions are given is not recorded
+            self.episodes.acknowledge(number)
+            return
         ref = self._actor.call("acknowledge", number, concurrency_group=CONTROL)
         self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "acknowledge")
 
     def abort(self) -> None:
         """End the running `generate`: its stream, which is to be read on, gives every unfinished sample as far as it
         came. Returns when the engine knows, so that no later `generate` is meant."""
+        if self.episodes is not None:
+            self.episodes.abort()
         ref = self._actor.call("abort", concurrency_group=CONTROL)
         self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "abort")
 
@@ -120,7 +140,8 @@ class RolloutHandle(ModelHandle):
         driver."""
         ref = self._actor.call("usage", concurrency_group=CONTROL)
         found = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "usage")
-        return {**found, "restarts": self.restarts}
+        workers = {} if self.episodes is None else {"episode_worker_restarts": self.episodes.restarts}
+        return {**found, "restarts": self.restarts, **workers}
 
     @property
     def worker(self) -> Mapping[str, Any] | None:
@@ -192,6 +213,7 @@ class RolloutHandle(ModelHandle):
         if not super()._adopted():
             return False
         self._actor.call("abort", concurrency_group=CONTROL)  # nobody listens to what its last driver asked for
+        self._actor.call("close_streams", concurrency_group=CONTROL)
         if self._router is not None:
             self._actor.call("follow", None, concurrency_group=CONTROL)  # that driver's router may be gone
         return True

@@ -43,3 +43,30 @@ async def sleeps(ctx: Context, sample: SampleRequest) -> Trajectory:
     if sample.index == 0:
         await asyncio.create_task(sleep())
     return await turns(ctx, sample)
+
+
+async def notes(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """Turns, of which each one that begins, and the process that has it, is a line of the sample's file."""
+    segments, ids = list[Segment](), list(sample.prompt_ids)
+    for length in sample.metadata["turns"]:
+        with open(sample.metadata["file"], "a") as file:
+            file.write(f"{sample.group_id} {sample.index} {os.getppid()}\n")
+        segments.append(await ctx.sample(ids, max_new_tokens=length))
+        ids += segments[-1].ids.tolist()
+    return Trajectory(segments)
+
+
+async def asks_for_much(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group for many continuations at once."""
+    if sample.index == 0:
+        ids = list(sample.prompt_ids)
+        return Trajectory([(await asyncio.gather(*(ctx.sample(ids, max_new_tokens=20) for _ in range(150))))[0]])
+    return await turns(ctx, sample)
+
+
+async def ends_its_process(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group, after a turn."""
+    found = await turns(ctx, sample)
+    if sample.index == 0:
+        os._exit(3)
+    return found

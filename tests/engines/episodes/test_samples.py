@@ -146,8 +146,8 @@ def test_user_code_has_a_process_that_stays_for_the_next_call_of_the_function(qw
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("waits", "generate: it took longer than 1 s without the engine"),
-        ("sleeps", "generate: it kept all others waiting for longer than 1 s: let it await what it does"),
+        ("waits", "generate: GenerateTimeout: it took longer than 1 s without the engine"),
+        ("sleeps", "generate: LoopBlocked: it kept all others waiting for longer than 1 s: let it await what it does"),
     ],
 )
 def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, function: str, told: str) -> None:

@@ -22,6 +22,8 @@ from cairn.storage.errors import LeaseLost
 from cairn.storage.leases import Lease, Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
+from tests.engines.episodes.test_samples import all_of
+from tests.engines.fleet.test_episodes import PARAMS, asked, users
 from tests.engines.training.builders import make_batch, model_folder
 from tests.fleets import sync
 from tests.ray_fixtures import NUM_CPUS, fleet_config
@@ -34,7 +36,8 @@ class Run:
     """A run in a store, and its drivers' fleets."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self.config = fleet_config(model)
+        own = {"custom_generate_function_path": "tests.engines.episodes.agents.turns", "num_episode_workers": 2}
+        self.config = fleet_config(model, rollout=own)
         self.folder = folder
 
     def take_over(self) -> Fleet:
@@ -87,6 +90,7 @@ def works(fleet: Fleet) -> list[int]:
     assert sync(fleet) == [version + 1]
     completions: list[Completion] = [one for part in fleet.rollout[0].generate(ASKED) for one in part]
     assert len(completions) == 6
+    assert len(all_of(fleet.rollout[0].generate_samples(asked(8), PARAMS, users("turns")))) == 8
     return [engine.health()["pid"] for engine in fleet.engines]
 
 
@@ -125,7 +129,7 @@ def test_a_driver_that_loses_its_run_while_it_gives_its_fleet_back_ends_nothing(
     old.close()
     (new,) = successors
     assert works(new) == pids
-    assert groups() == ["rollout", "training"]
+    assert groups() == ["episodes", "rollout", "training"]
 
 
 def test_a_driver_that_loses_its_run_while_it_waits_for_room_leaves_its_groups_to_its_successor(
@@ -154,11 +158,10 @@ def test_engines_whose_placement_group_is_gone_get_another(run: Run) -> None:
     for entry in placement_group_table().values():
         if entry["name"].startswith("cairn:succession:") and entry["state"] == "CREATED":
             remove_placement_group(ray.util.get_placement_group(entry["name"]))
-    for engine in fleet.rollout:
+    for engine in fleet.engines:
         engine.ensure_alive()
-    fleet.training.ensure_alive()
     assert not set(works(fleet)) & set(pids)
-    assert groups() == ["rollout", "training"]
+    assert groups() == ["episodes", "rollout", "training"]
     again = works(fleet)
     assert works(run.take_over()) == again, "the next driver takes the new groups over"
 

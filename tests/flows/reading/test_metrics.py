@@ -176,11 +176,12 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     asked_for = {"alarm/<name>", "perf/mfu"}
     servers = {"perf/cache_hit_rate"}
     experts = {"train/routing_mismatch"}
+    workers = {"rollout/<engine>/tokens_in_flight_max", "rollout/<engine>/episode_worker_restarts"}
     demonstrations = {"rollout/cut_rows", *(metric.name for metric in METRICS if "/dpo/" in metric.name)}
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
     assert {
         metric.name for metric in METRICS
-    } - written - families - asked_for - servers - experts - demonstrations - failures == set()
+    } - written - families - asked_for - servers - experts - workers - demonstrations - failures == set()
 
 
 def test_utilization_is_the_work_per_second_of_what_a_device_can_do(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What runs in an episode worker: the process of user code, as beside an engine, and the way to the engine."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from cairn.engines.episodes.records import Recorded
+from cairn.engines.episodes.samples import SampleEngine
+from cairn.engines.episodes.user_code import GenerateFunction
+from cairn.engines.errors import EngineError
+from cairn.engines.fleet.remote_stream import RemoteEngine, RemoteStream
+from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
+from cairn.engines.types import SamplingParams
+
+
+class EpisodeWorker:
+    """Runs the episodes of one call after the other. Calls are told apart by their askers."""
+
+    def __init__(self) -> None:
+        self._samples = SampleEngine(self._open, self._abort)
+        self._engine: RemoteEngine | None = None
+        """Of the running call."""
+        self._aborted: str | None = None
+        self._unwanted: set[str] = set()
+        self._open_episodes: set[SampleKey] = set()
+        self._ended = 0
+
+    def generate_samples(
+        self, engine: RemoteEngine, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
+        """See `cairn.engines.episodes.samples.SampleEngine.generate`. `engine`: whom the samples ask."""
+        if engine.asker in self._unwanted:
+            return
+        if engine.asker == self._aborted:
+            yield [GeneratedSample.aborted(sample) for sample in samples]
+            return
+        self._engine = engine
+        self._open_episodes = {sample.key for sample in samples}
+        try:
+            for told in self._samples.generate(samples, params, function):
+                if isinstance(told, list):
+                    self._open_episodes.difference_update(sample.key for sample in told)
+                    self._ended += len(told)
+                yield told
+        finally:
+            self._engine = None
+            self._open_episodes = set()
+
+    def acknowledge(self, asker: str, number: int) -> None:
+        """What a call yielded with this number is durable, and all before it; without effect where it has ended."""
+        if self._is_at(asker):
+            self._samples.acknowledge(number)
+
+    def abort(self, asker: str) -> None:
+        """End a call soon, begun or not: it gives each unfinished sample as far as it came."""
+        self._aborted = asker
+        if self._is_at(asker):
+            self._samples.abort()
+
+    def give_up(self, asker: str) -> None:
+        """Nobody wants what a call makes, begun or not: it ends, and with it the process of its code."""
+        self._unwanted.add(asker)
+        if self._is_at(asker):
+            self._samples.give_up()
+
+    def give_up_all(self) -> None:
+        """The same for the running call, whoever's it is."""
+        if (engine := self._engine) is not None:
+            self.give_up(engine.asker)
+
+    def health(self) -> dict[str, Any]:
+        """Keys: open_episodes (those that have not ended), ended_episodes (since it was made)."""
+        return {"open_episodes": len(self._open_episodes), "ended_episodes": self._ended}
+
+    def _is_at(self, asker: str) -> bool:
+        engine = self._engine
+        return engine is not None and engine.asker == asker
+
+    def _open(self) -> RemoteStream:
+        assert self._engine is not None
+        stream = self._engine.open()
+        if self._aborted == self._engine.asker:
+            stream.abort()
+        return stream
+
+    def _abort(self) -> None:
+        if (engine := self._engine) is not None:
+            with suppress(EngineError):  # its samples hear of that
+                engine.abort()

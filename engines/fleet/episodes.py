@@ -1,0 +1,297 @@
+"""The workers in which the episodes of a rollout engine run, as the driver sees them.
+
+| what happens | what becomes of it |
+|---|---|
+| samples are asked for | they are dealt out to the engine's workers; what each yields comes as it does |
+| a worker dies, or does not answer | it is made again and gets its samples that have not ended, with their records |
+| a worker dies `LOSSES` times in a call | EngineDied, for the whole call |
+| a worker raises something, for one because the engine died | the call raises it, and the other workers end theirs |
+| the call is given up | the processes of user code end |
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_any
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.episodes.records import Recorded, take_records
+from cairn.engines.episodes.user_code import GenerateFunction
+from cairn.engines.errors import EngineDied, EngineError, EngineTimeout, Superseded
+from cairn.engines.fleet.calls import Deadline, result, wait
+from cairn.engines.fleet.handles import CONTROL, Actor, EngineHandle
+from cairn.engines.fleet.remote_stream import ASKING, RemoteEngine
+from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
+from cairn.engines.types import SamplingParams
+
+WORKER = "cairn.engines.fleet.episode_worker:EpisodeWorker"
+"""What an actor makes."""
+
+LOSSES = 4
+"""Deaths of one worker in a call after which it is not made again for it."""
+
+LOOK = 1.0
+"""Seconds after which workers are looked at, at most."""
+
+
+class EpisodeWorkerHandle(EngineHandle):
+    """One worker. Calls may raise EngineDied and EngineTimeout."""
+
+    def __init__(self, name: str, actor: Actor, fleet: FleetConfig) -> None:
+        super().__init__(name, [actor], fleet)
+        self._actor = actor
+
+    def begin(
+        self, engine: RemoteEngine, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
+    ) -> "ray.ObjectRefGenerator":
+        """Run episodes; what they yield is read with `take`."""
+        return self._actor.call("generate_samples", engine, list(samples), params, function, num_returns="streaming")
+
+    def take(self, ref: Any, deadline: Deadline) -> Any:
+        """What was yielded. Raises what the worker raises."""
+        return self._result(ref, deadline, self._actor, "generate_samples")
+
+    def told(self, method: str, *args: Any) -> Any:
+        """Begin a call that is answered while episodes run."""
+        return self._actor.call(method, *args, concurrency_group=CONTROL)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The same, to its end."""
+        return self._result(self.told(method, *args), Deadline(self._fleet.call_timeout), self._actor, method)
+
+    def hung(self) -> None:
+        """It is of no use, whatever it says of itself: `ensure_alive` makes another in its place."""
+        self._suspect = True
+
+    def _make_engine(self, deadline: Deadline) -> None:
+        self._result(self._actor.call("make", WORKER), deadline, self._actor, "make")
+
+    def _adopted(self) -> bool:
+        if not super()._adopted():
+            return False
+        self.told("give_up_all")  # nobody listens to what its last driver asked for
+        return True
+
+
+@dataclass
+class _Call:
+    """What a worker is at."""
+
+    worker: EpisodeWorkerHandle
+    engine: RemoteEngine
+    left: dict[SampleKey, SampleRequest]
+    """What has not ended."""
+    stream: "ray.ObjectRefGenerator"
+    heard: float
+    """When it last yielded something, or was found alive."""
+    health: "ray.ObjectRef[Any] | None" = None
+    """Asked for, since it was silent."""
+    asked: float = 0.0
+
+
+class Episodes:
+    """Of one engine. For one call of `generate_samples` at a time."""
+
+    def __init__(self, engine: Actor, workers: Sequence[EpisodeWorkerHandle], fleet: FleetConfig) -> None:
+        self.workers = workers
+        self._engine = engine
+        self._fleet = fleet
+        self._calls: dict[Any, _Call] = {}
+        """By their streams."""
+        self._lost: dict[Future[None], _Call] = {}
+        """Those whose workers are made again."""
+        self._numbers = count()
+        self._awaited: deque[tuple[int, _Call, int]] = deque()
+        """Numbers of what workers wait for to be durable: here, and theirs."""
+        self._losses: Counter[str] = Counter()
+        self._aborted = False
+        self._pool = ThreadPoolExecutor(len(workers), "episode-workers")
+
+    @property
+    def restarts(self) -> int:
+        """Of the workers, under this driver."""
+        return sum(worker.restarts for worker in self.workers)
+
+    def generate_samples(
+        self,
+        samples: Sequence[SampleRequest],
+        params: SamplingParams,
+        function: GenerateFunction,
+        deadline: Deadline,
+        look: Callable[[], Any],
+    ) -> Iterator[list[GeneratedSample] | Recorded]:
+        """Stream samples as they end, and what is recorded of them before. `look` is called where all is silent, and
+        raises where the engine is dead."""
+        self._aborted = False
+        self._losses.clear()
+        self._awaited.clear()
+        silent_since = time.monotonic()
+        try:
+            for index, worker in enumerate(self.workers):
+                self._begin(worker, samples[index :: len(self.workers)], params, function)
+            while self._calls or self._lost:
+                if not deadline.remaining:
+                    raise EngineTimeout(f"{self._engine.name}: its episodes did not end within {deadline.seconds:g} s")
+                for stream in self._ready(deadline):
+                    silent_since = time.monotonic()
+                    yield from self._taken(stream, deadline)
+                for call in self._made_again():
+                    if self._aborted:
+                        yield [GeneratedSample.aborted(sample) for sample in call.left.values()]
+                    else:
+                        self._begin(call.worker, list(call.left.values()), params, function)
+                self._look_at_silent()
+                if time.monotonic() - silent_since > self._fleet.call_timeout:
+                    look()
+                    silent_since = time.monotonic()
+        finally:
+            self._end()
+
+    def acknowledge(self, number: int) -> None:
+        """What was yielded with this number is durable, and all before it. From any thread; waits for nobody."""
+        known: dict[str, tuple[_Call, int]] = {}
+        while self._awaited and self._awaited[0][0] <= number:
+            _, call, theirs = self._awaited.popleft()
+            known[call.engine.asker] = (call, theirs)
+        for asker, (call, theirs) in known.items():
+            with suppress(EngineDied):  # nobody waits there
+                call.worker.told("acknowledge", asker, theirs)
+
+    def abort(self) -> None:
+        """Have all samples back soon, as far as they came. From any thread."""
+        self._aborted = True
+        refs = []
+        for call in list(self._calls.values()):
+            with suppress(EngineDied):  # its samples are not begun again
+                refs.append(call.worker.told("abort", call.engine.asker))
+        wait(refs, self._fleet.call_timeout, len(refs)) if refs else None
+
+    def _begin(
+        self,
+        worker: EpisodeWorkerHandle,
+        samples: Sequence[SampleRequest],
+        params: SamplingParams,
+        function: GenerateFunction,
+    ) -> None:
+        if not samples:
+            return
+        asker = f"{worker.name}/{uuid4().hex[:12]}"
+        engine = RemoteEngine(self._engine.callee, self._engine.name, asker, self._fleet.call_timeout)
+        call = _Call(worker, engine, {sample.key: sample for sample in samples}, None, time.monotonic())
+        try:
+            call.stream = worker.begin(engine, samples, params, function)
+        except EngineDied:
+            self._lose(call)
+        else:
+            self._calls[call.stream] = call
+
+    def _ready(self, deadline: Deadline) -> list[Any]:
+        """Streams that go on or have ended, after some time at the latest."""
+        patience = min(LOOK, deadline.remaining)
+        if self._calls:
+            found, _ = wait(list(self._calls), min(patience, 0.1) if self._lost else patience)
+            return found
+        wait_for_any(list(self._lost), patience)
+        return []
+
+    def _taken(self, stream: Any, deadline: Deadline) -> Iterator[list[GeneratedSample] | Recorded]:
+        call = self._calls[stream]
+        call.heard = time.monotonic()
+        try:
+            told = call.worker.take(next(stream), deadline)
+        except StopIteration:
+            del self._calls[stream]
+            return
+        except EngineError as error:
+            if not _is_of_the_worker(error):
+                raise
+            del self._calls[stream]
+            self._lose(call)
+            return
+        if isinstance(told, Recorded):
+            yield self._recorded(call, told)
+            return
+        for sample in told:
+            call.left.pop(sample.key, None)
+        yield told
+
+    def _recorded(self, call: _Call, recorded: Recorded) -> Recorded:
+        """With a number that no other worker has."""
+        take_records(call.left, recorded.records)
+        number = next(self._numbers)
+        if recorded.awaited:
+            self._awaited.append((number, call, recorded.number))
+        return replace(recorded, number=number)
+
+    def _lose(self, call: _Call) -> None:
+        """A worker is dead or out of reach: make it again, and meanwhile read on."""
+        self._losses[call.worker.name] += 1
+        if self._losses[call.worker.name] >= LOSSES:
+            groups = sorted({key[0] for key in call.left})
+            raise EngineDied(
+                f"{call.worker.name} died {LOSSES} times while it ran episodes of groups {', '.join(map(str, groups))}"
+            )
+
+        def make_again() -> None:
+            call.engine.call("close_stream", ASKING)
+            call.worker.ensure_alive()
+
+        call.worker.hung()
+        self._lost[self._pool.submit(make_again)] = call
+
+    def _made_again(self) -> list[_Call]:
+        found = [future for future in self._lost if future.done()]
+        calls = [self._lost.pop(future) for future in found]
+        for future in found:
+            future.result()
+        return calls
+
+    def _look_at_silent(self) -> None:
+        """A worker whose episodes take long is asked whether it lives, while the others are read."""
+        now = time.monotonic()
+        for stream, call in list(self._calls.items()):
+            if now - call.heard < self._fleet.call_timeout:
+                continue
+            try:
+                if call.health is None:
+                    call.health, call.asked = call.worker.told("health"), now
+                elif ray.wait([call.health], timeout=0)[0]:
+                    result(call.health, Deadline(LOOK), f"{call.worker.name}.health()")
+                    call.heard, call.health = now, None
+                elif now - call.asked > self._fleet.call_timeout:
+                    raise EngineTimeout(f"{call.worker.name} does not answer")
+            except EngineError:
+                del self._calls[stream]
+                self._lose(call)
+
+    def _end(self) -> None:
+        """Nobody wants what is still under way, if anything is."""
+        calls, self._calls = list(self._calls.values()), {}
+        calls_of_lost, self._lost = list(self._lost.values()), {}
+        deadline = Deadline(self._fleet.call_timeout)
+        running = calls
+        while running and deadline.remaining:
+            for call in running:
+                with suppress(EngineError):
+                    call.worker.told("give_up", call.engine.asker)
+            ended, _ = ray.wait([call.stream.completed() for call in running], num_returns=len(running), timeout=LOOK)
+            running = [call for call in running if call.stream.completed() not in ended]
+        for call in running:
+            call.worker.hung()
+        with suppress(EngineError, Superseded):
+            for call in [*running, *calls_of_lost]:
+                call.engine.call("close_stream", ASKING)
+
+
+def _is_of_the_worker(error: EngineError) -> bool:
+    """Whether an error of a call is a worker's own death, or of what it had said, and not something that it raised."""
+    return isinstance(error.__cause__, RayError) and not isinstance(error.__cause__, RayTaskError)

@@ -1,0 +1,141 @@
+"""A rollout engine's stream for whoever runs in another process: see `cairn.engines.fleet.askers` for its other end."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.engines.episodes.asking import Answers
+from cairn.engines.errors import EngineError, RequestRefused, Superseded
+from cairn.engines.fleet.calls import Deadline, result
+from cairn.engines.fleet.fencing import Callee
+from cairn.engines.types import Completion, GenerateRequest, RequestId
+
+ASKING = "asking"
+"""Concurrency group of the short calls of those who ask a rollout engine from other processes."""
+
+ANSWERING = "answering"
+"""That of their calls that wait for answers, one at a time of each."""
+
+PATIENCE = 5.0
+"""Seconds after which the engine says that there is no answer yet."""
+
+
+@dataclass(frozen=True)
+class RemoteEngine:
+    """A rollout engine, for a process that asks it on behalf of one driver."""
+
+    actor: Callee
+    name: str
+    """Of the actor, for messages."""
+    asker: str
+    """Who asks."""
+    timeout: float
+    """Seconds that a call may take."""
+
+    def open(self) -> "RemoteStream":
+        """A stream of its; one at a time. Raises EngineDied, EngineTimeout and Superseded, as what follows does."""
+        self.call("open_stream", ASKING)
+        return RemoteStream(self)
+
+    def abort(self) -> None:
+        """End what was asked for soon."""
+        self.call("abort_stream", ASKING)
+
+    def call(self, method: str, group: str, *args: Any, patience: float = 0.0) -> Any:
+        """Call a method of the engine's askers."""
+        ref = self.actor.call(method, self.asker, *args, concurrency_group=group)
+        return result(ref, Deadline(self.timeout + patience), f"{self.name}.{method}()")
+
+
+class RemoteStream:
+    """A `Stream`. All that comes up while a call is on its way goes with the next one."""
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._to_ask: list[GenerateRequest] = []
+        self._left = 0
+        """Requests without an answer."""
+        self._answers: deque[Completion] = deque()
+        self._error: Exception | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._ask, name="asks-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """What cannot be served is told later."""
+        with self._changed:
+            self._to_ask += requests
+            self._left += len(requests)
+            self._changed.notify_all()
+
+    def __iter__(self) -> "RemoteStream":
+        return self
+
+    def __next__(self) -> list[Completion]:
+        while True:
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+                if self._closed or not self._left:
+                    raise StopIteration
+            answers: Answers = []
+            if self._answers:
+                return self._taken(answers)
+            try:
+                answers = self._engine.call("take_answers", ANSWERING, PATIENCE, patience=PATIENCE)
+            except Exception as error:
+                with self._changed:
+                    if self._closed:
+                        raise StopIteration from None
+                    self._error = self._error or error
+                raise
+            if answers:
+                return self._taken(answers)
+
+    def abort(self) -> None:
+        self._engine.abort()
+
+    def close(self) -> None:
+        with self._changed:
+            closed, self._closed = self._closed, True
+            self._changed.notify_all()
+        if closed:
+            return
+        self._thread.join()
+        with suppress(EngineError, Superseded):  # then it is gone, or another's: whoever asks hears of it
+            self._engine.call("close_stream", ASKING)
+
+    def _taken(self, answers: Answers) -> list[Completion]:
+        refused: dict[RequestId, str] = {}
+        with self._changed:
+            for _, answer in answers:
+                if isinstance(answer, RequestRefused):
+                    refused |= answer.refused
+                else:
+                    self._answers.append(answer)
+            if refused:
+                self._left -= len(refused)
+                raise RequestRefused(refused)
+            completions = list(self._answers)
+            self._answers.clear()
+            self._left -= len(completions)
+            return completions
+
+    def _ask(self) -> None:
+        """In a thread of its own."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._to_ask or self._closed)
+                if self._closed:
+                    return
+                requests, self._to_ask = self._to_ask, []
+            try:
+                self._engine.call("ask", ASKING, requests)
+            except Exception as error:
+                with self._changed:
+                    self._error = self._error or error
+                return

@@ -1,0 +1,181 @@
+"""How many tokens requests have with an engine at a time: those above it wait, each sample for its turn.
+
+A request counts with what it goes on from and what it may have sampled at its end. Samples take turns, one request at a
+time, in the order in which they asked first: one that asks for a thousand continuations at once waits for most of them,
+and nobody else does. What comes next waits until there is room for it, and nothing smaller is let past; one that is
+larger than the bound is served alone.
+"""
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from cairn.engines.errors import EngineError, RequestRefused
+from cairn.engines.rollout.streams import Stream
+from cairn.engines.types import Completion, GenerateRequest, RequestId
+
+
+class Admission:
+    """To one engine, for all its streams."""
+
+    def __init__(self, max_tokens: int | None) -> None:
+        """`max_tokens`: None has no bound, and nothing is counted."""
+        self.max_tokens = max_tokens
+        self.changed = threading.Condition()
+        """Held while anything here, or in a stream, is changed."""
+        self._turns: deque[tuple[AdmittedStream, Any]] = deque()
+        """The samples that wait, in order."""
+        self._waiting: dict[tuple[AdmittedStream, Any], deque[GenerateRequest]] = {}
+        self._tokens = self._tokens_max = 0
+
+    def open(self, stream: Stream) -> Stream:
+        """A stream whose requests are admitted to the engine's own `stream`."""
+        return stream if self.max_tokens is None else AdmittedStream(self, stream)
+
+    def usage(self) -> dict[str, int]:
+        """The most tokens that requests had with the engine at a time since nothing was asked, where they are
+        bounded."""
+        return {} if self.max_tokens is None else {"tokens_in_flight_max": self._tokens_max}
+
+    def wait(self, stream: "AdmittedStream", request: GenerateRequest) -> None:
+        """Let a request wait for its turn. `changed` is held, here and below."""
+        if not self._tokens and not self._turns:
+            self._tokens_max = 0
+        turn = (stream, request.request_id[:2])
+        if turn not in self._waiting:
+            self._waiting[turn] = deque()
+            self._turns.append(turn)
+        self._waiting[turn].append(request)
+
+    def leave(self, tokens: int) -> None:
+        """Of requests that have ended."""
+        self._tokens -= tokens
+
+    def forget(self, stream: "AdmittedStream") -> None:
+        """Whatever waits of a stream waits no more."""
+        self._turns = deque(turn for turn in self._turns if turn[0] is not stream)
+        self._waiting = {turn: requests for turn, requests in self._waiting.items() if turn[0] is not stream}
+
+    def admit(self) -> None:
+        """Give the engine what there is room for. `changed` is not held."""
+        with self.changed:
+            while admitted := self._next():
+                for stream, requests in admitted.items():
+                    stream.begin(requests)  # those that it refuses leave their room to others
+            self.changed.notify_all()
+
+    def _next(self) -> "dict[AdmittedStream, list[GenerateRequest]]":
+        """Those that there is room for."""
+        admitted: dict[AdmittedStream, list[GenerateRequest]] = defaultdict(list)
+        while self._turns:
+            turn = self._turns[0]
+            request, stream = self._waiting[turn][0], turn[0]
+            tokens = tokens_of(request)
+            assert self.max_tokens is not None
+            if self._tokens and self._tokens + tokens > self.max_tokens and not stream.aborted:
+                break
+            self._tokens += tokens
+            self._tokens_max = max(self._tokens_max, self._tokens)
+            self._waiting[turn].popleft()
+            self._turns.popleft()
+            if self._waiting[turn]:
+                self._turns.append(turn)
+            else:
+                del self._waiting[turn]
+            stream.admitted[request.request_id] = tokens
+            admitted[stream].append(request)
+        return admitted
+
+
+class AdmittedStream:
+    """A `Stream`."""
+
+    def __init__(self, admission: Admission, stream: Stream) -> None:
+        self._admission = admission
+        self._stream = stream
+        self._waiting = 0
+        self._refused: dict[RequestId, str] = {}
+        self._error: Exception | None = None
+        self.admitted: dict[RequestId, int] = {}
+        """What the engine has, and the tokens of it."""
+        self.aborted = False
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """What cannot be served is found out when its turn comes."""
+        with self._admission.changed:
+            for request in requests:
+                self._admission.wait(self, request)
+            self._waiting += len(requests)
+        self._admission.admit()
+
+    def begin(self, requests: list[GenerateRequest]) -> None:
+        """Those whose turn has come: `changed` is held."""
+        self._waiting -= len(requests)
+        try:
+            try:
+                self._stream.submit(requests)
+            except RequestRefused as refused:
+                self._refused |= refused.refused
+                self._left(refused.refused)
+                self._stream.submit([request for request in requests if request.request_id not in refused.refused])
+        except EngineError as error:
+            self._error = error
+
+    def __iter__(self) -> "AdmittedStream":
+        return self
+
+    def __next__(self) -> list[Completion]:
+        admission = self._admission
+        while True:
+            with admission.changed:
+                admission.changed.wait_for(lambda: self.admitted or self._refused or self._error or not self._waiting)
+                if self._refused:
+                    refused, self._refused = self._refused, {}
+                    raise RequestRefused(refused)
+                error, self._error = self._error, None
+                ended = not self.admitted
+            if error is not None:
+                self.close()
+                raise error
+            if ended:
+                raise StopIteration
+            try:
+                completions = next(self._stream)
+            except StopIteration:
+                continue  # what is admitted now came after it looked, or was refused
+            except RequestRefused as late:
+                self._give_back(late.refused)
+                raise
+            except Exception:
+                self.close()
+                raise
+            self._give_back([completion.request_id for completion in completions])
+            return completions
+
+    def abort(self) -> None:
+        with self._admission.changed:
+            self.aborted = True
+        self._stream.abort()
+        self._admission.admit()
+
+    def close(self) -> None:
+        with self._admission.changed:
+            self._admission.forget(self)
+            self._waiting = 0
+            ids = list(self.admitted)
+        self._stream.close()
+        self._give_back(ids)
+
+    def _give_back(self, ids: "Sequence[RequestId] | dict[RequestId, str]") -> None:
+        with self._admission.changed:
+            self._left(ids)
+        self._admission.admit()
+
+    def _left(self, ids: "Sequence[RequestId] | dict[RequestId, str]") -> None:
+        self._admission.leave(sum(self.admitted.pop(id, 0) for id in ids))
+
+
+def tokens_of(request: GenerateRequest) -> int:
+    """That a request may have at its end."""
+    return len(request.input_ids) + request.sampling_params.max_new_tokens - request.position
