@@ -228,6 +228,8 @@ class GeneratedSample:
     """Where user code gave a trajectory a reward, or a segment of it, that of each."""
     roles: tuple[str | None, ...] | None = None
     """Where a trajectory has a role, that of each."""
+    retold: int = 0
+    """Of its sampled tokens, those that a later prompt tells in other tokens."""
 
     @property
     def key(self) -> SampleKey:

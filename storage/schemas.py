@@ -116,7 +116,11 @@ TURN_REWARDS = pa.field("turn_rewards", pa.list_(pa.float64()), nullable=True)
 """Another one, where user code gave segments rewards: that of each of the row's segments, null for those without. Null:
 none has one."""
 
-SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS)
+RETOLD = pa.field("retold_tokens", pa.int32(), nullable=True)
+"""Another one, where a later prompt of the sample tells in other tokens what the policy had sampled: how many tokens of
+its response that befell. Null: none."""
+
+SEQUENCES = (TRAJECTORIES, TRAJECTORY_PROMPTS, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, RETOLD)
 """What the trajectories of a sample are."""
 
 ROUTED = pa.field(

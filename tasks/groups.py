@@ -21,6 +21,7 @@ from cairn.storage.schemas import (
     IMAGE_BYTES,
     IMAGES,
     KEPT,
+    RETOLD,
     ROLLOUT,
     ROUTED,
     SEQUENCES,
@@ -123,6 +124,7 @@ def unfinished_group(
             prompts=_own_prompts(sample.get(TRAJECTORY_PROMPTS.name)),
             rewards=_optional_tuple(sample.get(TRAJECTORY_REWARDS.name)),
             roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
+            retold=sample.get(RETOLD.name) or 0,
         )
         for sample in samples
     }
@@ -312,6 +314,7 @@ def trajectory_columns(samples: Sequence[GeneratedSample]) -> dict[str, pa.Array
         TRAJECTORY_REWARDS.name: pa.array([sample.rewards for sample in samples], TRAJECTORY_REWARDS.type),
         TRAJECTORY_ROLES.name: pa.array([sample.roles for sample in samples], TRAJECTORY_ROLES.type),
         TURN_REWARDS.name: pa.array([_turn_rewards(sample) for sample in samples], TURN_REWARDS.type),
+        RETOLD.name: pa.array([sample.retold or None for sample in samples], RETOLD.type),
     }
 
 

@@ -18,7 +18,7 @@ from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.layout import IMAGES_FILE
-from cairn.storage.schemas import TRAJECTORIES, TRAJECTORY_PROMPTS, Status
+from cairn.storage.schemas import RETOLD, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
 from cairn.tasks.calls import call_tables
@@ -161,6 +161,7 @@ def rollout(
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
+            **(_retold(samples) if "." in run.config.rollout.custom_generate_function_path else {}),
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
         timings={"generate": seconds},
@@ -216,6 +217,16 @@ def _given_tokens(samples: pa.Table, groups: Mapping[int, Group]) -> int:
                 end += segment["tokens"]
             given += carried + sum(calls.values() or [before])
     return given
+
+
+def _retold(samples: pa.Table) -> dict[str, int]:
+    """Tokens that the policy sampled, and those of them that a later prompt tells in other tokens."""
+    segments, retold = with_optional(samples, ["segments", RETOLD.name]).columns
+    lengths = pc.list_value_length(samples.column("response_ids")).to_pylist()
+    sampled = 0
+    for length, parts in zip(lengths, segments.to_pylist(), strict=True):
+        sampled += length if parts is None else sum(one["tokens"] for one in parts if one["call"] is not None)
+    return {"sampled_tokens": sampled, "retold_tokens": pc.sum(retold).as_py() or 0}
 
 
 def token_count(samples: pa.Table, column: str) -> int:

@@ -327,6 +327,7 @@ class Context:
             prompts=tuple(prompts) if own else None,
             rewards=None if all(reward is None for reward in rewards) else tuple(rewards),
             roles=None if all(role is None for role in roles) else tuple(roles),
+            retold=sum(one.retold for one in trajectories if isinstance(one, Trajectory)),
         )
 
     def _own_prompt(self, trajectory: Trajectory, where: str) -> np.ndarray | None:

@@ -15,7 +15,7 @@ from cairn.flows.iteration import iteration, last_selection
 from cairn.flows.reading.samples import iteration_samples
 from cairn.flows.report.data import read_samples, read_tokens
 from cairn.storage.commits import Step
-from cairn.storage.schemas import EVAL, MEASURED, ROLLOUT, SEQUENCES, TRAJECTORIES
+from cairn.storage.schemas import EVAL, MEASURED, ROLLOUT, TRAJECTORIES, TRAJECTORY_PROMPTS
 from cairn.storage.verification import verify
 from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
@@ -49,7 +49,7 @@ async def once(ctx, sample):
 
 async def asks_anew(ctx, sample):
     prompt = [40, 41, 42, 43]
-    return Trajectory([await ctx.sample(prompt)], prompt)
+    return Trajectory([await ctx.sample(prompt)], prompt, retold=sample.index)
 """
 
 GRADER = """
@@ -192,7 +192,7 @@ def check_batch_of(run: RunContext, index: int) -> None:
 def test_an_evaluation_grades_the_last_of_them(config: RunConfig, tmp_path: Path) -> None:
     with tiny_context(str(tmp_path / "store"), config) as (run, _):
         table = run.read(evaluate(run, 0, "held-v000000", None, name="held"))
-    assert table.column_names == [*EVAL.names, *(field.name for field in SEQUENCES[:2])]
+    assert table.column_names == [*EVAL.names, TRAJECTORIES.name, TRAJECTORY_PROMPTS.name]
     for row in table.to_pylist():
         assert len(row["trajectories"] or [0]) == row["sample_index"] + 1
         last = row["response_ids"][-row["trajectories"][-1] :] if row["trajectories"] else row["response_ids"]
@@ -223,6 +223,9 @@ def test_one_trajectory_may_have_a_prompt_of_its_own(config: RunConfig, tmp_path
         rows, batch = rows_of(run, 0), whole_batch(run, 0)
         rollout = run.committed(0, Step.ROLLOUT, "00-000")
     assert rollout.metrics["prompt_tokens"] == 4 * len(rows)
+    assert rollout.metrics["sampled_tokens"] == rollout.metrics["response_tokens"]
+    assert rollout.metrics["retold_tokens"] == len(rows) / 4 * (0 + 1 + 2 + 3)
+    assert [rows[key]["retold_tokens"] for key in sorted(rows)][:4] == [None, 1, 2, 3]
     for row in rows.values():
         assert row["trajectories"] == [len(row["response_ids"])]
         assert row["trajectory_prompts"] == [[40, 41, 42, 43]] != [row["prompt_ids"]]

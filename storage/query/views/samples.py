@@ -109,6 +109,9 @@ SAMPLES = View(
         ),
         "trajectory_roles": column("VARCHAR[]", "b.trajectory_roles", "of each trajectory; NULL: none has one"),
         "turn_rewards": column("DOUBLE[]", "b.turn_rewards", "that user code gave each segment; NULL: none"),
+        "retold_tokens": column(
+            "INTEGER", "b.retold_tokens", "sampled tokens that a later prompt tells in other ones; NULL: none"
+        ),
         "images": column(
             "STRUCT(sha256 VARCHAR, height INTEGER, width INTEGER)[]",
             "b.images",

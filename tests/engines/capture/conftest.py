@@ -111,7 +111,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CALL_AS_TOLD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # what it has recorded does not outlive a module
 def engine(talker: Path) -> TransformersEngine:
     return TransformersEngine(str(talker), rollout_config())
 
