@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from cairn.configs.schema.tools import ToolOptions
@@ -37,6 +38,7 @@ def tool(options: ToolOptions) -> Tool:
     return Tool(calculator, kind="pure")
 
 
+@cache
 def _operators() -> dict[type, Callable[..., Any]]:
     import ast
 
@@ -53,6 +55,7 @@ def _operators() -> dict[type, Callable[..., Any]]:
     }
 
 
+@cache
 def _functions() -> dict[str, Callable[..., Any]]:
     plain = (math.sqrt, abs, round, min, max, math.exp, math.log, math.sin, math.cos, math.tan, math.floor, math.ceil)
     return {function.__name__: _numbers(function) for function in plain}
