@@ -10,8 +10,14 @@ from cairn.storage.ledger import Ledger
 MARK = "redacted"
 """Stands as the error of a row that was."""
 
-_TEXTS = frozenset({"prompt_text", "response_text", "label", "metadata", "components", "error"})
-"""Columns that may hold text of a sample. So may every column of lists or records: tokens, or a value for each."""
+_TEXTS = frozenset(
+    {
+        *("prompt_text", "response_text", "label", "metadata", "components", "error"),
+        *("arguments", "arguments_digest", "result", "result_digest"),  # a short text can be guessed by its digest
+    }
+)
+"""Columns that may hold text of a sample, or of its calls. So may every column of lists or records: tokens, or a value
+for each."""
 
 
 def without_text(table: pa.Table, rows: pa.Array) -> pa.Table:

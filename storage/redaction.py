@@ -216,7 +216,7 @@ def _read(ledger: Ledger, commit: Commit, output: OutputFile) -> bytes | None:
 
 def _rows(step: Step, table: pa.Table, prompt: int, seen: _Seen) -> pa.Array:
     """Which rows are the prompt's."""
-    if step is Step.ROLLOUT:
+    if step is Step.ROLLOUT and "prompt_index" in table.column_names:
         found = pc.equal(table.column("prompt_index"), prompt)
     elif step is Step.EVAL:
         found = pc.is_in(table.column("prompt_text"), pa.array(sorted(seen.texts), pa.string()))
@@ -229,10 +229,11 @@ def _bytes_without(
     ledger: Ledger, data: bytes, commit: Commit, output: OutputFile, prompt: int, seen: _Seen
 ) -> tuple[bytes, bool]:
     """A table's file with the prompt's text taken out, the same one where there is none; whether rows are its. Of
-    images those go that no other prompt's samples have."""
+    images, and of long results of calls, those go that no other prompt's samples have."""
     table = tables.from_parquet(data)
-    if output == commit.images:
-        kept = _images_of_others(ledger, commit, prompt)
+    if output in (commit.images, commit.beside(layout.RESULTS_FILE)):
+        is_image = output == commit.images
+        kept = _images_of_others(ledger, commit, prompt) if is_image else _results_of_others(ledger, commit, seen)
         left = table.filter(pc.is_in(table.column("sha256"), pa.array(sorted(kept), pa.string())))
         return (data if left.num_rows == table.num_rows else tables.to_parquet(left)), False
     rows = _rows(commit.step, table, prompt, seen)
@@ -247,6 +248,16 @@ def _images_of_others(ledger: Ledger, commit: Commit, prompt: int) -> set[str]:
     samples = tables.from_parquet(data)
     others = samples.filter(pc.not_equal(samples.column("prompt_index"), prompt))
     return {image["sha256"] for images in others.column(IMAGES.name).to_pylist() for image in images or ()}
+
+
+def _results_of_others(ledger: Ledger, commit: Commit, seen: _Seen) -> set[str]:
+    """SHA-256 of the long results in a rollout that calls of other prompts' samples got."""
+    output = commit.beside(layout.CALLS_FILE)
+    data = None if output is None else _read(ledger, commit, output)
+    assert data is not None  # as above, and long results are of calls
+    calls = tables.from_parquet(data)
+    others = calls.filter(pc.invert(pc.is_in(calls.column("group_id"), pa.array(sorted(seen.groups), pa.int64()))))
+    return set(others.column("result_digest").drop_null().to_pylist())
 
 
 def _replace(ledger: Ledger, file: RedactedFile, found: Found) -> None:

@@ -68,8 +68,10 @@ def by_sample(records: Sequence[CallRecord]) -> dict[SampleKey, list[CallRecord]
 
 
 def call_tables(calls: pa.Table, samples: pa.Table) -> dict[str, pa.Table]:
-    """Rows of CALLS as they are committed, sample by sample in the order of answers: without tokens that `samples` has,
-    rows of the rollout table, and with long results in a table of their own. By the names of their files."""
+    """Rows of CALLS as they are committed, sample by sample in the order of answers: without intents that were
+    answered, without tokens that `samples` has, rows of the rollout table, and with long results in a table of their
+    own. By the names of their files."""
+    calls = calls.filter(pa.array(_last_words(calls), pa.bool_()))
     calls = calls.sort_by([("group_id", "ascending"), ("sample_index", "ascending"), ("order", "ascending")])
     long = [text is not None and len(text) > LONG for text in calls["result"].to_pylist()]
     texts = [text if is_long else None for text, is_long in zip(calls["result"].to_pylist(), long, strict=True)]
@@ -109,6 +111,13 @@ def read_calls(
                 record = replace(record, segment=replace(segment, loss_mask=np.ones(len(segment), np.uint8)))
         found.append(record)
     return found
+
+
+def _last_words(calls: pa.Table) -> list[bool]:
+    """Of each row, whether it is an answer, or an intent that has none."""
+    rows = list(zip(*(calls[name].to_pylist() for name in ("group_id", "sample_index", "call", "order")), strict=True))
+    answered = {row[:3] for row in rows if row[3] is not None}
+    return [row[3] is not None or row[:3] not in answered for row in rows]
 
 
 def _calls_in(sample: Mapping[str, Any]) -> list[str | None]:

@@ -14,16 +14,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import JsonValue
 
+from cairn.configs.schema.run import RunConfig
 from cairn.engines.trajectories import GeneratedSample
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
-from cairn.storage.layout import IMAGES_FILE
+from cairn.storage.layout import CALLS_FILE, IMAGES_FILE
 from cairn.storage.schemas import RETOLD, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
 from cairn.tasks.calls import call_tables
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import Draw, DrawnRow, PromptRow
+from cairn.tasks.episode_metrics import episode_metrics
 from cairn.tasks.episodes import Calls
 from cairn.tasks.generation import generate_function, generate_samples
 from cairn.tasks.groups import (
@@ -124,7 +126,7 @@ def rollout(
             engine,
             weights,
             list(chain.from_iterable(missing.values())),
-            _sampling_params(run),
+            sampling_params(run.config, kept=run.records_kept),
             rows={id: group.drawn.row.index for id, group in by_id.items()},
             calls=calls,
             enough=None if needed is None else _size(needed, part, parts) - usable,
@@ -141,11 +143,12 @@ def rollout(
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
     images = image_table(groups)
+    beside = {} if made is None else call_tables(made, samples)
     return Outcome(
         tables={
             "samples.parquet": samples.combine_chunks(),
             **({} if images is None else {IMAGES_FILE: images}),
-            **({} if made is None else call_tables(made, samples)),
+            **beside,
         },
         values={
             "cursor": draw.cursor,
@@ -162,6 +165,7 @@ def rollout(
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
             **(_retold(samples) if "." in run.config.rollout.custom_generate_function_path else {}),
+            **episode_metrics(samples, beside.get(CALLS_FILE)),
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
         timings={"generate": seconds},
@@ -261,8 +265,9 @@ def _continued(run: RunContext, places: Sequence[GroupPlace], rollouts: Sequence
     ]
 
 
-def _sampling_params(run: RunContext) -> SamplingParams:
-    config = run.config.rollout
+def sampling_params(run: RunConfig, *, kept: bool) -> SamplingParams:
+    """How the tokens of training samples are drawn. `kept`: with what was left of the vocabulary to draw each from."""
+    config = run.rollout
     return SamplingParams(
         max_new_tokens=config.rollout_max_response_len,
         temperature=config.rollout_temperature,
@@ -270,6 +275,6 @@ def _sampling_params(run: RunContext) -> SamplingParams:
         top_k=config.rollout_top_k,
         stop_token_ids=config.rollout_stop_token_ids,
         stop=config.rollout_stop,
-        return_kept=run.records_kept,
-        return_routed_experts=run.config.algorithm.use_rollout_routing_replay,
+        return_kept=kept,
+        return_routed_experts=run.algorithm.use_rollout_routing_replay,
     )

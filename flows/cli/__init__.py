@@ -6,6 +6,7 @@ from cairn.flows.cli.bundle import bundle, unbundle
 from cairn.flows.cli.convert import convert
 from cairn.flows.cli.costs import costs, timeline
 from cairn.flows.cli.decisions import approve, keygen, pin, quarantine, reject, unpin
+from cairn.flows.cli.episode import episode
 from cairn.flows.cli.evaluation import evaluate, leaderboard
 from cairn.flows.cli.export import export
 from cairn.flows.cli.history import diff, fork, replay
@@ -22,7 +23,23 @@ from cairn.flows.cli.whatif import whatif
 
 __all__ = ["app"]
 
-LOOKING = (runs, status, show, sql, lineage, verify, report, costs, timeline, replay, rescore, whatif, diff, benchmarks)
+LOOKING = (
+    runs,
+    status,
+    show,
+    episode,
+    sql,
+    lineage,
+    verify,
+    report,
+    costs,
+    timeline,
+    replay,
+    rescore,
+    whatif,
+    diff,
+    benchmarks,
+)
 WORKING = (train, resume, validate, plan, fork, convert, export, probe, up)
 DECIDING = (approve, reject, pin, unpin, quarantine, keygen)
 REMOVING = (gc, delete)

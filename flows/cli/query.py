@@ -32,8 +32,8 @@ def sql(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Ask the ledger by SQL: `runs`, `steps`, `groups`, `samples`, `segments`, `rewards`, `advantages`, `tokens`,
-    `evals`, `evaluations` and `costs` are views over its commits and Parquet files, on local files and on S3.
+    """Ask the ledger by SQL: `runs`, `steps`, `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`,
+    `tokens`, `evals`, `evaluations` and `costs` are views over its commits and Parquet files, on local files and on S3.
 
     Nothing is copied and nothing can be changed: of the files, those are read that the query needs. The dialect is
     DuckDB's.

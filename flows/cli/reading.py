@@ -75,7 +75,8 @@ def show(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on.
+    """Show samples of an iteration: prompt, response, reward and advantage, and whether they were trained on. Of one of
+    several turns, what the world gave and the policy answered in each, and every call of a tool or a grader.
 
     Examples:
 
@@ -83,15 +84,16 @@ def show(
     - `cairn show quickstart 39 --sample 17`
     - `cairn show quickstart 39 --limit 1000 --json | jq '.[].reward'`
     """
-    from cairn.flows.reading.samples import iteration_samples
+    from cairn.flows.reading.samples import iteration_samples, with_episodes
 
     try:
-        found = iteration_samples(open_ledger(store, run), iteration)
+        ledger = open_ledger(store, run)
+        found = iteration_samples(ledger, iteration)
     except LookupError as error:
         raise BadInput(str(error)) from None
     if sample is not None and sample >= len(found):
         raise BadInput(f"iteration {iteration} of run {run!r} has samples 0 to {len(found) - 1}, no {sample}")
-    chosen = found[:limit] if sample is None else [found[sample]]
+    chosen = with_episodes(ledger, found[:limit] if sample is None else [found[sample]])
     if json:
         print_json([view.model_dump(mode="json") for view in chosen])
     else:

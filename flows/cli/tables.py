@@ -126,9 +126,11 @@ def print_summary(status: "RunStatus") -> None:
     say(f"look at samples: cairn show {status.run} {last}; check every byte: cairn verify {status.run}")
 
 
-def print_samples(views: Sequence["SampleView"], total: int) -> None:
-    """Each sample with its texts."""
+def print_samples(views: Sequence["SampleView"], total: int, *, alone: bool = False) -> None:
+    """Each sample with its texts. `alone`: no more were asked for."""
     from rich.text import Text
+
+    from cairn.flows.cli.episode_lines import episode_lines
 
     out = console()
     for view in views:
@@ -149,10 +151,14 @@ def print_samples(views: Sequence["SampleView"], total: int) -> None:
         if view.error:
             facts["error"] = view.error
         out.print(Text("   ").join(Text.assemble((f"{name} ", "dim"), printable(fact)) for name, fact in facts.items()))
-        for name, text in (("prompt", view.prompt), ("response", view.response)):
+        texts = {"prompt": view.prompt} | ({} if view.episode is not None else {"response": view.response})
+        for name, text in texts.items():
             out.print(Text(name, "bold dim"))
             out.print(Text(printable(text)), soft_wrap=True)
-    if len(views) < total:
+        if view.episode is not None:
+            for line in episode_lines(view.episode):
+                out.print(line, soft_wrap=True)
+    if len(views) < total and not alone:
         out.print(Text(f"{len(views)} of {total} samples; --limit or --sample for others", "dim"))
 
 

@@ -1,8 +1,11 @@
 """The samples of one iteration as a person wants to see them: prompt, response, reward, advantage and fate."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pyarrow as pa
 
+from cairn.flows.reading.episodes import EpisodeView, episodes
 from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
@@ -34,6 +37,8 @@ class SampleView(Record):
     sample_index: int
     iteration: int
     """In which it was generated: an earlier one if it waited in the buffer."""
+    shard: str | None = None
+    """Of that iteration's rollout."""
     prompt: str
     response: str
     label: str | None
@@ -50,6 +55,8 @@ class SampleView(Record):
     response_tokens: int
     images: tuple[ImageView, ...] = ()
     """Of the prompt, in order."""
+    episode: EpisodeView | None = None
+    """What it went through; None where it is one answer to the prompt, or nobody has asked."""
 
 
 def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
@@ -80,13 +87,14 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
             group = groups.get(row["group_id"], {})
             was_continued = group and (group["iteration"], group["shard"]) != (origin, shard)
             if (origin == iteration or group) and not was_continued:
-                found.append((origin, key, row, rewards.get(key, {}), group, advantages.get(key)))
+                found.append((origin, shard, key, row, rewards.get(key, {}), group, advantages.get(key)))
     return [
         SampleView(
             number=number,
             group_id=key[0],
             sample_index=key[1],
             iteration=origin,
+            shard=shard,
             prompt=row["prompt_text"],
             response=row["response_text"],
             label=row["label"],
@@ -101,8 +109,14 @@ def iteration_samples(ledger: Ledger, iteration: int) -> list[SampleView]:
             response_tokens=len(row["response_ids"]),
             images=tuple(ImageView(**image) for image in row.get(IMAGES.name) or ()),
         )
-        for number, (origin, key, row, graded_row, group, advantage) in enumerate(found)
+        for number, (origin, shard, key, row, graded_row, group, advantage) in enumerate(found)
     ]
+
+
+def with_episodes(ledger: Ledger, views: Sequence[SampleView]) -> list[SampleView]:
+    """The samples, each with what it went through where that was more than one answer. Raises Damaged."""
+    found = episodes(ledger, {(one.group_id, one.sample_index): (one.iteration, one.shard) for one in views})
+    return [one.model_copy(update={"episode": found.get((one.group_id, one.sample_index))}) for one in views]
 
 
 def _read(ledger: Ledger, commit: Commit, columns: list[str] | None = None) -> pa.Table:

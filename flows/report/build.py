@@ -32,7 +32,8 @@ from cairn.flows.report.facts import (
 from cairn.flows.report.money import cost_tables
 from cairn.flows.report.page import write_page
 from cairn.flows.report.panels import chosen_panels, meaning
-from cairn.flows.report.tokens import Texts, token_blocks
+from cairn.flows.report.tokens import token_blocks
+from cairn.flows.text.tokens import Texts, texts_of
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
@@ -141,17 +142,10 @@ def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
     """The texts of tokens, if the model's tokenizer is where the run had it and makes the responses of their ids."""
     if not tokens.num_rows:
         return None
-    from cairn.engines.errors import BadModel
-    from cairn.flows.driver.validation import load_tokenizer
-
-    try:
-        texts = Texts(load_tokenizer(path))
-    except BadModel:
-        return None
     rows, ids = tokens.column("row").to_numpy(), tokens.column("id").to_numpy()
     tried = np.unique(rows)[:_TRIED]
     responses = samples.rows.column("response").take(pa.array(tried)).to_pylist()
-    return texts if all(map(texts.are_of, [ids[rows == row] for row in tried], responses)) else None
+    return texts_of(path, zip([ids[rows == row] for row in tried], responses, strict=True))
 
 
 def _blocks(

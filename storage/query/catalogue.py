@@ -102,8 +102,10 @@ class Catalogue:
             return pa.concat_tables(pieces)
         return pa.schema([("run", pa.string()), ("owner", pa.string()), *COMMITS]).empty_table()
 
-    def tables(self, step: str) -> list[Tables]:
-        """The files of a step by share, without those that retention removed."""
+    def tables(self, step: str, kind: str = "table") -> list[Tables]:
+        """The files of a step by share, without those that retention removed. `kind`: `table`, or `calls` or `results`
+        of those that lie beside it."""
+        columns_of_files = ("tables", "table_bytes") if kind == "table" else (kind, f"{kind}_bytes")
         found = []
         for share in self.shares:
             commits = self._of_share(share, frozenset({step}))
@@ -111,9 +113,7 @@ class Catalogue:
                 commits = _newest_rounds(commits)
             retired = self._retirements(share.owner)
             resized = self._redacted_sizes(share.owner)
-            columns = [
-                commits.column(name).to_pylist() for name in ("iteration", "shard", "rows", "tables", "table_bytes")
-            ]
+            columns = [commits.column(name).to_pylist() for name in ("iteration", "shard", "rows", *columns_of_files)]
             files = [
                 (path, resized.get(path, size), rows, (iteration, shard))
                 for iteration, shard, rows, paths, sizes in zip(*columns, strict=True)

@@ -21,6 +21,8 @@ from cairn.storage.query.files import SCHEME, LedgerFiles
 from cairn.storage.query.views import View
 
 _EVALUATIONS = "evaluations"
+_BESIDE = {"calls": "calls", "long_results": "results"}
+"""Relations of files beside the tables of rollouts, and what the catalogue calls these."""
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
     Step.REWARD: pa.schema([*schemas.REWARD, schemas.TRAJECTORY_REWARDS]),
@@ -29,6 +31,8 @@ _TABLES: dict[str, pa.Schema] = {
     Step.ADVANTAGE: schemas.ADVANTAGE,
     Step.EVAL: pa.schema([*schemas.EVAL, *schemas.SEQUENCES, schemas.IMAGES]),
     _EVALUATIONS: schemas.EVALUATED,
+    "calls": schemas.CALLS.remove(schemas.CALLS.get_field_index(schemas.ROUTED.name)),
+    "long_results": schemas.LONG_RESULTS,
 }
 """The columns that a table may have; those that it was written without are NULL."""
 _RUNS = pa.schema(
@@ -141,7 +145,8 @@ class Relations:
 
     def _define_tables(self, connection: duckdb.DuckDBPyConnection, step: str) -> None:
         branches = []
-        for number, tables in enumerate(self.catalogue.tables(step)):
+        found = self.catalogue.tables(Step.ROLLOUT, _BESIDE[step]) if step in _BESIDE else self.catalogue.tables(step)
+        for number, tables in enumerate(found):
             paths = self._usable(tables)
             if paths:
                 variable = f"cairn_{step}_{number}"
@@ -179,7 +184,7 @@ class Relations:
 
     def _branch(self, step: str, tables: Tables, variable: str) -> str:
         start = len(self._root) + len(layout.iterations(tables.share.owner)) + 2
-        after = start + len(layout.digits(0)) + len(f"/{step}/")
+        after = start + len(layout.digits(0)) + len(f"/{Step.ROLLOUT if step in _BESIDE else step}/")
         at = f"substr(filename, {start}, 6)::BIGINT AS iteration, {_shard(step, tables, after)} AS shard"
         read = f"read_parquet(getvariable('{variable}'), {_known(step)}, filename = true)"
         return (

@@ -43,9 +43,14 @@ COMMITS = pa.schema(
         ("rows", pa.int64()),
         ("tables", pa.list_(pa.string())),
         ("table_bytes", pa.list_(pa.int64())),
+        ("calls", pa.list_(pa.string())),
+        ("calls_bytes", pa.list_(pa.int64())),
+        ("results", pa.list_(pa.string())),
+        ("results_bytes", pa.list_(pa.int64())),
     ]
 )
-"""`tables` are the store paths of the step's Parquet files but that of images, `table_bytes` their sizes."""
+"""`tables` are the store paths of the step's Parquet files but those beside its table, `table_bytes` their sizes;
+`calls` and `results` those of the calls of a rollout's samples and their long results, at most one each."""
 
 
 def row_of(data: bytes, path: str) -> dict[str, Any]:
@@ -80,6 +85,8 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
             "rows": sum(output.get("rows") or 0 for output in tables),
             "tables": [_table_path(run, output["path"]) for output in tables],
             "table_bytes": [output["bytes"] for output in tables],
+            **_beside(run, "calls", layout.CALLS_FILE, outputs),
+            **_beside(run, "results", layout.RESULTS_FILE, outputs),
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(f"commit {path} cannot be read: {error}") from None
@@ -105,6 +112,15 @@ def _table_path(run: str, path: str) -> str:
     if not is_path(full) or layout.parse_file(run, full) is None:
         raise ValueError(f"its file {path!r} is none of an attempt")
     return full
+
+
+def _beside(run: str, column: str, name: str, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The file of a name, where there is one."""
+    found = [output for output in outputs if output["path"].endswith(f"/{name}")]
+    return {
+        column: [_table_path(run, output["path"]) for output in found],
+        f"{column}_bytes": [output["bytes"] for output in found],
+    }
 
 
 def _items(mapping: Mapping[str, str]) -> list[tuple[str, str]]:

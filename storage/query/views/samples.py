@@ -1,6 +1,7 @@
-"""Views of what an iteration makes of samples: `groups`, `samples`, `segments`, `rewards`, `advantages`, `tokens`."""
+"""Views of what an iteration makes of samples: `groups`, `samples`, `segments`, `calls`, `rewards`, `advantages`,
+`tokens`."""
 
-from cairn.storage.query.views.view import OF_RUN, Twin, View, column
+from cairn.storage.query.views.view import OF_RUN, Twin, View, column, time
 
 OF_PLACE = {
     **OF_RUN,
@@ -162,6 +163,54 @@ SEGMENTS = View(
         "call": column("VARCHAR", "nullif(b.piece.call, '')", "id of the call that sampled it"),
         "seed": column("UBIGINT", "b.piece.seed", "of that call"),
         "finish_reason": column("VARCHAR", "b.piece.finish_reason", "of that call"),
+    },
+)
+_ONE_PIECE = "[{'tokens': len(response_ids)::INTEGER, 'call': '0', 'seed': seed, 'finish_reason': finish_reason}]"
+_ANSWERS = (
+    "(SELECT run, iteration, shard, group_id, sample_index, piece.call AS call, any_value(piece.tokens) AS tokens, "
+    "any_value(piece.finish_reason) AS finish_reason FROM (SELECT run, iteration, shard, group_id, sample_index, "
+    f"unnest(coalesce(segments, {_ONE_PIECE})) AS piece FROM cairn_rollout WHERE len(response_ids) > 0) "
+    "WHERE piece.call IS NOT NULL GROUP BY ALL)"
+)
+"""The answers of the policy that a response is made of, each once."""
+CALLS = View(
+    "calls",
+    "a call that a sample's code made: of the policy, a tool, a grader or the clock",
+    "cairn_calls b",
+    {
+        **OF_SAMPLE,
+        "order": column("INTEGER", 'b."order"', "which of the sample's answers it got, from 0; NULL: it got none"),
+        "call": column("VARCHAR", "b.call", "its id in the sample, as `segments` has it"),
+        "kind": column("VARCHAR", "b.kind", "`sample` (of the policy), `tool`, `judge` or `now`"),
+        "name": column("VARCHAR", "b.name", "of the tool or grader"),
+        "turn": column("INTEGER", "b.turn", "answers of the policy before it"),
+        "arguments": column("VARCHAR", "b.arguments", "JSON; NULL: of the policy and the clock"),
+        "arguments_digest": column("VARCHAR", "b.arguments_digest", ""),
+        "result": column(
+            "VARCHAR", "coalesce(b.result, l.result)", "JSON; NULL: it failed, or the policy answered: see `segments`"
+        ),
+        "result_digest": column("VARCHAR", "b.result_digest", "SHA-256 of a long result"),
+        "error": column("VARCHAR", "b.error", "why it failed"),
+        "failure": column(
+            "VARCHAR", "b.reason", "of a tool: `arguments`, `raised`, `deadline`, `died`, `memory`, `type` or `size`"
+        ),
+        "given_tokens": column("INTEGER", "b.given_tokens", "that the policy went on from"),
+        "sampled_tokens": column("BIGINT", "coalesce(len(b.response_ids), p.tokens)", "that the policy answered"),
+        "cached_tokens": column("BIGINT", "b.cached_tokens", "of those given, in the engine's prefix cache"),
+        "finish_reason": column("VARCHAR", "coalesce(b.finish_reason, p.finish_reason)", "of an answer of the policy"),
+        "used": column(
+            "BOOLEAN",
+            "CASE WHEN b.kind = 'sample' THEN p.tokens IS NOT NULL END",
+            "whether an answer of the policy is in the sample's response",
+        ),
+        "started_at": column("TIMESTAMP WITH TIME ZONE", time("started_at"), ""),
+        "seconds": column("FLOAT", "b.seconds", "until it was answered"),
+    },
+    {
+        "l": "LEFT JOIN (SELECT DISTINCT run, iteration, shard, sha256, result FROM cairn_long_results) l ON "
+        "l.run = b.run AND l.iteration = b.iteration AND l.shard = b.shard AND l.sha256 = b.result_digest",
+        "p": f"LEFT JOIN {_ANSWERS} p ON p.run = b.run AND p.iteration = b.iteration AND p.shard = b.shard "
+        "AND p.group_id = b.group_id AND p.sample_index = b.sample_index AND p.call = b.call",
     },
 )
 REWARDS = View(

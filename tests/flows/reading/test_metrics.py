@@ -178,14 +178,15 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     experts = {"train/routing_mismatch"}
     workers = {"rollout/<engine>/tokens_in_flight_max", "rollout/<engine>/episode_worker_restarts"}
     demonstrations = {"rollout/cut_rows", *(metric.name for metric in METRICS if "/dpo/" in metric.name)}
-    users = {  # generate functions
-        *("rollout/sampled_tokens", "rollout/retold_tokens", "rollout/retold_ratio"),
-        *("rollout/turns/mean", "rollout/turns/max", "rollout/role/<role>/reward"),
-    }
+    of_episodes = (
+        *("rollout/policy_calls", "rollout/retold_", "rollout/role/", "rollout/sampled_tokens", "rollout/tool_"),
+        *("rollout/turns/", "rollout/world_tokens"),
+    )
+    episodes = {metric.name for metric in METRICS if metric.name.startswith(of_episodes)}
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
     assert {
         metric.name for metric in METRICS
-    } - written - families - asked_for - servers - experts - workers - demonstrations - users - failures == set()
+    } - written - families - asked_for - servers - experts - workers - demonstrations - episodes - failures == set()
 
 
 def test_utilization_is_the_work_per_second_of_what_a_device_can_do(tmp_path: Path) -> None:

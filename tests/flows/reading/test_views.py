@@ -165,7 +165,8 @@ def test_samples_carry_what_every_step_made_of_them(store: Store) -> None:
     assert [view.number for view in views] == list(range(6))
     second = views[1].model_dump()
     expected: dict[str, Any] = {
-        "number": 1, "group_id": 3, "sample_index": 1, "iteration": 1, "prompt": "[3] 2 + 2 =",
+        "number": 1, "group_id": 3, "sample_index": 1, "iteration": 1, "shard": "00-000",
+        "episode": None, "prompt": "[3] 2 + 2 =",
         "response": "5 \x1b[31m[bold]\x7f\x9b31m", "label": "4", "reward": 0.0, "advantage": -1.0,
         "finish_reason": "stop", "status": "completed", "disposition": "train", "reason": None, "error": None,
         "prompt_tokens": 3, "response_tokens": 2, "images": (),

@@ -10,7 +10,8 @@ from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
 from cairn.flows.report.data import read_history, read_samples, read_tokens
-from cairn.flows.report.tokens import Texts, token_blocks
+from cairn.flows.report.tokens import token_blocks
+from cairn.flows.text.tokens import Texts
 from cairn.storage import layout
 from cairn.storage.commits import Step
 from cairn.storage.leases import Outcome

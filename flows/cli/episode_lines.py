@@ -1,0 +1,148 @@
+"""An episode as lines for people: turn by turn, in the order in which its code was answered."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from rich.text import Text
+
+from cairn.engines.episodes.records import CallKind, CallRecord
+from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, TurnView, WorldView
+from cairn.flows.text.terminal import printable
+from cairn.flows.text.tokens import Texts
+
+MOST = 2000
+"""Characters of a result that are shown; of what is longer its digest stands with it, and `--json` has all."""
+
+
+def episode_lines(episode: EpisodeView, most: int = MOST) -> Iterator[Text]:
+    """A heading a piece, and its text. `most`: characters of a result."""
+    began = episode.began_at
+    for call in episode.opening:
+        yield from call_lines(call, began, most)
+    several = len(episode.trajectories) > 1
+    for number, trajectory in enumerate(episode.trajectories):
+        about = [part for part in (trajectory.role, _reward(trajectory.reward)) if part]
+        if several or about:
+            yield Text(printable(", ".join([f"trajectory {number} of {len(episode.trajectories)}", *about])), "bold")
+        if trajectory.prompt is not None:
+            yield from world_lines(trajectory.prompt, "own prompt")
+        yield from _turns(trajectory.turns, began, most)
+    if episode.unused:
+        yield Text("answers that are in no trajectory", "bold")
+        yield from _turns(episode.unused, began, most)
+    if episode.seconds is not None:
+        yield Text(f"from the first call to the end of the last {episode.seconds:.2f} s", "dim")
+
+
+def answer_lines(number: int, answer: AnswerView, began: float | None, reward: str = "") -> Iterator[Text]:
+    """What the policy sampled. `began`: of the episode; `reward`: of the turn, as text."""
+    sampled = len(answer.ids)
+    tokens = [f"{sampled} token{'' if sampled == 1 else 's'} after {answer.given_tokens}"]
+    if answer.cached_tokens:
+        tokens.append(f"{answer.cached_tokens} of those cached")
+    if answer.trained_tokens != sampled:
+        tokens.append(f"{answer.trained_tokens} trained on")
+    if answer.log_prob is not None:
+        tokens.append(f"log-prob {answer.log_prob:.3f}")
+    if answer.weight_version is not None:
+        tokens.append(f"version {answer.weight_version}")
+    tokens += [part for part in (answer.finish_reason, _timing(answer.began_at, answer.seconds, began), reward) if part]
+    yield _heading(f"answer {number}", f"call {answer.call}", ", ".join(tokens))
+    if answer.error is not None:
+        yield Text(printable(f"refused: {answer.error}"), "red")
+    else:
+        yield _said(answer.text, answer.ids)
+
+
+def world_lines(world: WorldView, name: str = "world") -> Iterator[Text]:
+    """What the world gave."""
+    count = len(world.ids)
+    yield _heading(name, f"{count} token{'' if count == 1 else 's'}")
+    yield _said(world.text, world.ids)
+
+
+def call_lines(call: CallView, began: float | None, most: int = MOST) -> Iterator[Text]:
+    """A call, its arguments and what came of it. `began`: of the episode."""
+    what = f"{call.kind} {call.name}".strip()
+    yield _heading(printable(what), f"call {call.call}", _timing(call.began_at, call.seconds, began))
+    if call.arguments is not None:
+        yield Text(printable(shortened(call.arguments, most)))
+    if call.order is None:
+        yield Text("no answer is recorded: it was under way when its process was lost", "red")
+    elif call.error is not None:
+        yield Text(printable(f"✗ {shortened(call.error, most)}"), "red")
+    else:
+        digest = f" (sha256 {call.result_digest})" if call.result_digest is not None else ""
+        yield Text(printable(f"→ {shortened(call.result or '', most)}{digest}"))
+
+
+def record_lines(record: CallRecord, began: float, texts: Texts | None) -> Iterator[Text]:
+    """An answer as the code is given it again."""
+    if record.kind is not CallKind.SAMPLE:
+        yield from call_lines(
+            CallView(
+                call=record.call,
+                kind=str(record.kind),
+                name=record.name,
+                order=record.order,
+                arguments=record.arguments,
+                result=record.result,
+                result_digest=None,
+                error=record.error,
+                began_at=record.started_at,
+                seconds=record.seconds,
+            ),
+            began,
+        )
+        return
+    segment = record.segment
+    ids = () if segment is None else tuple(segment.ids.tolist())
+    log_probs = None if segment is None else segment.log_probs
+    answer = AnswerView(
+        call=record.call,
+        ids=ids,
+        text=None if texts is None else texts.whole(np.asarray(ids, np.int32)),
+        given_tokens=record.given,
+        cached_tokens=None if segment is None else segment.cached_tokens,
+        trained_tokens=len(ids),
+        loss_mask=(1,) * len(ids),
+        log_probs=() if log_probs is None else tuple(log_probs.tolist()),
+        log_prob=float(log_probs.mean()) if log_probs is not None and len(log_probs) else None,
+        weight_version=None,
+        finish_reason=None if segment is None or segment.finish_reason is None else str(segment.finish_reason),
+        error=record.error,
+        began_at=record.started_at,
+        seconds=record.seconds,
+    )
+    yield from answer_lines(record.turn, answer, began)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and how much follows."""
+    return text if len(text) <= most else f"{text[:most]}… and {len(text) - most:,} characters more"
+
+
+def _turns(turns: tuple[TurnView, ...], began: float | None, most: int) -> Iterator[Text]:
+    for number, turn in enumerate(turns):
+        if turn.world is not None:
+            yield from world_lines(turn.world)
+        if turn.answer is not None:
+            yield from answer_lines(number, turn.answer, began, _reward(turn.reward))
+        for call in turn.calls:
+            yield from call_lines(call, began, most)
+
+
+def _heading(name: str, *facts: str) -> Text:
+    return Text.assemble((f"{name} ", "bold dim"), ("   ".join(filter(None, facts)), "dim"))
+
+
+def _reward(reward: float | None) -> str:
+    return "" if reward is None else f"reward {reward:.3f}"
+
+
+def _timing(at: float | None, seconds: float | None, began: float | None) -> str:
+    return "" if at is None or began is None else f"at {at - began:.2f} s for {seconds or 0.0:.2f} s"
+
+
+def _said(text: str | None, ids: tuple[int, ...]) -> Text:
+    return Text(printable(text)) if text is not None else Text(" ".join(f"#{id}" for id in ids))

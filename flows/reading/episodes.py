@@ -1,0 +1,365 @@
+"""What samples went through, turn by turn: what the world gave, what the policy answered, and what was called between.
+
+Tokens are those of the committed trajectory. Where the sample's code was recorded (`calls.parquet`), its calls of tools
+and graders stand after the answer that they followed, and answers tell when they began and what the engine had cached.
+A call that was side by side with others follows the newest answer of its own task, of those that started that, or of
+those that it has started.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.configs.loader import from_manifest
+from cairn.engines.trajectories import FIRST_CALL
+from cairn.flows.text.tokens import Texts, texts_of
+from cairn.storage.calls import calls_of
+from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
+from cairn.storage.records import Record
+from cairn.storage.schemas import (
+    SEQUENCES,
+    TRAJECTORIES,
+    TRAJECTORY_PROMPTS,
+    TRAJECTORY_REWARDS,
+    TRAJECTORY_ROLES,
+    TURN_REWARDS,
+)
+from cairn.storage.snapshots import read_recorded_table
+
+SampleKey = tuple[int, int]
+"""(group_id, index in the group)."""
+_TRIED = 4
+"""Responses by which a tokenizer shows that it is the run's."""
+_COLUMNS = (
+    *("group_id", "sample_index", "prompt_ids", "response_ids", "response_text", "segments", "log_probs", "loss_mask"),
+    *("weight_versions", "seed", "finish_reason", *(field.name for field in SEQUENCES)),
+)
+
+
+class CallView(Record):
+    """A call of a sample's code: of a tool, a grader or the clock."""
+
+    call: str
+    """Its id, unique in the sample."""
+    kind: str
+    """See `cairn.engines.episodes.records.CallKind`."""
+    name: str
+    """Of the tool or the grader."""
+    order: int | None
+    """Which of the sample's answers it got; None: it got none, and what it did is not known."""
+    arguments: str | None
+    """JSON."""
+    result: str | None
+    """JSON; None where it failed."""
+    result_digest: str | None
+    """SHA-256 of a long result."""
+    error: str | None
+    """Why it failed."""
+    began_at: float
+    """Unix seconds."""
+    seconds: float
+
+
+class WorldView(Record):
+    """Tokens that the world gave."""
+
+    ids: tuple[int, ...]
+    text: str | None
+    """None where the run's tokenizer is not to be had."""
+
+
+class AnswerView(Record):
+    """What the policy sampled in one call."""
+
+    call: str
+    ids: tuple[int, ...]
+    text: str | None
+    given_tokens: int
+    """That the policy went on from, the prompt's included."""
+    cached_tokens: int | None
+    """Of these, found in the engine's prefix cache; None: not recorded."""
+    trained_tokens: int
+    """Of its own, those that the loss may count."""
+    loss_mask: tuple[int, ...]
+    """1 of each of these."""
+    log_probs: tuple[float, ...]
+    """Of its tokens under the rollout engine."""
+    log_prob: float | None
+    """Their mean."""
+    weight_version: int | None
+    """The newest that sampled one of them."""
+    finish_reason: str | None
+    error: str | None
+    """Why the engine refused the call."""
+    began_at: float | None
+    """Unix seconds; None: not recorded."""
+    seconds: float | None
+
+
+class TurnView(Record):
+    """An answer of the policy, with what the world gave before it and what was called after it."""
+
+    world: WorldView | None
+    answer: AnswerView | None
+    """None after the last one, where the world has the last word."""
+    calls: tuple[CallView, ...] = ()
+    reward: float | None = None
+    """Of the turn itself, where its code gave it one."""
+
+
+class TrajectoryView(Record):
+    """A sequence of turns after a prompt."""
+
+    prompt: WorldView | None
+    """Its own; None: it comes after the sample's."""
+    turns: tuple[TurnView, ...]
+    role: str | None = None
+    """Who acted, where several do."""
+    reward: float | None = None
+    """Its own, where its code gave it one, or its turns."""
+
+
+class EpisodeView(Record):
+    """All of one sample."""
+
+    prompt_ids: tuple[int, ...]
+    trajectories: tuple[TrajectoryView, ...]
+    opening: tuple[CallView, ...] = ()
+    """Calls before the first answer."""
+    unused: tuple[TurnView, ...] = ()
+    """Answers that are in no trajectory."""
+    recorded: bool = False
+    """Whether its code's calls were."""
+    began_at: float | None = None
+    """Unix seconds; None: not recorded."""
+    seconds: float | None = None
+    """From its first call to the end of its last."""
+
+
+def episodes(
+    ledger: Ledger, places: Mapping[SampleKey, tuple[int, str | None]], *, every: bool = False
+) -> dict[SampleKey, EpisodeView]:
+    """Of the samples that went through more than one call of the policy, or whose code made other calls.
+
+    Args:
+        places: iteration and shard of the rollout of each sample that is wanted.
+        every: of those that are one answer to their prompt, too.
+    """
+    found: dict[SampleKey, EpisodeView] = {}
+    texts: list[Texts | None] = []
+    for place in dict.fromkeys(places.values()):
+        commit = ledger.find(place[0], Step.ROLLOUT, place[1])
+        assert commit is not None
+        wanted = {key for key, own in places.items() if own == place}
+        rows = _rows(read_recorded_table(ledger.store, commit.run, commit.table, _COLUMNS), wanted)
+        calls = _calls(ledger, commit, wanted)
+        several = {
+            key: row
+            for key, row in rows.items()
+            if every or row["segments"] is not None or row.get(TRAJECTORIES.name) is not None or calls.get(key)
+        }
+        if several and not texts:
+            tried = [(_last_ids(row), row["response_text"]) for row in several.values() if row["response_ids"]]
+            texts = [run_texts(ledger, tried[:_TRIED])]
+        found |= {key: _Episode(row, calls.get(key), texts[0]).view() for key, row in several.items()}
+    return found
+
+
+def run_texts(ledger: Ledger, tried: Sequence[tuple[np.ndarray, str]] = ()) -> Texts | None:
+    """The texts of a run's tokens, of which some are `tried`: see `cairn.flows.text.tokens`."""
+    return texts_of(from_manifest(ledger.manifest.config).model.path, tried)
+
+
+def _rows(table: pa.Table, wanted: set[SampleKey]) -> dict[SampleKey, dict[str, Any]]:
+    few = table.filter(pc.is_in(table["group_id"], pa.array(sorted({group for group, _ in wanted}), pa.int64())))
+    rows = {(row["group_id"], row["sample_index"]): row for row in few.to_pylist()}
+    return {key: row for key, row in rows.items() if key in wanted}
+
+
+def _calls(ledger: Ledger, commit: Commit, wanted: set[SampleKey]) -> dict[SampleKey, list[dict[str, Any]]]:
+    """The calls of samples in the order in which they were answered; those that were not come last."""
+    found: dict[SampleKey, list[dict[str, Any]]] = {}
+    for row in calls_of(ledger.store, commit, {group for group, _ in wanted}):
+        found.setdefault((row["group_id"], row["sample_index"]), []).append(row)
+    return found
+
+
+def _last_ids(row: Mapping[str, Any]) -> np.ndarray:
+    """The tokens that `response_text` is of."""
+    lengths = row.get(TRAJECTORIES.name)
+    ids = np.asarray(row["response_ids"], np.int32)
+    return ids if lengths is None else ids[len(ids) - lengths[-1] :]
+
+
+@dataclass
+class _Episode:
+    """One sample on its way to a view."""
+
+    row: Mapping[str, Any]
+    calls: Sequence[Mapping[str, Any]] | None
+    texts: Texts | None
+    shown: set[str] = field(default_factory=set)
+    """Ids of the answers whose calls have been told."""
+
+    def __post_init__(self) -> None:
+        self.of_policy = {call["call"]: call for call in self.calls or () if call["kind"] == "sample"}
+        self.after: dict[str | None, list[CallView]] = {}
+        for call in self.calls or ():
+            if call["kind"] != "sample":
+                self.after.setdefault(self._answer_before(call), []).append(_call_view(call))
+
+    def view(self) -> EpisodeView:
+        trajectories = tuple(
+            TrajectoryView(
+                prompt=None if prompt is None else self._world(prompt),
+                turns=tuple(self._turns(prompt, start, end)),
+                role=role,
+                reward=reward,
+            )
+            for (prompt, start, end), role, reward in zip(
+                self._spans(), self._of_each(TRAJECTORY_ROLES.name), self._of_each(TRAJECTORY_REWARDS.name), strict=True
+            )
+        )
+        began = [call["started_at"] for call in self.calls or ()]
+        ended = [call["started_at"] + call["seconds"] for call in self.calls or ()]
+        return EpisodeView(
+            prompt_ids=tuple(self.row["prompt_ids"]),
+            trajectories=trajectories,
+            opening=tuple(self.after.get(None, ())),
+            unused=tuple(self._unused(call) for id, call in self.of_policy.items() if id not in self.shown),
+            recorded=self.calls is not None,
+            began_at=min(began, default=None),
+            seconds=max(ended) - min(began) if began else None,
+        )
+
+    def _spans(self) -> Iterator[tuple[Sequence[int] | None, int, int]]:
+        """The own prompt of each trajectory, and which tokens of the response are its."""
+        lengths = self.row.get(TRAJECTORIES.name) or [len(self.row["response_ids"])]
+        prompts = self.row.get(TRAJECTORY_PROMPTS.name) or [None] * len(lengths)
+        spans = pairwise(np.cumsum([0, *lengths]).tolist())
+        for prompt, (start, end) in zip(prompts, spans, strict=True):
+            yield prompt, start, end
+
+    def _of_each(self, name: str) -> list[Any]:
+        """What a column has of each trajectory."""
+        found: list[Any] | None = self.row.get(name)
+        return [None] * len(self.row.get(TRAJECTORIES.name) or [0]) if found is None else found
+
+    def _segments(self) -> Iterator[tuple[int, int, Mapping[str, Any], float | None]]:
+        """Begin and end of each segment in the response, what it is, and its reward."""
+        row = self.row
+        segments = row["segments"]
+        if segments is None:
+            tokens = len(row["response_ids"])
+            one = {"tokens": tokens, "call": FIRST_CALL, "finish_reason": row["finish_reason"]}
+            segments = [one] if tokens else []
+        rewards = row.get(TURN_REWARDS.name) or [None] * len(segments)
+        start = 0
+        for segment, reward in zip(segments, rewards, strict=True):
+            yield start, start + segment["tokens"], segment, reward
+            start += segment["tokens"]
+
+    def _turns(self, prompt: Sequence[int] | None, first: int, last: int) -> Iterator[TurnView]:
+        """Of the trajectory whose tokens are these of the response."""
+        before = len(self.row["prompt_ids"] if prompt is None else prompt)
+        world: list[int] = []
+        for start, end, segment, reward in self._segments():
+            if not first <= start < end <= last:
+                continue
+            ids = self.row["response_ids"][start:end]
+            if segment["call"] is None:
+                world += ids
+                continue
+            answer = self._answer(segment, start, end, before + start - first)
+            yield self._turn(world, answer, reward)
+            world = []
+        if world:
+            yield TurnView(world=self._world(world), answer=None)
+
+    def _turn(self, world: list[int], answer: AnswerView, reward: float | None = None) -> TurnView:
+        calls = () if answer.call in self.shown else tuple(self.after.get(answer.call, ()))
+        self.shown.add(answer.call)
+        return TurnView(world=self._world(world) if world else None, answer=answer, calls=calls, reward=reward)
+
+    def _answer(self, segment: Mapping[str, Any], start: int, end: int, given: int) -> AnswerView:
+        row, recorded = self.row, self.of_policy.get(segment["call"])
+        log_probs, versions = row["log_probs"][start:end], row["weight_versions"][start:end]
+        return AnswerView(
+            call=segment["call"],
+            ids=tuple(row["response_ids"][start:end]),
+            text=self._text(row["response_ids"][start:end]),
+            given_tokens=given,
+            cached_tokens=None if recorded is None else recorded["cached_tokens"],
+            trained_tokens=sum(row["loss_mask"][start:end]),
+            loss_mask=tuple(row["loss_mask"][start:end]),
+            log_probs=tuple(log_probs),
+            log_prob=float(np.mean(log_probs)) if log_probs else None,
+            weight_version=max(versions, default=None),
+            finish_reason=segment["finish_reason"],
+            error=None,
+            began_at=None if recorded is None else recorded["started_at"],
+            seconds=None if recorded is None else recorded["seconds"],
+        )
+
+    def _unused(self, call: Mapping[str, Any]) -> TurnView:
+        ids, log_probs = call["response_ids"] or [], call["log_probs"] or []
+        answer = AnswerView(
+            call=call["call"],
+            ids=tuple(ids),
+            text=self._text(ids),
+            given_tokens=call["given_tokens"],
+            cached_tokens=call["cached_tokens"],
+            trained_tokens=0,
+            loss_mask=(0,) * len(ids),
+            log_probs=tuple(log_probs),
+            log_prob=float(np.mean(log_probs)) if log_probs else None,
+            weight_version=max(call["weight_versions"] or (), default=None),
+            finish_reason=call["finish_reason"],
+            error=call["error"],
+            began_at=call["started_at"],
+            seconds=call["seconds"],
+        )
+        return self._turn([], answer)
+
+    def _world(self, ids: Sequence[int]) -> WorldView:
+        return WorldView(ids=tuple(ids), text=self._text(ids))
+
+    def _text(self, ids: Sequence[int]) -> str | None:
+        return None if self.texts is None else self.texts.whole(np.asarray(ids, np.int32))
+
+    def _answer_before(self, call: Mapping[str, Any]) -> str | None:
+        """Id of the answer that a call follows; None where it came before all."""
+        answers = [one["call"] for one in self.of_policy.values() if one["order"] is not None][: call["turn"]]
+        own = [id for id in answers if _same_line(_task(id), _task(call["call"]))]
+        return next(iter(own[-1:] or answers[-1:]), None)
+
+
+def _task(call: str) -> str:
+    """The path of the task that made a call."""
+    return call[: call.rfind(".") + 1]
+
+
+def _same_line(one: str, other: str) -> bool:
+    """Whether one of two tasks started the other, or both are one."""
+    return one.startswith(other) or other.startswith(one)
+
+
+def _call_view(call: Mapping[str, Any]) -> CallView:
+    return CallView(
+        call=call["call"],
+        kind=call["kind"],
+        name=call["name"],
+        order=call["order"],
+        arguments=call["arguments"],
+        result=call["result"],
+        result_digest=call["result_digest"],
+        error=call["error"],
+        began_at=call["started_at"],
+        seconds=call["seconds"],
+    )
