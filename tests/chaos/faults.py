@@ -24,7 +24,8 @@ server        SIGKILL of an engine's SGLang server                          star
 scheduler     SIGKILL of the scheduler below it, which holds the model      the same
 stopped       SIGSTOP of an engine's SGLang server and its processes        starts another and goes on
 router        SIGKILL of the router before the servers                      starts another and goes on
-worker        SIGKILL of a process in which episodes run                    starts another and goes on
+worker        SIGKILL of a worker of episodes                               starts another and goes on
+code          SIGKILL of the process below it in which their code runs      the same
 tool          SIGKILL of a process in which their tools run                 goes on; the episodes whose calls with
                                                                             effects cannot be looked up fail
 gc, fork, delete    none: somebody gives the command (tests/chaos/beside.py)    goes on
@@ -68,7 +69,7 @@ RareMoment = Literal["halfway", "loading", "replaying"]
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
 FurtherVictim = Literal["notice", "rank", "grader", "server", "scheduler", "stopped", "router"] | Command
 """What has its moments in some steps only, or in some configurations."""
-EpisodeVictim = Literal["worker", "tool"]
+EpisodeVictim = Literal["worker", "code", "tool"]
 """What there is while episodes run: tests/chaos/test_episodes.py."""
 AnyVictim = Victim | FurtherVictim | EpisodeVictim | Literal["event"]
 
@@ -253,7 +254,8 @@ def processes(driver: psutil.Process, victim: AnyVictim, cluster: psutil.Process
         "server": lambda command, name: _is_server(command),
         "scheduler": lambda command, name: command[0].startswith("sglang::scheduler"),
         "stopped": lambda command, name: _is_server(command),
-        "worker": lambda command, name: command[0].startswith(EPISODES) or _runs("user_process", command),
+        "worker": lambda command, name: command[0].startswith(EPISODES),
+        "code": lambda command, name: _runs("user_process", command),
         "tool": lambda command, name: _runs("tools.worker", command),
         "router": lambda command, name: (
             any(word.endswith("start_router.py") for word in command) and not _is_guard(command)
