@@ -36,6 +36,7 @@ BENCHMARKS = {
     "pipeline": "bench.pipeline",
     "write_ahead": "bench.write_ahead",
     "invariance": "bench.invariance",
+    "episodes": "bench.episodes",
     "ledger": "bench.ledger",
     "sql": "bench.sql",
     "report": "bench.report",

@@ -35,6 +35,7 @@ LONG = (
     "megatron",
     "durability",
     "pipeline",
+    "episodes",
     "start",
     "recovery",
     "trl",
