@@ -27,6 +27,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.data import Draw, DrawnRow, PromptRow
 from cairn.tasks.episode_metrics import episode_metrics
 from cairn.tasks.episodes import Calls
+from cairn.tasks.failures import failure_metrics
 from cairn.tasks.generation import generate_function, generate_samples
 from cairn.tasks.groups import (
     Group,
@@ -139,7 +140,8 @@ def rollout(
         made = calls.table([record for group in groups for record in group.recorded])
         carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
-        samples = without_unused(_whole_groups(pa.concat_tables(tables), by_id, encode))
+        ended = pa.concat_tables(tables)
+        samples = without_unused(_whole_groups(ended, by_id, encode))
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
     images = image_table(groups)
@@ -166,6 +168,7 @@ def rollout(
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
             **(_retold(samples) if "." in run.config.rollout.custom_generate_function_path else {}),
             **episode_metrics(samples, beside.get(CALLS_FILE)),
+            **failure_metrics(ended),
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
         },
         timings={"generate": seconds},

@@ -162,6 +162,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/continued_groups", "groups", "rollout", "Gone on with after an abort.", is_count=True),
     Metric("rollout/aborted_groups", "groups", "rollout", "Left unfinished by partial rollout.", is_count=True),
     Metric(
+        "rollout/failed/<name>",
+        "samples",
+        "rollout",
+        "Failed while they were generated, by the name of the error: `EpisodeTimeout`, `GenerateTimeout`, "
+        "`LoopBlocked`, `ToolFailed` or whatever code raised; `refused` by the engine.",
+        is_count=True,
+    ),
+    Metric(
         "rollout/passed_over_prompts",
         "prompts",
         "rollout",

@@ -5,9 +5,11 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from cairn.engines.episodes.records import Recorded
@@ -137,6 +139,23 @@ def test_a_worker_that_dies_costs_its_own_unfinished_samples_and_nobody_elses(
     assert told[0].startswith("Engine episodes:0 is made again: ")
     assert engine.usage()["episode_worker_restarts"] == 1
     assert engine.usage()["restarts"] == 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_answer_is_replaced_while_the_other_goes_on(
+    engine: RolloutHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.episodes is not None
+    hasty = engine.episodes._fleet.model_copy(update={"call_timeout": 2})
+    stopped, _ = workers_of(engine)
+    process = psutil.Process(stopped.health()["pid"])
+    stream = engine.generate_samples(asked(8, [20] * 6), PARAMS, users("turns"))
+    first = next(stream)
+    monkeypatch.setattr(engine.episodes, "_fleet", hasty)
+    process.suspend()
+    found = all_of(chain([first], stream))
+    assert [sample.error for sample in found.values()] == [None] * 8
+    assert not process.is_running()
 
 
 def test_an_engine_that_dies_is_the_error_that_the_workers_see_and_they_serve_the_next(

@@ -169,6 +169,7 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     families = {
         "rollout/zero_std/count_<reward>",
         "rollout/dynamic_filter/drop_<reason>",
+        "rollout/failed/<name>",
         "rollout/source/<source>/raw_reward",
         "rollout/source/<source>/samples",
         "eval/<benchmark>/metric/<name>",
