@@ -269,7 +269,7 @@ GENERATE = Kind(
     ("rollout.custom_generate_function_path",),
     "cairn.engines.generation",
     "generate",
-    (("ctx", "sample"),),
+    (("ctx", "sample"), ("args", "sample", "sampling_params")),
     waits=True,
 )
 

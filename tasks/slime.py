@@ -1,29 +1,16 @@
 """Functions written for slime, as ours: what they are given, in slime's shapes, and what they return, in ours.
 
 Which functions those are tells their signature: `reward(args, sample)` and `my_filter(args, samples)`, plain or
-coroutine functions, which may take more by keyword. What they import of slime for their annotations and results comes
-from `cairn.slime` here.
+coroutine functions, which may take more by keyword. Those that generate are in `cairn.engines.slime`. What they import
+of slime for their annotations and results comes from `cairn.slime` here.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
-from cairn.configs.plugins import BadPlugin
-from cairn.configs.slime import counterparts
+from cairn.configs.slime import Arguments as Arguments
+from cairn.configs.slime import Status as Status
 from cairn.tasks.rewards import sample as graders
-
-
-class Status(Enum):
-    """Of a sample. The pending and the aborted are graded and filtered by nobody."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
 
 _SAME_WORDS = "the same words earn the same, whichever sample they are; a filter has it"
 _UNTOLD = {
@@ -85,34 +72,6 @@ class DynamicFilterOutput:
     keep: bool
     reason: str | None = None
     keep_when_insufficient: bool = False
-
-
-class NoSuchFlag(BadPlugin, AttributeError):
-    """So that `getattr(args, name, default)` gives the default."""
-
-
-class Arguments:
-    """slime's `args`: options of a configuration by the names of slime's flags, as far as whoever calls the function
-    has declared to read them."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        """`options`: values by their dotted names, those that the caller reads."""
-        self._options = options
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        flag = counterparts().get(name)
-        if flag is None or not flag.options:
-            why = f"{flag.why or flag.how}" if flag else "slime has no such flag"
-            told = f"args.{name} is nothing here: {why}; write what the function needs into its file"
-            raise BadPlugin(told) if flag else NoSuchFlag(told)
-        if flag.options[0] not in self._options:
-            raise BadPlugin(
-                f"args.{name} is {flag.options[0]} here, which the step that calls the function does not read: write "
-                "its value into the function's file, whose source counts in the step's digest"
-            )
-        return self._options[flag.options[0]]
 
 
 def to_grade(sample: graders.Sample) -> Sample:

@@ -164,5 +164,5 @@ def _json(text: str) -> Any:
     """None where it is none."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

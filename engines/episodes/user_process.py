@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import inspect
 import os
 import queue
 import signal
@@ -12,8 +13,8 @@ from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cairn.configs.kinds import GENERATE
-from cairn.engines.episodes.runner import Runner
+from cairn.configs.kinds import ARGS, GENERATE
+from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.episodes.watchdog import Watchdog
 from cairn.engines.tools.loading import load_tools
@@ -47,7 +48,7 @@ class _Process:
             tokenizer = cache(partial(_tokenizer, function.tokenizer))
             options = function.options
             tools = cache(partial(load_tools, options.tools, options.tool_options))
-            runner = Runner(loop, GENERATE.load(function.name), params, tokenizer, tools, options)
+            runner = Runner(loop, _load(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
             deadlines, hung = (function.timeout, function.episode_timeout), partial(self._say, "hung")
             with Watchdog(loop, runner, samples, *deadlines, hung) as watchdog:
@@ -107,6 +108,16 @@ def main(connection_fd: int, parent: int) -> None:
     _die_with(parent)
     os.set_inheritable(connection_fd, False)
     _Process(Connection(connection_fd)).run()
+
+
+def _load(name: str) -> Generate:
+    found = GENERATE.load(name)
+    parameters = list(inspect.signature(found).parameters)
+    if parameters[:1] != [ARGS]:
+        return found
+    from cairn.engines.slime import adapted  # and the server that it needs, which no other function has need of
+
+    return adapted(found)
 
 
 def _tokenizer(folder: str) -> Any:

@@ -39,3 +39,26 @@ def test_a_page_is_looked_at_between_two_turns(folder: Path, tiny_assets: Path) 
         first, world, second = sample["segments"]
         assert (first["call"], world["call"], second["call"]) == ("0", None, "1")
         assert sample["loss_mask"] == [1] * first["tokens"] + [0] * world["tokens"] + [1] * second["tokens"]
+
+
+def test_an_agent_of_its_own_process_is_trained_by_what_it_asks(folder: Path, tiny_assets: Path) -> None:
+    option = {
+        "custom_generate_function_path": f"{folder / 'calls_home.py'}:generate",
+        "rollout_batch_size": 1,
+        "n_samples_per_prompt": 2,
+    }
+    config = tiny_config(tiny_assets, rollout=option, data={"apply_chat_template": False})
+    assert setup_problems(config) == []
+    with tiny_context(str(folder / "store"), config) as (run, _):
+        iteration(run, DirectSteps(run), 0)
+        commit = run.committed(0, Step.ROLLOUT, "00-000")
+        samples = run.read(commit).to_pylist()
+        asked = [run.tokenizer.decode(sample["trajectory_prompts"][0]) for sample in samples]
+        given = [run.tokenizer.decode(sample["response_ids"]) for sample in samples]
+    assert commit.metrics["retold_tokens"] == 0
+    assert commit.metrics["sampled_tokens"] == sum(sum(sample["loss_mask"]) for sample in samples)
+    for sample, prompt, response in zip(samples, asked, given, strict=True):
+        assert sample["error"] is None
+        assert [segment["call"] is None for segment in sample["segments"]] == [False, True, False]
+        assert prompt.count("<|im_start|>user") == 1
+        assert response.count("Are you sure?<|im_end|>") == 1
