@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from cairn.engines.capture.session import capture as capture
     from cairn.engines.environments.mcp import mcp as mcp
     from cairn.engines.environments.openenv import OpenEnv
+    from cairn.engines.environments.verifiers import verifiers as verifiers
     from cairn.engines.episodes.context import Context as Context
     from cairn.engines.tools.tool import NOT_DONE as NOT_DONE
     from cairn.engines.tools.tool import Intent as Intent
@@ -71,6 +72,7 @@ _PLACES = {
     "openenv": "cairn.engines.environments.openenv:OpenEnv",
     "plugin": "cairn.configs.kinds",
     "tool": "cairn.engines.tools.tool",
+    "verifiers": "cairn.engines.environments.verifiers",
 }
 
 __all__ = [*_PLACES]

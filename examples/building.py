@@ -3,8 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def build_by_command(what: str, folder: Path, build: Callable[[Path, int], None]) -> None:
@@ -32,6 +33,6 @@ def begin(folder: Path, demonstrations: Sequence[dict[str, str]], seed: int) -> 
     tokenizer.save_pretrained(folder / "untrained")
 
 
-def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

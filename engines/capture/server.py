@@ -6,6 +6,7 @@ open, which listens while there is one.
 | `POST …/v1/chat/completions`, `GET …/v1/models` | OpenAI's |
 | `POST …/v1/messages`, `POST …/v1/messages/count_tokens` | Anthropic's |
 | `POST …/generate` | SGLang's |
+| `POST …/inference/v1/generate` | vLLM's, of tokens |
 
 `…` is the session, or nothing where its key comes as `Authorization: Bearer` or `x-api-key`.
 """
@@ -16,12 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context as Variables
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from cairn.engines.capture import native
+from cairn.engines.capture import native, token_endpoint
 from cairn.engines.capture.answers import Dialect
 from cairn.engines.capture.anthropic import Messages
 from cairn.engines.capture.errors import BadRequest
@@ -83,7 +85,10 @@ class _Server:
                 f"{before}/v1/messages", partial(_answer, self, anthropic, partial(_converse, anthropic))
             )
             app.router.add_post(f"{before}/v1/messages/count_tokens", partial(_answer, self, anthropic, _count))
-            app.router.add_post(f"{before}/generate", partial(_answer, self, openai, _generate))
+            app.router.add_post(f"{before}/generate", partial(_answer, self, openai, partial(_generate, native)))
+            app.router.add_post(
+                f"{before}/inference/v1/generate", partial(_answer, self, openai, partial(_generate, token_endpoint))
+            )
         app.router.add_route("*", "/{rest:.*}", partial(_unknown, openai))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
@@ -161,12 +166,15 @@ async def _count(session: "Session", body: dict[str, Any], request: web.Request)
     return web.json_response({"input_tokens": session.count(asked)})
 
 
-async def _generate(session: "Session", body: dict[str, Any], request: web.Request) -> web.StreamResponse:
-    told, exchange = await native.generate(session, body)
+async def _generate(
+    api: ModuleType, session: "Session", body: dict[str, Any], request: web.Request
+) -> web.StreamResponse:
+    told, exchange = await api.generate(session, body)
     return await _told(web.json_response(told), request, exchange)
 
 
 async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse:
     place = "/".join(request.path.split("/")[-3:])  # and no key
-    told = f"{request.method} …/{place} is not served: v1/chat/completions, v1/messages, v1/models and generate are"
+    served = "v1/chat/completions, v1/messages, v1/models, generate and inference/v1/generate"
+    told = f"{request.method} …/{place} is not served: {served} are"
     return web.json_response(dialect.error(told, 404, None), status=404)

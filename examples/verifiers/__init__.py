@@ -1,0 +1,1 @@
+"""An environment of `verifiers`, played by the policy that Cairn trains."""
