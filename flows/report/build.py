@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from cairn.configs.loader import from_manifest
 from cairn.flows.costs.costs import run_costs
+from cairn.flows.reading.episodes import EpisodeView, episodes
 from cairn.flows.reading.views import run_status
 from cairn.flows.report.blocks import Block, shortened, text_blocks
 from cairn.flows.report.choice import Why, choose
@@ -33,12 +34,15 @@ from cairn.flows.report.money import cost_tables
 from cairn.flows.report.page import write_page
 from cairn.flows.report.panels import chosen_panels, meaning
 from cairn.flows.report.tokens import token_blocks
+from cairn.flows.report.turns import turn_block
 from cairn.flows.text.tokens import Texts, texts_of
 from cairn.storage.commits import Step
+from cairn.storage.errors import Damaged, Retired
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
 from cairn.storage.verification import Verified, verify
 from cairn.storage.version import code_version
+from cairn.tasks.sequences import last_trajectory
 
 WITH_TOKENS = 500
 """Samples that are shown with their tokens."""
@@ -101,7 +105,10 @@ def write_report(
     tokens = read_tokens(ledger, samples, np.flatnonzero(why != Why.NONE).tolist(), tell)
     with_tokens = pc.count_distinct(tokens.column("row")).as_py()
     tell("packing", 0, 0)
-    blocks, cut = _blocks(history, samples, groups, why, tokens, _texts(config.model.path, samples, tokens), config)
+    texts = _texts(config.model.path, samples, tokens)
+    blocks, cut = _blocks(history, samples, groups, why, tokens, texts, config)
+    if blocks.keys() != {"curves"}:
+        blocks["turns"] = turn_block(_episodes(ledger, samples, why)).to_bytes()
     facts = {
         "run": run_facts(status, config, history),
         "parts": _PARTS,
@@ -145,7 +152,27 @@ def _texts(path: str, samples: Samples, tokens: pa.Table) -> Texts | None:
     rows, ids = tokens.column("row").to_numpy(), tokens.column("id").to_numpy()
     tried = np.unique(rows)[:_TRIED]
     responses = samples.rows.column("response").take(pa.array(tried)).to_pylist()
-    return texts_of(path, zip([ids[rows == row] for row in tried], responses, strict=True))
+    lengths = samples.rows.column("trajectories").take(pa.array(tried)).to_pylist()
+    last = [last_trajectory(ids[rows == row], own) for row, own in zip(tried, lengths, strict=True)]
+    return texts_of(path, zip(map(np.asarray, last), responses, strict=True))
+
+
+def _episodes(ledger: Ledger, samples: Samples, why: np.ndarray) -> dict[int, EpisodeView]:
+    """Of those samples that have their tokens in the report, by row; without those whose tables are not kept."""
+    chosen = np.flatnonzero(why != Why.NONE)
+    names = ("iteration", "shard", "group_id", "sample_index")
+    columns = (samples.rows.column(name).take(pa.array(chosen)).to_pylist() for name in names)
+    found: dict[int, EpisodeView] = {}
+    by_place: dict[tuple[int, str | None], dict[tuple[int, int], int]] = {}
+    for row, iteration, shard, group, index in zip(chosen.tolist(), *columns, strict=True):
+        by_place.setdefault((iteration, shard), {})[group, index] = row
+    for place, rows in by_place.items():
+        try:
+            for key, view in episodes(ledger, dict.fromkeys(rows, place)).items():
+                found[rows[key]] = view
+        except (Damaged, Retired):  # the samples' notes say so
+            continue
+    return dict(sorted(found.items()))
 
 
 def _blocks(

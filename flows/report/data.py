@@ -93,6 +93,7 @@ SELECT
     prompt_tokens::INTEGER AS prompt_tokens,
     response_tokens::INTEGER AS response_tokens,
     masked_tokens::INTEGER AS masked_tokens,
+    trajectories,
     CASE WHEN engine IS DISTINCT FROM '{DATA}' THEN log_prob END::FLOAT AS log_prob,
     finish_reason,
     status,

@@ -10,6 +10,7 @@ from typing import Any
 import atif
 import pyarrow.compute as pc
 import pytest
+from playwright.sync_api import Browser, expect
 from typer.testing import CliRunner, Result
 
 from cairn.configs.plugins import _load_file
@@ -25,6 +26,7 @@ from cairn.storage.redaction import redact
 from cairn.storage.snapshots import read_recorded_table
 from cairn.storage.store import open_store
 from cairn.storage.verification import verify
+from tests.browser import visit
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 CALLED = """
@@ -338,3 +340,20 @@ def test_arguments_and_results_of_a_redacted_prompt_are_gone(here: Path, tmp_pat
     assert read_recorded_table(ledger.store, "tiny", output).num_rows == 0, "a result that no other prompt has goes"
     refused = cairn("episode", "tiny", "0", "3", "--replay", "--store", str(tmp_path / "store"))
     assert "has redacted samples of 000000/rollout.00-000: its record is not whole" in refused.output
+
+
+@pytest.mark.slow
+def test_a_report_shows_the_turns_of_a_sample_with_its_calls_folded(
+    here: Path, tmp_path: Path, browser: Browser
+) -> None:
+    result = cairn("report", "tiny", str(tmp_path / "report.html"), "--no-verify")
+    assert result.exit_code == 0, result.output
+    with visit(browser, (tmp_path / "report.html").as_uri()) as visited:
+        turns = visited.page.locator("#sample-turns")
+        calls = turns.locator("details")
+        expect(calls.locator("summary strong")).to_have_text(["now", *["tool look_up"] * TOOLS, "judge half"])
+        expect(calls.nth(3).locator(".plain").first).to_be_hidden()
+        calls.nth(3).locator("summary").click()
+        expect(calls.nth(3).locator(".plain").first).to_have_text('{"number":2}')
+        expect(calls.nth(3)).to_contain_text("sha256 ")
+        expect(turns).to_contain_text("6 tokens after ")

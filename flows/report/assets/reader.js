@@ -6,6 +6,7 @@ class Reader {
     this.tokens = null
     this.row = null
     this.colouring = null
+    this.turns = new Map()
     find("#sample-previous").addEventListener("click", () => samples.move(-1))
     find("#sample-next").addEventListener("click", () => samples.move(1))
   }
@@ -19,6 +20,23 @@ class Reader {
     })
     this.colouring = this.tokens.colourings[0] ?? null
     if (this.colouring) chooser.value = this.colouring.name
+  }
+
+  takeTurns(block) {
+    for (let i = 0; i < block.rows; i++) this.turns.set(block.row.get(i), block.pieces.get(i))
+    this.readTurns(this.row)
+  }
+
+  // Turn by turn, the calls of tools folded.
+  readTurns(row) {
+    const pieces = this.turns.has(row) ? JSON.parse(this.turns.get(row)) : []
+    const head = ({ name, facts }) => [make("strong", {}, ...visible(name)), " ", ...visible(facts)]
+    const body = (text) => make("div", { class: "plain", dir: "auto" }, ...visible(text))
+    const shown = pieces.map((piece) => {
+      if (piece.given == null) return make("div", {}, make("p", {}, ...head(piece)), ...(piece.text == null ? [] : [body(piece.text)]))
+      return make("details", {}, make("summary", {}, ...head(piece)), body(piece.given), body(piece.text))
+    })
+    find("#sample-turns").replaceChildren(...shown)
   }
 
   read(row) {
@@ -48,6 +66,7 @@ class Reader {
     find("#sample-facts").replaceChildren(...shown.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, ...visible(text)))))
     find("#sample-prompt").replaceChildren(...visible(samples.prompt(row)))
     this.readResponse(row)
+    this.readTurns(row)
     this.readGroup(row)
     this.markWords()
   }

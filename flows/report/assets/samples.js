@@ -12,6 +12,7 @@ async function showSamples() {
   const [few, values] = [await openBlock("token-samples"), await openBlock("token-values")]
   samples.reader.tokens = new Tokens(few, values)
   samples.reader.offerColourings()
+  samples.reader.takeTurns(await openBlock("turns"))
   await samples.texts.prompt.open()
   await samples.texts.response.open()
   samples.textsAreHere()
