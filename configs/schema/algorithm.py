@@ -30,19 +30,20 @@ class AlgorithmConfig(Section):
 
     advantage_estimator: str = "grpo"
     """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
-    `loss_type` is left out; `rloo` compares it with the others of its group; `ppo` trains a critic beside the actor and
+    `loss_type` is left out; `grpo_turns` compares the rewards of its turns with those of its group's (docs/agents.md);
+    `rloo` compares it with the others of its group; `ppo` trains a critic beside the actor and
     estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole batch,
     `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of which
     one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
     `package.module.function` or `file.py:function`. slime: `--advantage-estimator`."""
 
     rewards_normalization: bool = True
-    """`grpo`, `gspo`, `cispo`, `reinforce_plus_plus_baseline`: subtract the group's mean reward. slime: on unless
-    `--disable-rewards-normalization`."""
+    """`grpo`, `grpo_turns`, `gspo`, `cispo`, `reinforce_plus_plus_baseline`: subtract the group's mean reward. slime:
+    on unless `--disable-rewards-normalization`."""
 
     grpo_std_normalization: bool = True
-    """`grpo`: divide by the group's standard deviation. Off takes away the bias towards questions that nearly all
-    samples get right or wrong; the loss still weighs a token by the length of its response, and with
+    """`grpo`, `grpo_turns`: divide by the group's standard deviation. Off takes away the bias towards questions that
+    nearly all samples get right or wrong; the loss still weighs a token by the length of its response, and with
     `loss_scale_factor` it is Dr. GRPO. slime: on unless `--disable-grpo-std-normalization`."""
 
     normalize_advantages: bool = False

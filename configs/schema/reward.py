@@ -12,7 +12,8 @@ class RewardConfig(Section):
 
     rm_type: str = "math"
     """Built-in grader: `math` (math-verify), `exact_match`, `random`, `reasoning_gym`, or one of a benchmark, such as
-    `gsm8k`; see docs/rewards.md for the answer that counts. slime: `--rm-type`."""
+    `gsm8k`; see docs/rewards.md for the answer that counts; `episode` takes what the generate function gave
+    (docs/agents.md). slime: `--rm-type`."""
 
     custom_rm_path: str | None = None
     """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`); it takes

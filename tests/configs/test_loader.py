@@ -289,7 +289,7 @@ def test_parse_takes_back_what_a_configuration_dumps(recipe: Path) -> None:
         (
             "algorithm={advantage_estimator: ppo, grpo_std_normalization: false}",
             "algorithm: grpo_std_normalization (false) has no effect while advantage_estimator is ppo; set "
-            "advantage_estimator=cispo or grpo or gspo, or leave it out",
+            "advantage_estimator=cispo or grpo or grpo_turns or gspo, or leave it out",
         ),
         (
             "algorithm={advantage_estimator: gspo, loss_type: cispo}",

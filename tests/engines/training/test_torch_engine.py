@@ -1,6 +1,7 @@
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from cairn.engines.models import load_causal_lm
 from cairn.engines.training.errors import NotFinite
 from cairn.engines.training.torch.engine import TorchEngine
 from cairn.engines.types import TrainBatch
-from tests.engines.training.builders import make_batch, make_engine, model_folder, part_of, weights_of
+from tests.engines.training.builders import VOCABULARY, make_batch, make_engine, model_folder, part_of, weights_of
 
 EPS = 1e-5  # of Adam, large enough for a gradient near zero not to turn its rounding into a step of full size
 
@@ -164,6 +165,32 @@ def test_a_sample_without_trained_tokens_adds_nothing_but_counts_in_the_mean(fol
     share = (len(batch) - 1) / len(batch)
     assert with_it["loss"] == pytest.approx(share * without["loss"], rel=1e-5)
     assert with_it["grad_norm"] == pytest.approx(share * without["grad_norm"], rel=1e-4)
+
+
+def test_what_the_world_gave_is_attended_to_and_weighs_nothing(folder: Path, batch: TrainBatch) -> None:
+    def trained(changed: TrainBatch) -> str:
+        engine = make_engine(folder, algorithm=FULL)
+        train(engine, changed)
+        return engine.state_digest()
+
+    given, rng = [np.flatnonzero(mask == 0) for mask in batch.loss_mask], np.random.default_rng(5)
+
+    def at_given(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        made = [one.copy() for one in values]
+        for one, places in zip(made, given, strict=True):
+            one[places] = rng.normal(size=len(places))
+        return made
+
+    names = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+    otherwise = {name: at_given(getattr(batch, name)) for name in names}
+    assert any(len(places) for places in given)
+    assert trained(dataclasses.replace(batch, **otherwise)) == trained(batch)
+
+    sample = next(i for i, places in enumerate(given) if len(places) and batch.loss_mask[i][places[0] + 1 :].any())
+    ids = [one.copy() for one in batch.input_ids]
+    place = len(ids[sample]) - batch.response_lengths[sample] + given[sample][0]
+    ids[sample][place] = (ids[sample][place] + 1) % VOCABULARY
+    assert trained(dataclasses.replace(batch, input_ids=ids)) != trained(batch)
 
 
 def test_a_step_without_trained_tokens_is_refused_before_anything_changes(folder: Path, batch: TrainBatch) -> None:

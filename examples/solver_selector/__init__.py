@@ -1,0 +1,1 @@
+"""Several answers side by side, and one that reads them all and picks one."""

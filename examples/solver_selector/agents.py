@@ -1,0 +1,57 @@
+"""One policy in two roles: solvers answer a question side by side, and a selector reads what they said and picks one.
+
+Each solver is paid for its own answer, the selector for the one that it picked, and compared with others of its role.
+For rows of the data source `reasoning_gym`, whose scorer judges answers.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import cairn
+from cairn.tasks.rewards.reasoning_gym import grade
+
+SOLVERS = 3
+"""Answers to a question."""
+
+
+async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> list[cairn.Trajectory]:
+    """The solvers' trajectories, and the selector's: after a prompt of its own, and last, so that its reward is the
+    sample's."""
+    answers = await asyncio.gather(*(ctx.sample(sample.prompt_ids) for _ in range(SOLVERS)))
+    texts = [ctx.tokenizer.decode(answer.ids, skip_special_tokens=True) for answer in answers]
+    scores = await asyncio.gather(*(ctx.judge(score, text) for text in texts))
+    chat = [{"role": "user", "content": choice(question(sample.prompt), texts)}]
+    ids = ctx.tokenizer.encode(
+        ctx.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    )
+    pick = await ctx.sample(ids, max_new_tokens=2)
+    number = ctx.tokenizer.decode(pick.ids, skip_special_tokens=True)
+    return [
+        *(
+            cairn.Trajectory([answer], reward=score, role="solver")
+            for answer, score in zip(answers, scores, strict=True)
+        ),
+        cairn.Trajectory([pick], prompt_ids=ids, reward=worth(number, scores), role="selector"),
+    ]
+
+
+def score(response: str, label: str | None, metadata: dict[str, Any]) -> float:
+    """What the generator's own scorer says of an answer."""
+    return float(grade(cairn.Sample(response, label, metadata))["reward"])
+
+
+def choice(asked: str, answers: Sequence[str]) -> str:
+    """What the selector is asked."""
+    told = "".join(f"\n{number}:\n{answer}" for number, answer in enumerate(answers, 1))
+    return f"{asked}{told}\nWhich?"
+
+
+def worth(number: str, scores: Sequence[float]) -> float:
+    """The score of the answer that was picked; 0 where none was."""
+    return dict(zip(map(str, range(1, SOLVERS + 1)), scores, strict=True)).get(number, 0.0)
+
+
+def question(prompt: str) -> str:
+    """What the user asked, out of the chat's text."""
+    return prompt.partition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
