@@ -6,6 +6,7 @@ they return, the tokens and the loss mask say what is trained on.
 """
 
 import asyncio
+from abc import ABC
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ class _Generating(Arguments):
 
 
 @dataclass
-class Sample:
+class Sample(ABC):
     """What slime's `Sample` has, as a generate function is given it, and gives it back."""
 
     group_index: int | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from cairn.configs.slime import Arguments as Arguments
 from cairn.configs.slime import Status as Status
+from cairn.engines import slime as generating
 from cairn.tasks.rewards import sample as graders
 
 _SAME_WORDS = "the same words earn the same, whichever sample they are; a filter has it"
@@ -62,6 +63,7 @@ class OfGroup(Sample):
     """1 for the tokens of the response that may be trained on."""
 
 
+generating.Sample.register(Sample)  # by the name under which functions know both
 Sample.Status = Status  # type: ignore[attr-defined]  # as slime's functions name it
 
 
