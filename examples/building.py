@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,24 @@ def build_by_command(what: str, folder: Path, build: Callable[[Path, int], None]
     print(f"{folder} is built")
 
 
-def begin(folder: Path, demonstrations: Sequence[dict[str, str]], seed: int) -> None:
-    """Write the demonstrations of the warm start, and a model before it whose tokenizer is made for them."""
+def begin(folder: Path, demonstrations: Sequence[dict[str, Any]], seed: int) -> None:
+    """Write the demonstrations of the warm start, texts or chats, and a model before it whose tokenizer is made for
+    them."""
     from examples.quickstart.model import build_model, build_tokenizer  # imports PyTorch
 
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "demonstrations.jsonl", demonstrations)
-    tokenizer = build_tokenizer(text for row in demonstrations for text in ("user\nassistant\n", *row.values()))
+    tokenizer = build_tokenizer(text for row in demonstrations for text in ("user\nassistant\n", *_texts(row)))
     build_model(tokenizer, seed).save_pretrained(folder / "untrained")
     tokenizer.save_pretrained(folder / "untrained")
+
+
+def _texts(row: Mapping[str, Any]) -> Iterator[str]:
+    for value in row.values():
+        if isinstance(value, str):
+            yield value
+        else:
+            yield from (f"{message['role']}\n{message['content']}" for message in value)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
