@@ -6,7 +6,7 @@ they return, the tokens and the loss mask say what is trained on.
 """
 
 import asyncio
-from abc import ABC
+from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ class _Generating(Arguments):
 
 
 @dataclass
-class Sample(ABC):
+class Sample(metaclass=ABCMeta):  # noqa: B024 - the one that graders are given is registered with it
     """What slime's `Sample` has, as a generate function is given it, and gives it back."""
 
     group_index: int | None = None
