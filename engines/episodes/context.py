@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from cairn.configs.kinds import REWARD
+from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.engines.episodes.call_ids import next_call
 from cairn.engines.episodes.given_rewards import checked_reward, checked_role, reward_of
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import Recorder, UncertainEffect
 from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.engines.errors import RequestRefused
-from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost
+from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.tools.tool import NOT_DONE, Intent, Tool
 from cairn.engines.trajectories import (
     FIRST_CALL,
@@ -199,7 +200,9 @@ class Context:
         metadata: Mapping[str, Any] | None = None,
     ) -> float:
         """Ask a grader for the reward of a response, once: one of ours by its name, or a function of yours, plain or
-        coroutine, of `(response, label, metadata)`. `label` and `metadata` are the sample's unless they are given."""
+        coroutine, of `(sample)` or `(response, label, metadata)`, that gives a number, or a mapping with it under
+        `reward`. `label` and `metadata` are the sample's unless they are given; of the `cairn.Sample` there are these,
+        the response and the prompt."""
         function = REWARD.load(grader) if isinstance(grader, str) else grader
         name = grader if isinstance(grader, str) else getattr(grader, "__name__", type(grader).__name__)
         words = {
@@ -211,12 +214,23 @@ class Context:
         asked = replace(self._asked(next_call("j"), CallKind.JUDGE, name, given), arguments=given)
 
         async def judge(asked: CallRecord) -> CallRecord:
-            reward = await called(function, *words.values())
+            found = await called(function, *self._as_taken(name, function, words))
+            reward = found.get("reward") if isinstance(found, Mapping) else found
             if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-                raise TypeError(f"the grader {name!r} gave {reward!r}; ctx.judge takes one that gives a finite number")
+                raise TypeError(f"the grader {name!r} gave {found!r}; ctx.judge takes one that gives a finite number")
             return _ended(asked, result=repr(float(reward)))
 
         return float((await self._recorder.answer(asked, judge)).result or "nan")
+
+    def _as_taken(self, name: str, function: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a grader."""
+        way = REWARD.ways(name, function)[0]
+        if way == ("sample",):
+            sample = load_callable("cairn.tasks.rewards.sample.Sample")
+            return (sample(**words, prompt=self._sample.prompt, prompt_ids=tuple(self._sample.prompt_ids)),)
+        if len(way) != len(words):
+            raise BadPlugin(f"the grader {name!r} takes {', '.join(way)}: ctx.judge asks for one response at a time")
+        return tuple(words.values())
 
     def _asked(self, call: str, kind: CallKind, name: str, given: str) -> CallRecord:
         digest = given if kind is CallKind.SAMPLE else hashlib.sha256(given.encode()).hexdigest()
@@ -416,5 +430,5 @@ async def called(function: Callable[..., Any], *arguments: Any) -> Any:
 def _named(tools: Mapping[str, Tool], name: str) -> Tool:
     if name not in tools:
         known = f"use one of {', '.join(tools)}" if tools else "name it in rollout.tools"
-        raise ToolFailed(f"there is no tool {name!r}: {known}")
+        raise ToolUnavailable(f"there is no tool {name!r}: {known}")
     return tools[name]

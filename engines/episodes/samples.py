@@ -97,9 +97,9 @@ def beside(
     asking = Asking(stream)
     try:
         runner.begin(samples)
-        while _settled(loop, runner).left:
+        while _settled(loop, runner).left or runner.ended:
             asked, runner.asked = runner.asked, []
-            for id, answer in asking.submit(asked) or asking.answers():
+            for id, answer in asking.submit(asked) or (asking.answers() if runner.left else ()):
                 runner.answer(id, answer)
             runner.recorded()  # of which nobody makes anything
             _settled(loop, runner)

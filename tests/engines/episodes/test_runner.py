@@ -1,13 +1,14 @@
 """`generate` of samples beside a real engine: calls, their seeds, and what is refused of a trajectory."""
 
 import asyncio
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cairn
 from cairn.engines.episodes.context import Context
 from cairn.engines.episodes.samples import beside
 from cairn.engines.generation.single_turn import generate as single_turn
@@ -393,3 +394,53 @@ def test_what_is_aborted_in_its_first_call_goes_on_there_and_ends_as_if_it_had_n
     for before, after in zip(whole, generated(engine, two_turns, cut), strict=True):
         assert before.trajectory.response_ids.tolist() == after.trajectory.response_ids.tolist()
         assert np.allclose(before.trajectory.log_probs, after.trajectory.log_probs, atol=1e-5)
+
+
+def by_words(response: str, label: str | None, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {"reward": len(response) + len(label or "") + len(metadata)}
+
+
+async def by_sample(sample: Any) -> float:
+    return float(sample.prompt_ids[0] + len(sample.response))
+
+
+@pytest.mark.parametrize(
+    ("grader", "response", "reward"),
+    [
+        ("exact_match", r"\boxed{seven}", 1.0),
+        ("exact_match", "eight", 0.0),
+        ("gsm8k", "#### 7", None),  # a mapping of ours
+        (by_words, "ab", 8.0),
+        (by_sample, "abc", 23.0),
+    ],
+)
+def test_a_grader_of_ours_or_yours_is_asked_for_a_response(
+    engine: TransformersEngine, grader: Any, response: str, reward: float | None
+) -> None:
+    async def judged(ctx: Context, sample: SampleRequest) -> Trajectory:
+        found = await ctx.judge(grader, response)
+        return Trajectory([replace(await ctx.sample(sample.prompt_ids), reward=found)])
+
+    asked = [replace(one, label="seven", metadata={"a": 1}) for one in requests(1, 1)]
+    (sample,) = generated(engine, judged, asked)
+    assert sample.error is None
+    assert sample.rewards is not None
+    assert sample.rewards[0] == (0.0 if reward is None else reward)
+
+
+def test_a_grader_of_several_samples_and_a_tool_that_is_not_there_are_the_codes_fault(
+    engine: TransformersEngine,
+) -> None:
+    async def judged(ctx: Context, sample: SampleRequest) -> Trajectory:
+        if sample.index:
+            with suppress(cairn.ToolFailed):  # which the policy would be told
+                await ctx.call("look", {})
+        else:
+            await ctx.judge(lambda response, label: 1.0, "x")
+        return Trajectory([await ctx.sample(sample.prompt_ids)])
+
+    found = [sample.error for sample in generated(engine, judged, requests(1, 2))]
+    assert found == [
+        "generate: BadPlugin: the grader '<lambda>' takes args, sample: ctx.judge asks for one response at a time",
+        "generate: ToolUnavailable: there is no tool 'look': name it in rollout.tools",
+    ]
