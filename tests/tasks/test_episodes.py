@@ -96,7 +96,7 @@ def test_all_that_code_was_given_is_committed_once(whole: tuple[RunContext, Path
     for key, own in segments.items():
         mine = [one for one in read_calls(calls, results, segments) if one.key == key]
         asked = {(one.call, one.kind, one.order is None) for one in mine}
-        tools = {(name, CallKind.TOOL, False) for name in ("t0.c0", "t1.c0")} | {("t0.c0", CallKind.TOOL, True)}
+        tools = {(name, CallKind.TOOL, False) for name in ("t0.c0", "t1.c0")}
         assert asked == tools | {(name, CallKind.SAMPLE, False) for name in ("0", "1", "2")}
         assert sorted(one.order for one in mine if one.order is not None) == [*range(5)]
         sampled = {one.call: one.segment for one in mine if one.kind is CallKind.SAMPLE}
