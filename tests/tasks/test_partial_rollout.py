@@ -404,7 +404,7 @@ async def look(word: str) -> str:
 
 async def generate(ctx, sample):
     ids, segments = [*sample.prompt_ids], []
-    for turn in range(3):
+    for turn in range(1 if sample.group_id < 4 else 8):  # so that what is needed has ended when the others have begun
         segments.append(await ctx.sample(ids, max_new_tokens=12))
         world = cairn.Segment.given(ctx.tokenizer.encode(await ctx.call(look, {"word": str(turn)})))
         segments.append(world)
