@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cairn.engines.environments.openenv import OpenEnv
     from cairn.engines.environments.verifiers import verifiers as verifiers
     from cairn.engines.episodes.context import Context as Context
+    from cairn.engines.tools.errors import JudgeFailed as JudgeFailed
     from cairn.engines.tools.tool import NOT_DONE as NOT_DONE
     from cairn.engines.tools.tool import Intent as Intent
     from cairn.engines.tools.tool import Tool as Tool
@@ -51,6 +52,7 @@ _PLACES = {
     "GroupResult": "cairn.tasks.data.results",
     "GradedSample": "cairn.tasks.filters.sample",
     "Intent": "cairn.engines.tools.tool",
+    "JudgeFailed": "cairn.engines.tools.errors",
     "JudgedGroup": "cairn.tasks.buffers.group",
     "NOT_DONE": "cairn.engines.tools.tool",
     "ResponseSegment": "cairn.tasks.rewards.sample",

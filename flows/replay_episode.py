@@ -24,8 +24,7 @@ from cairn.engines.episodes.offline import NotRecorded, again
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import EpisodeDiverged
 from cairn.engines.episodes.records import CallRecord
-from cairn.engines.episodes.runner import Generate
-from cairn.engines.errors import RequestRefused
+from cairn.engines.episodes.runner import Generate, told_of
 from cairn.engines.tokenizers import read_tokenizer
 from cairn.engines.tools.loading import load_tools
 from cairn.engines.trajectories import BadTrajectory, GeneratedSample, SampleRequest, Segment, Trajectory
@@ -149,9 +148,7 @@ def _replayed(
     except BaseException as problem:
         if debugger:
             _look_at(problem)
-        told = f"generate: {type(problem).__name__}: {problem}"
-        if isinstance(problem, RequestRefused):
-            told = "; ".join(problem.refused.values())
+        told = told_of(problem)
         return ended("failed", f"it failed as it did then: {told}" if told == error else told)
     if error is not None:
         return ended("differs", f"it ended with a trajectory, and is committed as failed: {error}")

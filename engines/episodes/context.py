@@ -20,11 +20,12 @@ from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.engines.episodes.call_ids import next_call
 from cairn.engines.episodes.given_rewards import checked_reward, checked_role, reward_of
 from cairn.engines.episodes.options import EpisodeOptions
-from cairn.engines.episodes.recorder import Recorder, UncertainEffect
+from cairn.engines.episodes.recorder import Recorder, SampleAborted, UncertainEffect
 from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.engines.errors import RequestRefused
-from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
-from cairn.engines.tools.tool import NOT_DONE, Intent, Tool
+from cairn.engines.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
+from cairn.engines.tools.results import json_value, shortened
+from cairn.engines.tools.tool import NOT_DONE, Intent, Tool, raised
 from cairn.engines.trajectories import (
     FIRST_CALL,
     BadTrajectory,
@@ -39,10 +40,6 @@ from cairn.storage import canonical
 
 _TIMES_LOST = 3
 """How often a tool with effects may lose its process in a call."""
-
-
-class SampleAborted(BaseException):
-    """The sample is given up: it may be continued later. No error of user code, which is not to catch it."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +162,7 @@ class Context:
         """
         if isinstance(tool, str):
             tool = _named(self.tools, tool)
-        given = canonical.to_json({} if arguments is None else dict(arguments))
+        given = _as_json({} if arguments is None else dict(arguments))
         asked = replace(self._asked(next_call("c"), CallKind.TOOL, tool.name, given), arguments=given)
         has_effects = tool.kind == "effects"
         key = self._key(asked.call)
@@ -202,7 +199,8 @@ class Context:
         """Ask a grader for the reward of a response, once: one of ours by its name, or a function of yours, plain or
         coroutine, of `(sample)` or `(response, label, metadata)`, that gives a number, or a mapping with it under
         `reward`. `label` and `metadata` are the sample's unless they are given; of the `cairn.Sample` there are these,
-        the response and the prompt."""
+        the response and the prompt. Raises JudgeFailed where the grader raises, or gives no finite number, also where
+        the same call did before."""
         function = REWARD.load(grader) if isinstance(grader, str) else grader
         name = grader if isinstance(grader, str) else getattr(grader, "__name__", type(grader).__name__)
         words = {
@@ -210,17 +208,26 @@ class Context:
             "label": self._sample.label if label is None else label,
             "metadata": dict(self._sample.metadata if metadata is None else metadata),
         }
-        given = canonical.to_json(words)
+        given = _as_json(words)
         asked = replace(self._asked(next_call("j"), CallKind.JUDGE, name, given), arguments=given)
 
         async def judge(asked: CallRecord) -> CallRecord:
-            found = await called(function, *self._as_taken(name, function, words))
+            taken = self._as_taken(name, function, words)
+            try:
+                found = await called(function, *taken)
+            except Exception as error:
+                return _ended(asked, error=str(raised(name, error)))
             reward = found.get("reward") if isinstance(found, Mapping) else found
             if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-                raise TypeError(f"the grader {name!r} gave {found!r}; ctx.judge takes one that gives a finite number")
+                told = shortened(repr(found), 200)
+                told = f"{name}: the grader gave {told}; ctx.judge takes one that gives a finite number"
+                return _ended(asked, error=told)
             return _ended(asked, result=repr(float(reward)))
 
-        return float((await self._recorder.answer(asked, judge)).result or "nan")
+        answer = await self._recorder.answer(asked, judge)
+        if answer.result is None:
+            raise JudgeFailed(answer.error or "")
+        return float(answer.result)
 
     def _as_taken(self, name: str, function: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments of a grader."""
@@ -258,7 +265,14 @@ class Context:
                 arguments=json.loads(orphan.arguments or "{}"),
                 key=self._key(orphan.call),
             )
-            return await called(tool.reconcile, intent)
+            try:
+                found = await called(tool.reconcile, intent)
+                return found if found is NOT_DONE else json_value(tool.name, found, tool.max_output)
+            except Exception as error:
+                raise UncertainEffect(
+                    f"{orphan.told} was under way when its process was lost, and its `reconcile` cannot say whether it "
+                    f"was done: {raised(tool.name, error)}"
+                ) from error
         if tool.takes_key:
             return NOT_DONE
         raise UncertainEffect(
@@ -415,6 +429,11 @@ def _check_trained_once(segments: Sequence[Segment]) -> None:
                 "same tokens be trained on in both; set it to 0 in one of them"
             )
         trained[segment.call] = mask if earlier is None else earlier | mask
+
+
+def _as_json(value: Any) -> str:
+    """In which half a surrogate pair, which no store takes, is written as its escape."""
+    return storable(canonical.to_json(value))
 
 
 def _ended(asked: CallRecord, **answer: Any) -> CallRecord:

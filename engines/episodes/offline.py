@@ -21,6 +21,8 @@ _TICK = 0.2
 STUCK = 5.0
 """Seconds without an answer after which code that waits for one, and has not asked for the one before it, is stopped;
 those in which it computes, or stands in a debugger, do not count."""
+BY_THE_CLOCK = 60.0
+"""The same where it waits for the clock as well, as in `asyncio.timeout`."""
 
 Given = Callable[[CallRecord], None]
 """Is told each answer when the code has been given it."""
@@ -36,6 +38,8 @@ class _FromRecord(Recorder):
     def __init__(self, recorded: Iterable[CallRecord], tasks: "Collection[asyncio.Task[Any]]", given: Given) -> None:
         super().__init__(recorded, tasks, _nobody_hears, _nobody_hears)
         self._given = given
+        self._not_recorded: dict[str, CallRecord] = {}
+        """Calls that the code waits for, and that nobody answered then."""
         self._stuck = 0.0
         """Seconds that the code has waited so."""
 
@@ -53,21 +57,32 @@ class _FromRecord(Recorder):
         again: bool = False,
         durable: bool = False,
     ) -> CallRecord:
-        """A recorded answer is given as it is, also where the tool's state would be built up again by asking it."""
-        self._require(asked)
+        """A recorded answer is given as it is, also where the tool's state would be built up again by asking it. One
+        that is not recorded was broken off then: it waits until it is again."""
+        if self._known_as(asked) is None:
+            self._not_recorded[asked.call] = asked
+            try:
+                await self._loop.create_future()
+            finally:
+                del self._not_recorded[asked.call]
         record = await super().answer(asked, do)
         self._tell(record)
         return record
 
     def require_moving(self, seconds: float) -> None:
-        """Raise EpisodeDiverged where the code waits for an answer that comes after one that it has not asked for.
-        `seconds`: since it was looked at last."""
+        """Raise EpisodeDiverged where the code waits for an answer that comes after one that it has not asked for, and
+        NotRecorded where it waits for one that is not recorded. `seconds`: since it was looked at last."""
         awaited = self.awaited
-        if awaited is None or not self._asked or not self._is_quiet():
+        if not (self._asked or self._not_recorded) or not self._is_quiet():
             self._stuck = 0.0
             return
         self._stuck += seconds
-        if self._stuck < STUCK:
+        by_the_clock = any(not timer.cancelled() for timer in self._loop._scheduled)  # type: ignore[attr-defined]
+        if self._stuck < (BY_THE_CLOCK if by_the_clock else STUCK):
+            return
+        if awaited is None or not self._asked:
+            for asked in self._not_recorded.values():
+                self._require(asked)
             return
         waits = ", ".join(sorted(self._asked))
         raise EpisodeDiverged(f"the code waits for {waits}, and has not asked for {awaited.told}, recorded before that")

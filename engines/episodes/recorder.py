@@ -11,6 +11,10 @@ right; what it waits for past its context, a clock or a socket, is not recorded.
 | the same by another name, or with other arguments | | EpisodeDiverged |
 | what it has not asked before | nothing | a new answer, after all that is recorded |
 | for an effect | the intent alone | what `reconcile` finds, or the effect again under its key, or UncertainEffect |
+
+What ends the sample, such as the last two, ends it whatever its code makes of it: `asyncio.gather` may be told to
+return errors as values. A call that is broken off has no answer, but for one with effects, which is recorded where it
+has come. What the code left running when it ended makes no calls any more.
 """
 
 import asyncio
@@ -21,12 +25,17 @@ from functools import partial
 from typing import Any
 
 from cairn.engines.episodes.records import CallKind, CallRecord
+from cairn.engines.tools.errors import ToolUnavailable
 
 _ROUNDS = 64
 """Turns of the loop after which code that never waits is not waited for."""
 _QUIET = 3
 """Turns of the loop without a task that could go on, after which none will by itself: what is done within
 `asyncio.gather` takes two to come through."""
+
+
+class SampleAborted(BaseException):
+    """The sample is given up: it may be continued later. No error of user code, which is not to catch it."""
 
 
 class EpisodeDiverged(BaseException):
@@ -36,6 +45,10 @@ class EpisodeDiverged(BaseException):
 class UncertainEffect(BaseException):
     """A call with effects was under way when its process was lost, and nobody can say whether it was done. Not for user
     code to catch."""
+
+
+_ENDS = (SampleAborted, EpisodeDiverged, UncertainEffect, ToolUnavailable)
+"""What ends a sample."""
 
 
 @dataclass
@@ -77,6 +90,9 @@ class Recorder:
         """Recorded calls that the code has made, and waits for, with what it is given."""
         self._answered: deque[_Answered] = deque()
         self._acting = 0
+        self._ended = False
+        self.failure: BaseException | None = None
+        """What ended the sample, whether its code has minded or not."""
         self._busy = False
         """Whether the code is at work on an answer, or one is being made durable."""
 
@@ -93,7 +109,7 @@ class Recorder:
     @property
     def awaited(self) -> CallRecord | None:
         """The recorded call that the code would have to make next."""
-        return self._pending[0] if self._pending else None
+        return next((record for record in self._pending if record.call not in self._asked), None)
 
     def knows(self, call: str) -> bool:
         """Whether the answer to a call is recorded by an earlier attempt."""
@@ -101,7 +117,12 @@ class Recorder:
 
     def value(self, record: CallRecord, make: Callable[[], str]) -> str:
         """What is had at once, such as the time."""
-        known = self._known_as(record)
+        self._require_open()
+        try:
+            known = self._known_as(record)
+        except EpisodeDiverged as error:
+            self.failure = error
+            raise
         if known is None:
             known = replace(record, result=make(), order=self._take_number())
             self._say(known)
@@ -118,14 +139,33 @@ class Recorder:
     ) -> CallRecord:
         """The answer to a call. `do` gets a new one. `again`: a recorded one is got again too, and must be the same.
         `durable`: the code is given a new one when it is durable."""
+        self._require_open()
+        try:
+            return await self._answer(asked, do, again=again, durable=durable)
+        except _ENDS as error:
+            self.failure = self.failure or error
+            raise
+
+    def end(self) -> None:
+        """The sample has ended. What its code left running is given no answer any more, and makes no call; that of an
+        effect under way is still recorded."""
+        self._ended = True
+        for _, future in self._asked.values():
+            future.cancel()
+
+    async def _answer(
+        self, asked: CallRecord, do: Callable[[CallRecord], Awaitable[CallRecord]], *, again: bool, durable: bool
+    ) -> CallRecord:
         known = self._known_as(asked)
         future: asyncio.Future[CallRecord] = self._loop.create_future()
         if known is None:
             self._acting += durable
             try:
-                self._answered.append(_Answered(await do(asked), durable, future))
-            finally:
+                answered = await do(asked)
+            except BaseException:
                 self._acting -= durable
+                raise
+            self._answered.append(_Answered(answered, durable, future))
         elif known.call in self._resampled:
             made = replace(await do(asked), order=known.order)
             self._say(made)
@@ -134,7 +174,9 @@ class Recorder:
             if again:
                 _require_same(known, await do(asked))
             self._asked[known.call] = known, future
-        self._go_on()
+        if self._ended and known is not None:
+            future.cancel()
+        self._arrived()
         return await future
 
     def is_orphan(self, asked: CallRecord) -> bool:
@@ -148,6 +190,13 @@ class Recorder:
         """Return when the intent to make a call is durable, with all that the code was given before."""
         await self._say_durably(asked)
 
+    def _require_open(self) -> None:
+        """Raise what ended the sample."""
+        if self.failure is not None:
+            raise self.failure
+        if self._ended:
+            raise asyncio.CancelledError("its sample has ended")
+
     def _take_number(self) -> int:
         self._next += 1
         return self._next - 1
@@ -158,11 +207,26 @@ class Recorder:
             _require_same_call(known, asked)
         return known
 
+    def _arrived(self) -> None:
+        """An answer is there, now or as it was recorded: what the code has begun besides comes first in either case."""
+        if self._busy:
+            return
+        if self._side_by_side:
+            self._busy = True
+            self._settle(_ROUNDS, 0)
+        else:
+            self._go_on()
+
+    @property
+    def _side_by_side(self) -> bool:
+        """Whether the code is at several things."""
+        return sum(not task.done() for task in self._tasks) > 1
+
     def _go_on(self) -> None:
         """Give the code its next answer, if that is there and the code has done with the one before."""
         if self._busy:
             return
-        if self._pending:
+        if self._pending and not self._ended:
             asked = self._asked.pop(self._pending[0].call, None)
             if asked is not None:
                 self._busy = True
@@ -171,9 +235,12 @@ class Recorder:
             return
         while self._answered:
             next_ = self._answered.popleft()
-            if next_.future.done():  # it was cancelled: the code knows of no answer
+            if self._ended:
+                next_.future.cancel()
+            if next_.future.done() and not next_.durable:  # it was cancelled: the code knows of no answer
                 continue
             self._busy = True
+            self._acting -= next_.durable
             record = replace(next_.record, order=self._take_number())
             if next_.durable:
                 told = self._say_durably(record)
@@ -191,10 +258,12 @@ class Recorder:
     def _give(self, future: "asyncio.Future[CallRecord]", record: CallRecord) -> None:
         if not future.done():
             future.set_result(record)
-        if sum(not task.done() for task in self._tasks) > 1:
+        if self._side_by_side:
             self._settle(_ROUNDS, 0)
         else:  # whatever comes next, the code asks for when it has done with this one
             self._busy = False
+            if self._answered:
+                self._loop.call_soon(self._go_on)
 
     def _settle(self, left: int, quiet: int) -> None:
         """Let the code do all that it can."""

@@ -20,17 +20,20 @@ from itertools import count
 from typing import Any
 
 from cairn.engines.episodes.call_ids import begin_sample, sample_of, task_factory
-from cairn.engines.episodes.context import Context, SampleAborted
+from cairn.engines.episodes.context import Context
 from cairn.engines.episodes.options import EpisodeOptions
-from cairn.engines.episodes.recorder import EpisodeDiverged, Recorder
+from cairn.engines.episodes.recorder import EpisodeDiverged, Recorder, SampleAborted
 from cairn.engines.episodes.records import CallRecord, Recorded
 from cairn.engines.errors import RequestRefused
+from cairn.engines.tools.results import shortened
 from cairn.engines.tools.tool import Tool
 from cairn.engines.trajectories import BadTrajectory, GeneratedSample, SampleKey, SampleRequest, Trajectory
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId, SamplingParams
 
 _TO_END = 5.0
 """Seconds in which what is cancelled has to end."""
+_LONGEST_ERROR = 4000
+"""Characters of what is told of a sample's error."""
 
 Generate = Callable[[Context, SampleRequest], Awaitable[Trajectory | list[Trajectory]]]
 
@@ -177,30 +180,38 @@ class Runner:
         self._recorders[sample.key] = recorder
         context = Context(sample, self._params, self._ask, self._tokenizer, recorder, self._tools, self._options)
         try:
-            ended = context.checked(await self._generate(context, sample))
+            returned = await self._generate(context, sample)
+            if recorder.failure is not None:  # whatever the code made of it
+                raise recorder.failure
+            ended = context.checked(returned)
             if recorder.awaited is not None:
                 raise EpisodeDiverged(f"the code ended without {recorder.awaited.told}, which is recorded")
         except SampleAborted:
             ended = context.aborted()
         except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled
-            ended = context.aborted() if self._aborted else _failed(sample, error)
+            failure = recorder.failure or error
+            ended = context.aborted() if self._aborted else GeneratedSample.failed(sample, told_of(failure))
         except BadTrajectory as error:
             self._failure = error
             self._stir.set()
             return
-        except RequestRefused as refused:
-            ended = GeneratedSample.failed(sample, "; ".join(refused.refused.values()))
         except KeyboardInterrupt:
             raise
         # It is user code: whatever it raises is the result of this sample, and no other is to suffer from it.
         except BaseException as error:
-            ended = _failed(sample, error)
+            failure = recorder.failure or error
+            ended = (
+                context.aborted()
+                if isinstance(failure, SampleAborted)
+                else GeneratedSample.failed(sample, told_of(failure))
+            )
         if sample.key in self._tasks:  # and was not given up
             self._end(ended)
 
     def _end(self, ended: GeneratedSample) -> None:
         del self._tasks[ended.key]
-        self._recorders.pop(ended.key, None)
+        if (recorder := self._recorders.pop(ended.key, None)) is not None:
+            recorder.end()
         self._asking.pop(ended.key, None)
         self.ended.append(ended)
         self._stir.set()
@@ -231,5 +242,12 @@ class Runner:
             del self._asking[id[:2]]
 
 
-def _failed(sample: SampleRequest, error: BaseException) -> GeneratedSample:
-    return GeneratedSample.failed(sample, f"generate: {type(error).__name__}: {error}")
+def told_of(error: BaseException) -> str:
+    """What is told of an error of a sample's code."""
+    if isinstance(error, RequestRefused):
+        return "; ".join(error.refused.values())
+    try:
+        said = str(error)
+    except Exception:
+        said = "it cannot say what"
+    return shortened(f"generate: {type(error).__name__}: {said}", _LONGEST_ERROR)

@@ -23,6 +23,7 @@ from cairn.engines.tools.tool import Tool
 
 _MARK = "cairn-7f3a9c51-answer"
 """Stands for an answer of the policy where the template is looked at."""
+_DEEPEST = 64
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -181,8 +182,19 @@ class TagFormat:
 
 def _call(name: str, arguments: Any) -> AskedCall:
     if isinstance(arguments, dict):
+        if _is_deeper(arguments, _DEEPEST):
+            return AskedCall(name, unreadable=f"the arguments of {name[:64]} are nested more than {_DEEPEST} deep")
         return AskedCall(name, arguments)
     return AskedCall(name, unreadable=f"the arguments of {name[:64]} have to be a JSON object")
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether objects and lists lie in one another more than so deep."""
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(
+        _is_deeper(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _cannot(why: str) -> str:

@@ -10,6 +10,11 @@
 from enum import StrEnum
 
 
+def storable(text: str) -> str:
+    """Half a surrogate pair is no text that can be stored."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class Reason(StrEnum):
     """Why a call failed, for counting."""
 
@@ -33,11 +38,18 @@ class ToolFailed(Exception):
     """A call of a tool failed. The message names the tool and says why, in words that a model may be told."""
 
     def __init__(self, told: str, reason: Reason = Reason.RAISED) -> None:
-        super().__init__(told)
+        super().__init__(storable(told))
         self.reason = Reason(reason)
 
     def __reduce__(self) -> tuple[type["ToolFailed"], tuple[str, Reason]]:
         return type(self), (str(self), self.reason)
+
+
+class JudgeFailed(Exception):
+    """A grader that `ctx.judge` asked failed. The message names it and says why."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__(storable(told))
 
 
 class ToolUnavailable(Exception):

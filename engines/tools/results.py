@@ -11,7 +11,7 @@
 import math
 from typing import Any
 
-from cairn.engines.tools.errors import Reason, ToolFailed
+from cairn.engines.tools.errors import Reason, ToolFailed, storable
 
 _DEEPEST = 64
 _MOST_BITS = 4096
@@ -31,11 +31,6 @@ def shortened(text: str, length: int) -> str:
     if left_out > 0:
         text = f"{text[:length]}\n[{left_out:,} more characters left out]"
     return storable(text)
-
-
-def storable(text: str) -> str:
-    """Half a surrogate pair is no text that can be stored."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 class _Bounded:

@@ -198,6 +198,15 @@ def test_an_answer_that_did_not_end_its_message_has_it_ended():
         ),
         ('<tool_call>{"name": "multiply", "arguments": null}</tool_call>', "error: the arguments of multiply have"),
         ('<tool_call>{"name": "fails"}</tool_call>', "error: fails: ValueError: not today"),
+        (
+            '<tool_call>{"name": "fails", "arguments": {"x": ' + "[" * 700 + "]" * 700 + "}}</tool_call>",
+            "error: the arguments of fails are nested more than 64 deep",
+        ),
+        (
+            '<tool_call>{"name": "fails", "arguments": {"\\ud800": 1}}</tool_call>',
+            "unable to parse raw data as a unicode string",
+        ),
+        ('<tool_call>{"name": "fails", "arguments": {"x": NaN}}</tool_call>', "error: fails: x: Input should be"),
     ],
 )
 def test_what_goes_wrong_is_told_to_the_model_and_recorded(call, told):
