@@ -7,6 +7,7 @@ import numbers
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import isawaitable
@@ -24,6 +25,7 @@ from cairn.engines.episodes.recorder import Recorder, SampleAborted, UncertainEf
 from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.engines.errors import RequestRefused
 from cairn.engines.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
+from cairn.engines.tools.processes import held
 from cairn.engines.tools.results import json_value, shortened
 from cairn.engines.tools.tool import NOT_DONE, Intent, Tool, raised
 from cairn.engines.trajectories import (
@@ -62,8 +64,10 @@ class Context:
         recorder: Recorder,
         tools: Callable[[], Mapping[str, Tool]] = dict,
         options: EpisodeOptions | None = None,
+        waits: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`ask` gets an answer from the engine, `tokenizer` loads the model's, `tools` loads those of the run."""
+        """`ask` gets an answer from the engine, `tokenizer` loads the model's, `tools` loads those of the run. `waits`
+        is entered while a tool has to wait until others have done."""
         self._sample = sample
         self._prompt = np.asarray(sample.prompt_ids, np.int32)
         self._params = params
@@ -71,6 +75,7 @@ class Context:
         self._tokenizer = tokenizer
         self._recorder = recorder
         self._tools = tools
+        self._waits = waits
         self.options = options or EpisodeOptions()
         """Of the run, for functions of ours."""
         self._calls: dict[str, _Call] = {}
@@ -175,6 +180,7 @@ class Context:
                 if has_effects:
                     await self._recorder.intend(asked)
                 try:
+                    held.set(self._waits)
                     return _ended(asked, result=canonical.to_json(await tool.run(json.loads(given), key)))
                 except ToolFailed as failed:
                     return _ended(asked, error=str(failed), reason=failed.reason)

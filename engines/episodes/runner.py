@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,6 +25,7 @@ from cairn.engines.episodes.context import Context
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import EpisodeDiverged, Recorder, SampleAborted
 from cairn.engines.episodes.records import CallRecord, Recorded
+from cairn.engines.episodes.waits import Waits
 from cairn.engines.errors import RequestRefused
 from cairn.engines.tools.results import shortened
 from cairn.engines.tools.tool import Tool
@@ -71,6 +73,8 @@ class Runner:
         self._aborted = False
         self._failure: BadTrajectory | None = None
         self._stir = asyncio.Event()
+        self.waits = Waits()
+        """Of samples whose tools have to wait."""
         self.asked: list[GenerateRequest] = []
         """What samples ask the engine, for its holder to take away and to `answer`."""
         self.ended: list[GeneratedSample] = []
@@ -178,7 +182,8 @@ class Runner:
             sample.recorded, begin_sample(sample.key), self._record, self._record_durably, resampled=sample.resampled
         )
         self._recorders[sample.key] = recorder
-        context = Context(sample, self._params, self._ask, self._tokenizer, recorder, self._tools, self._options)
+        waits = partial(self.waits.of, sample.key)
+        context = Context(sample, self._params, self._ask, self._tokenizer, recorder, self._tools, self._options, waits)
         try:
             returned = await self._generate(context, sample)
             if recorder.failure is not None:  # whatever the code made of it

@@ -18,7 +18,8 @@ class Watchdog:
     """Of the samples of a call, while it runs; a context of the thread that runs their loop.
 
     Args:
-        seconds: that a sample may take from its begin, or an answer of the engine, until it asks the engine or ends.
+        seconds: that a sample may take from its begin, or an answer of the engine, until it asks the engine or ends;
+            what it waits for while others have it is not counted.
         in_all: that it may take from its begin to its end; None has no bound.
         hung: told the sample whose code does not give the loop back, None where that cannot be known, and a sentence.
     """
@@ -38,7 +39,7 @@ class Watchdog:
         self._in_all = in_all
         self._began = time.monotonic()
         self._hung = hung
-        self._since = {sample.key: time.monotonic() for sample in samples}
+        self._since = {sample.key: self._now(sample.key) for sample in samples}
         self._turned = time.monotonic()
         """When the loop last came round."""
         self._over = threading.Event()
@@ -57,13 +58,13 @@ class Watchdog:
 
     def goes_on(self, key: SampleKey) -> None:
         """A sample has an answer."""
-        self._since[key] = time.monotonic()
+        self._since[key] = self._now(key)
 
     def _look(self) -> None:
         """On the loop."""
         self._turned = now = time.monotonic()
         for key in self._runner.working:
-            if now - self._since[key] > self._seconds:
+            if self._now(key) - self._since[key] > self._seconds:
                 told = f"it took longer than {self._seconds:g} s without the engine"
                 self._runner.give_up(key, f"generate: GenerateTimeout: {told}")
         if self._in_all is not None and now - self._began > self._in_all:  # all of them have begun with it
@@ -71,6 +72,10 @@ class Watchdog:
                 told = f"it took longer than {self._in_all:g} s in all"
                 self._runner.give_up(key, f"generate: EpisodeTimeout: {told}")
         self._next = self._loop.call_later(self._tick, self._look)
+
+    def _now(self, key: SampleKey) -> float:
+        """By the clock of a sample, which stands while it waits for what others have."""
+        return time.monotonic() - self._runner.waits.seconds(key)
 
     def _watch(self) -> None:
         """In a thread, since the loop does not come round where a sample keeps it."""

@@ -108,8 +108,8 @@ async def generate(ctx, sample):
 '''
 
 GROUPS = 13
-WITHOUT_ENGINE = 12.0
-"""Seconds; calls wait for each other where there are fewer tool processes, of which some hang for a while."""
+WITHOUT_ENGINE = 6.0
+"""Seconds; those in which a call waits for a tool process are not counted."""
 NAMED = {
     0: "raises: LookupError: no such page",
     1: "hangs: it took longer than 1 s",

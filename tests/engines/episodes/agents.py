@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import signal
 import time
 
 from cairn.engines.episodes.context import Context
 from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
+from tests.engines.tools.bad_tools import busy
 
 WORLD = [9, 10, 11]
 
@@ -64,9 +66,23 @@ async def asks_for_much(ctx: Context, sample: SampleRequest) -> Trajectory:
     return await turns(ctx, sample)
 
 
+async def computes(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """A while, in a tool process, before the first turn."""
+    await ctx.call(busy, {"seconds": 0.6})
+    return await turns(ctx, sample)
+
+
 async def ends_its_process(ctx: Context, sample: SampleRequest) -> Trajectory:
     """The first of a group, after a turn."""
     found = await turns(ctx, sample)
     if sample.index == 0:
         os._exit(3)
     return found
+
+
+async def is_killed(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group, as by the OOM killer, before its first turn; the others wait for it."""
+    if sample.index == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.Event().wait()
+    return await turns(ctx, sample)

@@ -127,3 +127,30 @@ def killed_with_effects(path: str) -> None:
         file.write("x")
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
+
+
+@cairn.tool(kind="pure", timeout=600)
+def hang(path: str, seconds: float = 600) -> None:
+    with Path(path).open("a") as file:
+        file.write("x")
+    time.sleep(seconds)
+
+
+@cairn.tool(kind="pure", timeout=600)
+def compute_on(path: str) -> None:
+    with Path(path).open("a") as file:
+        file.write("x")
+    while True:
+        pass
+
+
+@cairn.tool(kind="pure")
+def nap(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@cairn.tool(kind="pure")
+def busy(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import cairn
 from cairn.configs.plugins import load_callable
 from cairn.engines.tools.errors import Reason
+from cairn.engines.tools.turns import Turns
 from tests.engines.tools import bad_tools
 
 
@@ -125,6 +127,58 @@ def test_a_call_that_is_given_up_frees_its_process():
         return time.monotonic() - began
 
     assert asyncio.run(give_up()) < 20
+
+
+@pytest.mark.parametrize(
+    ("stuck", "good"),
+    [(bad_tools.hang, bad_tools.hang), (bad_tools.compute_on, bad_tools.add)],
+    ids=["hang", "compute"],
+)
+def test_stuck_calls_hold_no_other_up(stuck, good, tmp_path):
+    begun = tmp_path / "begun"
+    begun.touch()
+    arguments = {"path": os.devnull, "seconds": 0} if good is stuck else {"a": 1, "b": 2}
+
+    async def beside() -> None:
+        tasks = [asyncio.create_task(stuck.run({"path": str(begun)}, f"r/0/{i}/c0")) for i in range(8)]
+        while not begun.read_text():
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(good.run(arguments, "r/0/8/c0"), 25)
+        assert not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(beside())
+
+
+def test_an_episode_that_asks_for_much_holds_no_other_up(tmp_path):
+    """Of the same tool."""
+
+    async def beside() -> list[int]:
+        greedy = [asyncio.create_task(bad_tools.nap.run({"seconds": 0.05}, f"r/0/0/t{i}.c0")) for i in range(100)]
+        await greedy[0]
+        await asyncio.gather(*(bad_tools.nap.run({"seconds": 0}, f"r/0/{i}/c0") for i in range(1, 4)))
+        waiting = sum(not task.done() for task in greedy)
+        await asyncio.gather(*greedy)
+        return waiting
+
+    assert asyncio.run(beside()) > 50
+
+
+def test_tools_take_turns_and_their_episodes():
+    turns = Turns[str]()
+    for tool, episode, call in [
+        ("a", "1", "a1"),
+        ("a", "1", "a1'"),
+        ("a", "2", "a2"),
+        ("b", "1", "b1"),
+        ("b", "3", "b3"),
+    ]:
+        turns.add(tool, episode, call)
+    assert turns.take(lambda tool, episode: episode == "2") == "a2"
+    assert turns.take(lambda tool, episode: tool == "c") is None
+    assert [turns.take(lambda tool, episode: True) for _ in range(5)] == ["b1", "a1", "b3", "a1'", None]
 
 
 def test_what_cannot_be_loaded_there_is_unavailable(tmp_path):
