@@ -1,4 +1,12 @@
-"""What makes an engine of requests one of samples: `generate` runs beside it, in its process where it is ours."""
+"""What makes an engine of requests one of samples: `generate` runs beside it, in its process where it is ours.
+
+| what happens to the process of the user's function | what becomes of it |
+|---|---|
+| a sample keeps the others from their turn | it fails; the others go on from their records, in another process |
+| it is ended from outside | all that have not ended go on from their records, in another process |
+| the same, `LOSSES` times in a row without anything that was recorded or ended between | EngineDied |
+| it ends by itself | GenerationFailed |
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -8,10 +16,14 @@ from cairn.configs.kinds import GENERATE
 from cairn.engines.episodes.asking import Asking
 from cairn.engines.episodes.records import Recorded, take_records
 from cairn.engines.episodes.runner import Generate, Runner
-from cairn.engines.episodes.user_code import GenerateFunction, SampleHung, UserCode
+from cairn.engines.episodes.user_code import GenerateFunction, ProcessLost, SampleHung, UserCode
+from cairn.engines.errors import EngineDied
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
+
+LOSSES = 4
+"""Processes that may be ended from outside in a row."""
 
 
 class SampleEngine:
@@ -62,10 +74,12 @@ class SampleEngine:
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         left = {sample.key: sample for sample in samples}
         self._aborted = False
+        losses = 0
         while True:
             try:
                 with closing(self._open()) as stream:
                     for told in self._process(function).generate(stream, list(left.values()), params):
+                        losses = 0
                         if isinstance(told, Recorded):
                             take_records(left, told.records)
                         else:
@@ -75,9 +89,13 @@ class SampleEngine:
                 return
             except SampleHung as hung:
                 yield [GeneratedSample.failed(left.pop(hung.key), str(hung))]
-                if self._aborted:
-                    yield [GeneratedSample.aborted(sample) for sample in left.values()]
-                    return
+            except ProcessLost as lost:
+                losses += 1
+                if losses >= LOSSES:
+                    raise EngineDied(f"{lost} {LOSSES} times in a row: has it memory enough?") from None
+            if self._aborted:
+                yield [GeneratedSample.aborted(sample) for sample in left.values()]
+                return
 
     def _process(self, function: GenerateFunction) -> UserCode:
         """That of the last call, where it is of use."""

@@ -16,7 +16,8 @@ pickled, each with all that came up since the last one:
 | there | `hung` | a sample keeps the others from their turn: the process is of no more use |
 | there | `failed`, `done` | the end of the call: an error that is nobody's sample's, or none |
 
-A process that ends by itself is the doing of one of its samples: GenerationFailed, so that the suspects are found.
+A process that ends by itself is the doing of one of its samples: GenerationFailed, so that the suspects are found. One
+that is ended from outside, as by the OOM killer, is nobody's: ProcessLost.
 """
 
 import os
@@ -32,6 +33,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
+from cairn.engines.child import FROM_OUTSIDE
 from cairn.engines.episodes.asking import Asking
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.records import Recorded
@@ -77,6 +79,10 @@ class SampleHung(Exception):
         self.key = key
 
 
+class ProcessLost(Exception):
+    """Something outside ended the process: what was in flight is lost."""
+
+
 class UserCode:
     """The process of one function, for one call after the other."""
 
@@ -97,8 +103,8 @@ class UserCode:
         """Generate samples; yield them as they end, and what is recorded of them before. The process is gone where this
         is not read to its end.
 
-        Raises what the stream raises, BadTrajectory, BadPlugin, SampleHung, and GenerationFailed where the process has
-        ended by itself.
+        Raises what the stream raises, BadTrajectory, BadPlugin, SampleHung, GenerationFailed where the process has
+        ended by itself, and ProcessLost.
         """
         self._idle = False
         asking = Asking(stream)
@@ -154,6 +160,10 @@ class UserCode:
             key, told = content
             raise GenerationFailed(told) if key is None else SampleHung(key, told)
         code = self._process.wait()
+        if -code in FROM_OUTSIDE and not self._killed:
+            raise ProcessLost(
+                f"the process of {self._function.name} was ended from outside ({signal.Signals(-code).name})"
+            )
         raise GenerationFailed(
             f"the process of {self._function.name} ended with exit code {code} while it generated: what it wrote "
             "stands in the engine's log"

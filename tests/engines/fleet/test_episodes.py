@@ -5,6 +5,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,44 @@ def test_user_code_that_ends_its_process_fails_the_generation_and_not_the_worker
         all_of(engine.generate_samples(asked(8), PARAMS, users("ends_its_process")))
     assert [worker.health()["pid"] for worker in workers_of(engine)] == pids
     assert len(all_of(engine.generate_samples(asked(8), PARAMS, users("turns")))) == 8
+
+
+def test_user_code_that_is_killed_from_outside_goes_on_in_another_process_time_after_time(
+    engine: RolloutHandle, alone: SampleEngine, tmp_path: Path
+) -> None:
+    turns, file = [20] * 6, tmp_path / "turns"
+    expected = all_bits(all_of(alone.generate(asked(8, turns, file=os.devnull), PARAMS, users("notes"))))
+    health = [worker.health() for worker in workers_of(engine)]
+    parts, killed = list[Any](), set[int]()
+    for part in engine.generate_samples(asked(8, turns, file=str(file)), PARAMS, users("notes")):
+        parts.append(part)
+        if len(killed) < 6 and isinstance(part, Recorded):
+            killed |= {kill_user_code(one["pid"], killed) for one in health} - {0}
+    assert len(killed) >= 6
+    assert all_bits(all_of(iter(parts))) == expected
+    answered = Counter(
+        (record.key, record.call) for part in parts if isinstance(part, Recorded) for record in part.records
+    )
+    assert set(answered.values()) == {1}, "no turn that was told of is sampled again"
+    assert [worker.health()["pid"] for worker in workers_of(engine)] == [one["pid"] for one in health]
+
+
+def test_user_code_that_is_killed_from_outside_and_comes_no_further_is_a_death(
+    engine: RolloutHandle, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineDied, match=r"ended from outside \(SIGKILL\) 4 times in a row"):
+        all_of(engine.generate_samples(asked(8), PARAMS, users("is_killed")))
+    assert len(all_of(engine.generate_samples(asked(8), PARAMS, users("turns")))) == 8
+
+
+def kill_user_code(worker: int, before: set[int]) -> int:
+    """Of a worker; returns the process, 0 where there is none, or the one of before."""
+    for process in psutil.Process(worker).children():
+        with suppress(psutil.NoSuchProcess):
+            if any("user_process import main" in word for word in process.cmdline()) and process.pid not in before:
+                process.kill()
+                return process.pid
+    return 0
 
 
 def test_an_abort_gives_every_sample_as_far_as_it_came(engine: RolloutHandle) -> None:
