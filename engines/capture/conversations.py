@@ -16,6 +16,7 @@ import numpy as np
 from cairn.engines.capture.errors import BadRequest
 from cairn.engines.capture.exchanges import Exchange
 from cairn.engines.episodes.replies import Reply, Tools, read_reply
+from cairn.engines.tools.errors import storable
 from cairn.engines.trajectories import Segment
 from cairn.engines.types import FinishReason
 
@@ -77,8 +78,8 @@ class ChatTemplate:
         return self.ids(rendered), tuple(whole), [one.exchange for one in before]
 
     def ids(self, text: str) -> np.ndarray:
-        """[T] int32."""
-        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        """[T] int32. Half a surrogate pair, which is no text, is written as its escape."""
+        return np.asarray(self._tokenizer(storable(text), add_special_tokens=False)["input_ids"], np.int32)
 
     def text(self, ids: Sequence[int] | np.ndarray, *, skips: bool = False) -> str:
         """Of tokens. `skips`: without special ones."""

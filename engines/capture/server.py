@@ -29,6 +29,7 @@ from cairn.engines.capture.anthropic import Messages
 from cairn.engines.capture.errors import BadRequest
 from cairn.engines.capture.exchanges import Exchange
 from cairn.engines.capture.openai import ChatCompletions
+from cairn.engines.tools.results import shortened
 
 if TYPE_CHECKING:
     from cairn.engines.capture.session import Session
@@ -107,6 +108,11 @@ async def _answer(server: _Server, dialect: Dialect, handler: Handler, request: 
             return await handler(session, body, request)
     except BadRequest as bad:
         return web.json_response(dialect.error(str(bad), bad.status, bad.code), status=bad.status)
+    except web.HTTPException:
+        raise
+    except Exception as error:  # of a request of another shape than its API has: it is the client's to hear of it
+        told = f"the request cannot be read: {type(error).__name__}: {error}"
+        return web.json_response(dialect.error(shortened(told, 1000), 400, None), status=400)
 
 
 def _session(server: _Server, request: web.Request) -> "Session":
@@ -122,7 +128,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
         return {}
     try:
         body = json.loads(await request.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the request has to be a JSON object")
