@@ -162,7 +162,7 @@ def episodes(
         several = {
             key: row
             for key, row in rows.items()
-            if every or row["segments"] is not None or row.get(TRAJECTORIES.name) is not None or calls.get(key)
+            if every or row.get("segments") is not None or row.get(TRAJECTORIES.name) is not None or calls.get(key)
         }
         if several and not texts:
             tried = [(_last_ids(row), row["response_text"]) for row in several.values() if row["response_ids"]]
@@ -254,7 +254,7 @@ class _Episode:
     def _segments(self) -> Iterator[tuple[int, int, Mapping[str, Any], float | None]]:
         """Begin and end of each segment in the response, what it is, and its reward."""
         row = self.row
-        segments = row["segments"]
+        segments = row.get("segments")  # of which the first versions wrote none
         if segments is None:
             tokens = len(row["response_ids"])
             one = {"tokens": tokens, "call": FIRST_CALL, "finish_reason": row["finish_reason"]}
