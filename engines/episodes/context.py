@@ -167,6 +167,9 @@ class Context:
         """
         if isinstance(tool, str):
             tool = _named(self.tools, tool)
+        elif not isinstance(tool, Tool):
+            told = getattr(tool, "__name__", type(tool).__name__)
+            raise TypeError(f"ctx.call takes a tool, and {told} is none: make one of it with @cairn.tool(kind=…)")
         given = _as_json({} if arguments is None else dict(arguments))
         asked = replace(self._asked(next_call("c"), CallKind.TOOL, tool.name, given), arguments=given)
         has_effects = tool.kind == "effects"

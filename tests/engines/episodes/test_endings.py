@@ -229,6 +229,17 @@ def test_a_call_that_is_not_in_the_record_is_named(monkeypatch: pytest.MonkeyPat
             offline_again(generate, left)
 
 
+def test_a_function_that_is_no_tool_is_told_how_to_become_one() -> None:
+    async def generate(ctx: Context, sample: SampleRequest) -> Trajectory:
+        function: Any = played
+        await ctx.call(function, {})
+        return await finish(ctx, sample)
+
+    (sample,), _ = played(generate, asked())
+    assert sample.error is not None
+    assert "played is none: make one of it with @cairn.tool(kind=…)" in sample.error
+
+
 class Wordless(Exception):
     def __str__(self) -> str:
         raise RuntimeError
