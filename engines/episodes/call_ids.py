@@ -29,11 +29,13 @@ class _Place:
     path: str = ""
     calls: Counter[str] = field(default_factory=Counter)
     children: int = 0
+    aside: bool = False
+    """Whether it carries out a call: a replay, which is given the answer, counts none of it."""
 
 
 _place: ContextVar[_Place] = ContextVar("place")
 _samples: "WeakKeyDictionary[asyncio.Task[Any], SampleKey]" = WeakKeyDictionary()
-"""Of the tasks that samples started."""
+"""Of their tasks, and of those that their calls started."""
 
 
 def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
@@ -43,12 +45,24 @@ def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
     assert task is not None
     tasks = WeakSet([task])
     _place.set(_Place(key, tasks))
+    _samples[task] = key
     return tasks
 
 
 def sample_of(task: "asyncio.Task[Any]") -> SampleKey | None:
-    """The sample that started a task."""
+    """The sample that a task is at work for."""
     return _samples.get(task)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """In a task of a sample: what is started meanwhile is the sample's, but no part of its code."""
+    own = _place.get()
+    before = _place.set(_Place(own.sample, own.tasks, aside=True))
+    try:
+        yield
+    finally:
+        _place.reset(before)
 
 
 class Part:
@@ -80,8 +94,11 @@ class Part:
 
 
 def next_call(kind: str = "") -> str:
-    """Id of the call that the running task makes now. `kind`: the letter of its kind."""
+    """Id of the call that the running task makes now. `kind`: the letter of its kind. Raises RuntimeError within
+    another call."""
     place = _place.get()
+    if place.aside:
+        raise RuntimeError("a tool or a grader cannot ask the context: a replay, which has its answer, would not ask")
     place.calls[kind] += 1
     return f"{place.path}{kind}{place.calls[kind] - 1}"
 
@@ -89,8 +106,11 @@ def next_call(kind: str = "") -> str:
 def task_factory(loop: asyncio.AbstractEventLoop, coroutine: Any, /, **options: Any) -> "asyncio.Task[Any]":
     """Makes the tasks of a loop; a sample's own get a place below that of the task that creates them."""
     parent = _place.get(None)
-    if parent is None:
-        return asyncio.Task(coroutine, loop=loop, **options)
+    if parent is None or parent.aside:
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        if parent is not None:
+            _samples[task] = parent.sample
+        return task
     context = options.pop("context", None) or copy_context()
     context.run(_place.set, _Place(parent.sample, parent.tasks, f"{parent.path}t{parent.children}."))
     parent.children += 1

@@ -18,7 +18,7 @@ import numpy as np
 
 from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, load_callable
-from cairn.engines.episodes.call_ids import next_call
+from cairn.engines.episodes.call_ids import aside, next_call
 from cairn.engines.episodes.given_rewards import checked_reward, checked_role, reward_of
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import Recorder, SampleAborted, UncertainEffect
@@ -178,13 +178,17 @@ class Context:
         async def call(asked: CallRecord) -> CallRecord:
             uncertain = has_effects and self._recorder.is_orphan(asked)
             for _ in range(_TIMES_LOST):
-                if uncertain and (found := await self._reconciled(tool, asked)) is not NOT_DONE:
+                with aside():
+                    found = await self._reconciled(tool, asked) if uncertain else NOT_DONE
+                if found is not NOT_DONE:
                     return _ended(asked, result=canonical.to_json(found))
                 if has_effects:
                     await self._recorder.intend(asked)
                 try:
                     held.set(self._waits)
-                    return _ended(asked, result=canonical.to_json(await tool.run(json.loads(given), key)))
+                    with aside():
+                        found = await tool.run(json.loads(given), key)
+                    return _ended(asked, result=canonical.to_json(found))
                 except ToolFailed as failed:
                     return _ended(asked, error=str(failed), reason=failed.reason)
                 except ToolLost:
@@ -223,7 +227,8 @@ class Context:
         async def judge(asked: CallRecord) -> CallRecord:
             taken = self._as_taken(name, function, words)
             try:
-                found = await called(function, *taken)
+                with aside():
+                    found = await called(function, *taken)
             except Exception as error:
                 return _ended(asked, error=str(raised(name, error)))
             reward = found.get("reward") if isinstance(found, Mapping) else found

@@ -161,10 +161,10 @@ class Runner:
         self._end(GeneratedSample(*key, Trajectory(()), FinishReason.ERROR, why))
 
     def current(self) -> SampleKey | None:
-        """The sample whose code runs now, for other threads."""
+        """The sample whose code, or a tool of its, runs now, for other threads; None where it has ended."""
         task = asyncio.current_task(self._loop)
-        own = (key for key, one in self._tasks.copy().items() if one is task)
-        return None if task is None else next(own, None) or sample_of(task)
+        key = None if task is None else sample_of(task)
+        return key if key in self._tasks else None
 
     def close(self) -> bool:
         """End everything. Whether all of it has."""

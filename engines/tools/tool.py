@@ -20,7 +20,6 @@ episode suffers.
 """
 
 import asyncio
-import contextvars
 import enum
 import inspect
 import re
@@ -249,8 +248,7 @@ class Tool:
             raise ToolFailed(f"{self.name}: {error}", Reason.ARGUMENTS) from None
 
     async def _on_the_loop(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        # No task of the episode: a replay, which does not make the call, counts as many tasks.
-        task = asyncio.Task(self._answer(coroutine), loop=asyncio.get_running_loop(), context=contextvars.Context())
+        task = asyncio.create_task(self._answer(coroutine))
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout)
         finally:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import cairn
 from cairn.engines.episodes.context import Context
 from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
 from tests.engines.tools.bad_tools import busy
@@ -44,6 +45,19 @@ async def sleeps(ctx: Context, sample: SampleRequest) -> Trajectory:
 
     if sample.index == 0:
         await asyncio.create_task(sleep())
+    return await turns(ctx, sample)
+
+
+@cairn.tool(kind="pure")
+async def stalls() -> None:
+    """Does not give the loop back."""
+    time.sleep(3600)
+
+
+async def asks_a_tool_that_stalls(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group."""
+    if sample.index == 0:
+        await ctx.call(stalls)
     return await turns(ctx, sample)
 
 

@@ -68,7 +68,9 @@ class Counter:
 
 
 async def grade(response: str, label: str | None, metadata: Mapping[str, Any]) -> float:
+    """In tasks of its own, which a replay does not start."""
     note(metadata["folder"], f"grade {response}")
+    await asyncio.gather(asyncio.sleep(0), asyncio.sleep(0))
     return float(len(response))
 
 

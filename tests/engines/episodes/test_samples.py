@@ -26,6 +26,7 @@ from tests.waiting import wait_for
 
 PARAMS = SamplingParams(max_new_tokens=60)
 SEARCH = (str(Path(__file__).parents[3]), *sys.path)
+BLOCKED = "generate: LoopBlocked: it kept all others waiting for longer than 1 s: let it await what it does"
 Way = Callable[
     [SampleEngine, Callable[[], Stream], Sequence[SampleRequest]], Iterator[list[GeneratedSample] | Recorded]
 ]
@@ -147,7 +148,8 @@ def test_user_code_has_a_process_that_stays_for_the_next_call_of_the_function(qw
     ("function", "told"),
     [
         ("waits", "generate: GenerateTimeout: it took longer than 1 s without the engine"),
-        ("sleeps", "generate: LoopBlocked: it kept all others waiting for longer than 1 s: let it await what it does"),
+        ("sleeps", BLOCKED),
+        ("asks_a_tool_that_stalls", BLOCKED),
     ],
 )
 def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, function: str, told: str) -> None:

@@ -263,16 +263,22 @@ def test_failures_and_the_answer_of_reconcile_go_through_pipes():
     assert pickle.loads(pickle.dumps(cairn.NOT_DONE)) is cairn.NOT_DONE
 
 
-def test_the_tasks_of_a_tool_are_not_counted_as_the_episodes():
-    from cairn.engines.episodes.call_ids import begin_sample, next_call, task_factory
+def test_the_tasks_of_a_tool_are_known_as_the_episodes_and_not_counted():
+    from cairn.engines.episodes.call_ids import aside, begin_sample, next_call, sample_of, task_factory
 
     @cairn.tool(kind="pure")
     async def fan_out() -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        assert sample_of(task) == (0, 1), "whom the watchdog blames"
+        with pytest.raises(RuntimeError, match="cannot ask the context"):
+            next_call()
         return sum(await asyncio.gather(*(asyncio.sleep(0, n) for n in range(3))))
 
     async def episode() -> str:
-        begin_sample((0, 0))
-        assert await fan_out.run({}, "k") == 3
+        begin_sample((0, 1))
+        with aside():
+            assert await fan_out.run({}, "k") == 3
         return await asyncio.create_task(child())
 
     async def child() -> str:
