@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -22,15 +23,19 @@ _STDERR = 2
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ROUNDS = 5
+_LOOK = 0.01
 
 
-def launch(module: str, connection: Connection, arguments: Sequence[Any]) -> "subprocess.Popen[bytes]":
+def launch(
+    module: str, connection: Connection, arguments: Sequence[Any] = (), search: Sequence[str] | None = None
+) -> "subprocess.Popen[bytes]":
     """A process that calls `main` of a module with the number of a connection's file, that of this process, and
-    `arguments`, which are to have a `repr`.
+    `arguments`, which are to have a `repr`. `search`: its `sys.path`, by default that of this process.
 
     The kernel ties it to the thread that starts it, where the module calls `die_with`."""
     given = (connection.fileno(), os.getpid(), *arguments)
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(*{given!r})"
+    path = list(sys.path if search is None else search)
+    code = f"import sys; sys.path[:] = {path!r}; from {module} import main; main(*{given!r})"
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.DEVNULL,
@@ -47,6 +52,16 @@ def has_ended(process: "subprocess.Popen[bytes]") -> bool:
         return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def ends_within(seconds: float, process: "subprocess.Popen[bytes]") -> bool:
+    """Whether one that is about to end has done so, in so many seconds. It is still to be waited for."""
+    late = time.monotonic() + seconds
+    while not has_ended(process):
+        if time.monotonic() > late:
+            return False
+        time.sleep(_LOOK)
+    return True
 
 
 def kill_group(process: "subprocess.Popen[bytes]") -> None:

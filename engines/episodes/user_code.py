@@ -20,11 +20,9 @@ A process that ends by itself is the doing of one of its samples: GenerationFail
 that is ended from outside, as by the OOM killer, is nobody's: ProcessLost.
 """
 
-import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -33,7 +31,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cairn.engines.child import FROM_OUTSIDE
+from cairn.engines.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
 from cairn.engines.episodes.asking import Asking
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.records import Recorded
@@ -44,7 +42,8 @@ from cairn.engines.types import SamplingParams
 
 SINGLE_TURN = "single_turn"
 """The function of ours that asks the policy once."""
-_STDERR = 2
+_TO_END = 10.0
+"""Seconds that a process which hung up may take to be gone."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class UserCode:
 
     def can_generate(self, function: GenerateFunction) -> bool:
         """Whether it has this function, and nothing else to do."""
-        return self._idle and self._function == function and self._process.poll() is None
+        return self._idle and self._function == function and not has_ended(self._process)
 
     def generate(
         self, stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams
@@ -137,15 +136,11 @@ class UserCode:
         """From any thread: what came with this number, and all before it, is durable."""
         self._send("acknowledged", number)
 
-    def kill(self) -> None:
-        """End the process, whatever it is at."""
-        if self._killed:  # since then its number may have become another's
-            return
+    def kill(self) -> int:
+        """End the process, whatever it is at. Returns its exit code."""
         self._killed = True
-        with suppress(PermissionError, ProcessLookupError):  # macOS, where all have ended; no group of its own yet
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+        kill_group(self._process)
+        return self._process.wait()
 
     def __del__(self) -> None:
         self.kill()
@@ -159,8 +154,9 @@ class UserCode:
         if kind == "hung":
             key, told = content
             raise GenerationFailed(told) if key is None else SampleHung(key, told)
-        code = self._process.wait()
-        if -code in FROM_OUTSIDE and not self._killed:
+        not_by_us = ends_within(_TO_END, self._process) and not self._killed
+        code = self.kill()
+        if not_by_us and -code in FROM_OUTSIDE:
             raise ProcessLost(
                 f"the process of {self._function.name} was ended from outside ({signal.Signals(-code).name})"
             )
@@ -199,17 +195,6 @@ class UserCode:
 
     def _launch(self) -> tuple["subprocess.Popen[bytes]", Connection]:
         here, there = Pipe()
-        code = (
-            f"import sys; sys.path[:] = {list(self._function.search)!r}; "
-            f"from cairn.engines.episodes.user_process import main; main({there.fileno()}, {os.getpid()})"
-        )
         with there:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=_STDERR,  # what user code prints is no output of this program
-                pass_fds=[there.fileno()],
-                start_new_session=True,  # what it starts is killed with it
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order
-            )
+            process = launch("cairn.engines.episodes.user_process", there, search=self._function.search)
         return process, here

@@ -1,12 +1,9 @@
 """What runs in the process of the user's `generate`: see `user_code.py` for what it hears and says."""
 
 import asyncio
-import ctypes
 import inspect
 import os
 import queue
-import signal
-import sys
 import threading
 from collections.abc import Sequence
 from functools import cache, partial
@@ -14,14 +11,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from cairn.configs.kinds import ARGS, GENERATE
+from cairn.engines.child import die_with
 from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.episodes.watchdog import Watchdog
 from cairn.engines.tools.loading import load_tools
 from cairn.engines.trajectories import SampleRequest
 from cairn.engines.types import SamplingParams
-
-_PR_SET_PDEATHSIG = 1
 
 
 class _Process:
@@ -105,7 +101,7 @@ class _Process:
 
 def main(connection_fd: int, parent: int) -> None:
     """Generate what the process `parent` asks for, over an inherited connection."""
-    _die_with(parent)
+    die_with(parent)
     os.set_inheritable(connection_fd, False)
     _Process(Connection(connection_fd)).run()
 
@@ -124,11 +120,3 @@ def _tokenizer(folder: str) -> Any:
     from cairn.engines.tokenizers import read_tokenizer
 
     return read_tokenizer(folder)
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even if user code is busy."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)

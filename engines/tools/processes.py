@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from cairn.engines.child import FROM_OUTSIDE, has_ended, kill_family, launch
+from cairn.engines.child import FROM_OUTSIDE, ends_within, has_ended, kill_family, launch
 from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.tools.turns import Turns
 
@@ -318,7 +318,7 @@ class _Process:
     def _launch(self) -> Connection:
         here, there = Pipe()
         with there:
-            self._process = launch("cairn.engines.tools.worker", there, ())
+            self._process = launch("cairn.engines.tools.worker", there)
         self._connection = here
         return here
 
@@ -355,13 +355,10 @@ class _Process:
     def _ended(self, tool: "Tool") -> Exception:
         """Why it did, or closed the connection."""
         assert self._process is not None
-        end = time.monotonic() + _TO_END
-        while not has_ended(self._process):
-            if time.monotonic() > end:
-                self.kill()
-                return ToolFailed(f"{tool.name}: it closed the connection of its process", Reason.DIED)
-            time.sleep(0.01)
+        hung_up = not ends_within(_TO_END, self._process)
         code = self.kill()
+        if hung_up:
+            return ToolFailed(f"{tool.name}: it closed the connection of its process", Reason.DIED)
         if code >= 0:
             return ToolFailed(f"{tool.name}: it ended its process, with exit code {code}", Reason.DIED)
         if -code in FROM_OUTSIDE:

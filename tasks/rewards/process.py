@@ -22,7 +22,6 @@ Whatever the verdict, one of them is not the end of it: see `cairn.tasks.rewards
 import select
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from enum import StrEnum
@@ -33,7 +32,7 @@ from typing import Any
 
 import psutil
 
-from cairn.engines.child import FROM_OUTSIDE, has_ended, kill_group, launch
+from cairn.engines.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
 from cairn.tasks.rewards import NamedGrader, grader_version
 from cairn.tasks.rewards.clock import OwnTime
 from cairn.tasks.rewards.worker import Answer, Terms, Whose, too_long
@@ -237,11 +236,9 @@ class GraderProcess:
 
     def _how_it_ended(self) -> Lost:
         """Of a process that hung up, or has gone; it is killed with what it started, which may live on."""
-        late = time.monotonic() + _TO_END
-        while not self._has_ended():
-            if time.monotonic() > late:
-                return Lost(Blame.SAMPLE, "the grader closed the connection of its process")
-            time.sleep(0.01)
+        assert self._process is not None
+        if not ends_within(_TO_END, self._process):
+            return Lost(Blame.SAMPLE, "the grader closed the connection of its process")
         code = self.kill()
         if code < 0:
             blame = Blame.MACHINE if -code in FROM_OUTSIDE else Blame.SAMPLE
