@@ -25,8 +25,8 @@ async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> cairn.Tra
         answer = await ctx.sample(ids)
         segments.append(answer)
         text = ctx.tokenizer.decode(answer.ids, skip_special_tokens=True)
-        found = grade(cairn.Sample(response=text, label=sample.label, metadata=sample.metadata))
-        if found["right"] or answer.finish_reason != "stop" or len(segments) == 2 * TURNS - 1:
+        right = await ctx.judge("reasoning_gym", text) == 1
+        if right or answer.finish_reason != "stop" or len(segments) == 2 * TURNS - 1:
             return cairn.Trajectory(segments)
         segments.append(again)
         ids += [*answer.ids.tolist(), *again.ids.tolist()]

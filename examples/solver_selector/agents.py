@@ -6,10 +6,8 @@ For rows of the data source `reasoning_gym`, whose scorer judges answers.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import cairn
-from cairn.tasks.rewards.reasoning_gym import grade
 
 SOLVERS = 3
 """Answers to a question."""
@@ -20,7 +18,7 @@ async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> list[cair
     sample's."""
     answers = await asyncio.gather(*(ctx.sample(sample.prompt_ids) for _ in range(SOLVERS)))
     texts = [ctx.tokenizer.decode(answer.ids, skip_special_tokens=True) for answer in answers]
-    scores = await asyncio.gather(*(ctx.judge(score, text) for text in texts))
+    scores = await asyncio.gather(*(ctx.judge("reasoning_gym", text) for text in texts))
     chat = [{"role": "user", "content": choice(question(sample.prompt), texts)}]
     ids = ctx.tokenizer.encode(
         ctx.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True), add_special_tokens=False
@@ -34,11 +32,6 @@ async def generate(ctx: cairn.Context, sample: cairn.SampleRequest) -> list[cair
         ),
         cairn.Trajectory([pick], prompt_ids=ids, reward=worth(number, scores), role="selector"),
     ]
-
-
-def score(response: str, label: str | None, metadata: dict[str, Any]) -> float:
-    """What the generator's own scorer says of an answer."""
-    return float(grade(cairn.Sample(response, label, metadata))["reward"])
 
 
 def choice(asked: str, answers: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.tasks.data.reasoning_gym import rows
+from cairn.tasks.rewards.reasoning_gym import grade
 from examples.building import begin
 from examples.quarter_turns.build import QUESTIONS, shown
 from examples.quickstart.model import build_tokenizer
@@ -40,6 +41,10 @@ class Scripted:
         text = self.says[len(self.asked) - 1]
         answer = np.array(self.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False), np.int32)
         return Segment(answer, np.ones(len(answer), np.uint8), str(len(self.asked) - 1), finish_reason="stop")
+
+    async def judge(self, grader: str, response: str) -> float:
+        assert grader == "reasoning_gym"
+        return float(grade(Sample(response, ROW["label"], ROW["metadata"]))["reward"])
 
 
 def played(*says: str) -> tuple[Scripted, list[Segment]]:

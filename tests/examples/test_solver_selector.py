@@ -2,17 +2,17 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cairn import SampleRequest, Segment
+from cairn import Sample, SampleRequest, Segment
 from cairn.configs.loader import load
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.tasks.data.reasoning_gym import rows
+from cairn.tasks.rewards.reasoning_gym import grade
 from examples.building import begin
 from examples.quarter_turns.build import QUESTIONS
 from examples.quickstart.model import build_tokenizer
@@ -39,9 +39,10 @@ class Scripted:
         said = self.tokenizer.encode(f"{self.says[len(self.asked) - 1]}<|im_end|>", add_special_tokens=False)
         return Segment(np.array(said, np.int32), np.ones(len(said), np.uint8), str(len(self.asked) - 1))
 
-    async def judge(self, grader: Any, response: str) -> float:
+    async def judge(self, grader: str, response: str) -> float:
+        assert grader == "reasoning_gym"
         self.judged += 1
-        return float(grader(response, ROW["label"], ROW["metadata"]))
+        return float(grade(Sample(response, ROW["label"], ROW["metadata"]))["reward"])
 
 
 @pytest.mark.parametrize(("pick", "paid"), [("2", 1.0), ("1", 0.0), ("4", 0.0), ("x", 0.0)])
