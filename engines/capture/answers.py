@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from cairn.engines.capture.conversations import Message
 from cairn.engines.capture.exchanges import Exchange
-from cairn.engines.episodes.replies import Reply, Tools
+from cairn.engines.replies import Reply, Tools
 from cairn.engines.types import FinishReason, SamplingParams
 
 

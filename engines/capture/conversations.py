@@ -15,7 +15,7 @@ import numpy as np
 
 from cairn.engines.capture.errors import BadRequest
 from cairn.engines.capture.exchanges import Exchange
-from cairn.engines.episodes.replies import Reply, Tools, read_reply
+from cairn.engines.replies import Reply, Tools, read_reply
 from cairn.engines.tools.errors import storable
 from cairn.engines.trajectories import Segment
 from cairn.engines.types import FinishReason
@@ -91,10 +91,10 @@ class ChatTemplate:
         """What the policy sampled, without the token that ends it."""
         return self.text(segment.ids[: len(segment) - self._ended(segment)])
 
-    def reply(self, prompt_ids: np.ndarray, said: str, tools: Tools) -> Reply:
-        """What a reply says."""
+    def reply(self, prompt_ids: np.ndarray, said: str, tools: Tools, *, cut: bool) -> Reply:
+        """What a reply says. `cut`: whether it reached its longest length."""
         thinking = self.text(prompt_ids[-8:]).rstrip().endswith("<think>")
-        return read_reply(said, self._source, tools, thinking=thinking)
+        return read_reply(said, self._tokenizer, tools, thinking=thinking, cut=cut)
 
     def _after(self, known: Conversation, tools: Tools, rendered: str) -> str | None:
         """What a prompt says after a reply's tokens; None where it does not go on from them."""

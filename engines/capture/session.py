@@ -26,7 +26,7 @@ from cairn.engines.episodes.context import Context
 from cairn.engines.episodes.recorder import EpisodeDiverged, UncertainEffect
 from cairn.engines.errors import RequestRefused
 from cairn.engines.trajectories import SampleRequest, Trajectory
-from cairn.engines.types import SamplingParams
+from cairn.engines.types import FinishReason, SamplingParams
 
 PATIENCE = 30.0
 """Seconds in which an agent that runs again has to ask for what is recorded, before it asks for anything else."""
@@ -182,7 +182,8 @@ class Session:
         for other in history:
             other.retold = other.retold or other not in exchange.chain
         said, stopped_by = until(template.said(exchange.segment), asked.stop)
-        reply = template.reply(prompt_ids, said, asked.tools)
+        cut = exchange.segment.finish_reason == FinishReason.LENGTH
+        reply = template.reply(prompt_ids, said, asked.tools, cut=cut)
         self._conversations.append(conversation(messages, asked.tools, reply, exchange))
         tokens = tuple(template.text([id]) for id in exchange.segment.ids) if asked.reports_log_probs else ()
         return Answer(id, reply, exchange, stopped_by, tokens)

@@ -3,9 +3,8 @@ tokens. What was sampled is read and never tokenised again.
 
 | `rollout.tool_call_format` | a call | its result |
 |---|---|---|
-| `template` | as the tokenizer's `response_schema` says, where the model has one; else `<tool_call>` with \
-`{"name": …, "arguments": {…}}` (Hermes, Qwen) or `<function=name><parameter=x>…` (Qwen3-Coder, Qwen3.5) in it | a \
-message of the role `tool`, as the chat template writes it |
+| `template` | as the tokenizer has it, see `cairn.engines.replies` | a message of the role `tool`, as the chat \
+template writes it |
 | `tags` | `<name>text</name>`, the text being the tool's one required argument, or a JSON object of several | \
 `<result>text</result>` |
 """
@@ -13,42 +12,25 @@ message of the role `tool`, as the chat template writes it |
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from cairn.engines.replies import ToolCall, call_of, read_reply
 from cairn.engines.tools.tool import Tool
 
 _MARK = "cairn-7f3a9c51-answer"
 """Stands for an answer of the policy where the template is looked at."""
-_DEEPEST = 64
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_THOUGHT, _ITS_END = "<think>", "</think>"
 
 
 class BadTemplate(Exception):
     """The chat template does not say how results of tools are told."""
 
 
-@dataclass(frozen=True)
-class AskedCall:
-    """What a model asks for."""
-
-    name: str
-    arguments: Any = None
-    """An object, if it is right."""
-    unreadable: str | None = None
-    """Why it cannot be read; None where it can."""
-
-
 class CallFormat(Protocol):
     """One of them."""
 
-    def calls(self, ids: np.ndarray) -> list[AskedCall]:
+    def calls(self, ids: np.ndarray) -> list[ToolCall]:
         """What an answer of the policy asks for, in order."""
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
@@ -62,19 +44,15 @@ class TemplateFormat:
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool], prompt: str) -> None:
         """`prompt`: as the episode's data have it, with what the template begins answers with."""
         self._tokenizer = tokenizer
-        self._tools = tools
+        self._schemas = [tool.schema for tool in tools.values()]
         self._prompt = prompt
 
-    def calls(self, ids: np.ndarray) -> list[AskedCall]:
-        """See `CallFormat`. Those within thoughts are none."""
+    def calls(self, ids: np.ndarray) -> list[ToolCall]:
+        """See `CallFormat`."""
         ended = len(ids) and int(ids[-1]) in self._tokenizer.all_special_ids
         text = self._tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-        if getattr(self._tokenizer, "response_schema", None):
-            return self._by_schema(text)
-        _, thought, answer = text.rpartition(_ITS_END)
-        if not thought and _THOUGHT in text:
-            return []
-        return [self._hermes(inner) for inner in _HERMES.findall(answer)]
+        thinking = self._prompt.rstrip().endswith("<think>")
+        return list(read_reply(text, self._tokenizer, self._schemas, thinking=thinking).asked)
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """See `CallFormat`. Raises BadTemplate."""
@@ -108,44 +86,6 @@ class TemplateFormat:
             raise BadTemplate(_cannot(str(error))) from error
         return text
 
-    def _by_schema(self, text: str) -> list[AskedCall]:
-        try:
-            found = self._tokenizer.parse_response(text).get("tool_calls") or []
-        except Exception as error:  # whatever a model writes, it is no error of ours
-            return [AskedCall("", unreadable=f"the answer cannot be read: {str(error)[:200]}")]
-        return [self._checked(one.get("function", one) if isinstance(one, dict) else one) for one in found]
-
-    def _hermes(self, inner: str) -> AskedCall:
-        function = _FUNCTION.match(inner)
-        if function is not None:
-            name, body = function.groups()
-            given = {key: self._value(name, key, value) for key, value in _PARAMETER.findall(body)}
-            return AskedCall(name, given)
-        try:
-            call = json.loads(inner)
-        except (ValueError, RecursionError) as error:
-            return AskedCall("", unreadable=f"what stands in <tool_call> is no JSON: {str(error)[:200]}")
-        return self._checked(call)
-
-    def _checked(self, call: Any) -> AskedCall:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return AskedCall("", unreadable="a call is an object with a name and arguments")
-        arguments = call.get("arguments", {})
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):  # it is told that they are no object
-                arguments = json.loads(arguments)
-        return _call(call["name"], arguments)
-
-    def _value(self, name: str, key: str, text: str) -> Any:
-        """Of a parameter that is written as it is: JSON, unless the tool takes a text."""
-        tool = self._tools.get(name)
-        if tool is None or tool.parameters["properties"].get(key, {}).get("type") == "string":
-            return text
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            return text
-
 
 class TagFormat:
     """Tags with the names of the tools."""
@@ -156,7 +96,7 @@ class TagFormat:
         names = "|".join(map(re.escape, tools))
         self._calls = re.compile(rf"<({names})>(.*?)</\1>", re.DOTALL)
 
-    def calls(self, ids: np.ndarray) -> list[AskedCall]:
+    def calls(self, ids: np.ndarray) -> list[ToolCall]:
         """See `CallFormat`."""
         if not self._tools:
             return []
@@ -168,33 +108,16 @@ class TagFormat:
         text = "".join(f"\n<result>\n{result}\n</result>\n" for _, result in results)
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _call(self, name: str, text: str) -> AskedCall:
+    def _call(self, name: str, text: str) -> ToolCall:
         parameters = self._tools[name].parameters
         required = parameters.get("required", [])
         if len(required) <= 1:
             names = required or list(parameters["properties"])[:1]
-            return AskedCall(name, {names[0]: text} if names and (text or required) else {})
+            return ToolCall(name, {names[0]: text} if names and (text or required) else {})
         try:
-            return _call(name, json.loads(text))
+            return call_of(name, json.loads(text))
         except (ValueError, RecursionError) as error:
-            return AskedCall(name, unreadable=f"{name} takes a JSON object with {', '.join(required)}: {error}")
-
-
-def _call(name: str, arguments: Any) -> AskedCall:
-    if isinstance(arguments, dict):
-        if _is_deeper(arguments, _DEEPEST):
-            return AskedCall(name, unreadable=f"the arguments of {name[:64]} are nested more than {_DEEPEST} deep")
-        return AskedCall(name, arguments)
-    return AskedCall(name, unreadable=f"the arguments of {name[:64]} have to be a JSON object")
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether objects and lists lie in one another more than so deep."""
-    if not isinstance(value, dict | list):
-        return False
-    return depth == 0 or any(
-        _is_deeper(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value)
-    )
+            return ToolCall(name, unreadable=f"{name} takes a JSON object with {', '.join(required)}: {error}")
 
 
 def _cannot(why: str) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 
 from cairn.engines.episodes.context import Context
 from cairn.engines.errors import RequestRefused
-from cairn.engines.generation.call_formats import AskedCall, CallFormat, TagFormat, TemplateFormat
+from cairn.engines.generation.call_formats import CallFormat, TagFormat, TemplateFormat
+from cairn.engines.replies import ToolCall
 from cairn.engines.tools.errors import Reason, ToolFailed
 from cairn.engines.tools.tool import Tool
 from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
@@ -66,7 +67,7 @@ def _format(ctx: Context, sample: SampleRequest) -> CallFormat:
     return TemplateFormat(ctx.tokenizer, ctx.tools, sample.prompt)
 
 
-async def _results(ctx: Context, calls: Sequence[AskedCall]) -> list[tuple[str, str]]:
+async def _results(ctx: Context, calls: Sequence[ToolCall]) -> list[tuple[str, str]]:
     """Name and result of each."""
     texts: list[str]
     made = calls[:MOST_CALLS]
@@ -78,7 +79,7 @@ async def _results(ctx: Context, calls: Sequence[AskedCall]) -> list[tuple[str, 
     return [(call.name, text) for call, text in zip(calls, texts, strict=True)]
 
 
-async def _result(ctx: Context, call: AskedCall) -> str:
+async def _result(ctx: Context, call: ToolCall) -> str:
     try:
         why = call.unreadable or _not_there(call.name, ctx.tools)
         if why is not None:

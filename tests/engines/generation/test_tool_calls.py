@@ -271,43 +271,6 @@ def test_calls_within_thoughts_are_none():
     assert played([thought.removesuffix("</think>") + ANSWER], search).calls == []
 
 
-def test_functions_in_xml_are_read_by_the_types_of_their_parameters():
-    call = (
-        "<tool_call>\n<function=multiply>\n<parameter=a>\n6\n</parameter>\n<parameter=b>\n7\n</parameter>\n"
-        "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=query>\n42\n</parameter>\n</function>\n"
-        "</tool_call><|im_end|>"
-    )
-    ended = played([call, ANSWER], multiply, search)
-    assert [(one.arguments, one.result) for one in ended.calls] == [
-        ('{"a":6,"b":7}', "42"),
-        ('{"query":"42"}', '"found 42"'),
-    ]
-
-
-def test_a_tokenizer_that_says_how_calls_are_read_is_asked():
-    tokenizer = chat_tokenizer()
-    tokenizer.response_schema = {
-        "type": "object",
-        "properties": {
-            "role": {"const": "assistant"},
-            "tool_calls": {
-                "type": "array",
-                "x-regex-iterator": r"CALL (.*?) END",
-                "items": {"type": "object", "x-parser": "json", "additionalProperties": {"type": "any"}},
-            },
-        },
-    }
-    form = TemplateFormat(tokenizer, {"multiply": multiply}, "")
-
-    def read(text: str) -> Any:
-        return form.calls(np.array(tokenizer(text)["input_ids"]))
-
-    (call,) = read('CALL {"name": "multiply", "arguments": {"a": 1, "b": 2}} END')
-    assert (call.name, call.arguments) == ("multiply", {"a": 1, "b": 2})
-    assert read("none") == []
-    assert read("CALL {1 END")[0].unreadable.startswith("the answer cannot be read")
-
-
 def test_calls_in_tags():
     both = '<search>my words</search> and <multiply>{"a": 2, "b": 3}</multiply>'
     ended = played([both, "<multiply>2 3</multiply>", "42"], search, multiply, prompt="?", tool_call_format="tags")
