@@ -113,6 +113,22 @@ def read_calls(
     return found
 
 
+def uncertain_effects(calls: pa.Table) -> dict[SampleKey, str]:
+    """Of samples that had a call with effects under way, and no answer to it, that they had, by their keys."""
+    intents = calls.filter(pc.is_null(calls["order"]))
+    if not intents.num_rows:
+        return {}
+    left = call_records(calls.filter(pa.array(_last_words(calls), pa.bool_())).filter(pc.field("order").is_null()))
+    return {key: " ".join(map(_uncertain, records)) for key, records in by_sample(left).items()}
+
+
+def _uncertain(intent: CallRecord) -> str:
+    return (
+        f"generate: UncertainEffect: {intent.told} was under way when its process was lost, and may have been done; it "
+        "was not looked up, since its group had failed."
+    )
+
+
 def _last_words(calls: pa.Table) -> list[bool]:
     """Of each row, whether it is an answer, or an intent that has none."""
     rows = list(zip(*(calls[name].to_pylist() for name in ("group_id", "sample_index", "call", "order")), strict=True))

@@ -64,9 +64,10 @@ class Group:
         """The samples that earlier shards finished."""
         return [part for index, part in self.parts.items() if self._had_finished(index)]
 
-    def failed(self, error: str) -> list[GeneratedSample]:
-        """All its samples, where one of them failed."""
-        return [GeneratedSample.failed(self._request(index), error) for index in range(len(self.seeds))]
+    def failed(self, error: str, own: Mapping[SampleKey, str]) -> list[GeneratedSample]:
+        """All its samples, where one of them failed, each by its own error where it has one."""
+        requests = map(self._request, range(len(self.seeds)))
+        return [GeneratedSample.failed(request, own.get(request.key, error)) for request in requests]
 
     def carried_tokens(self, index: int | None = None) -> int:
         """Response tokens that earlier shards generated, of a sample or of all."""

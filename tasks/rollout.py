@@ -15,14 +15,14 @@ import pyarrow.compute as pc
 from pydantic import JsonValue
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.trajectories import GeneratedSample
+from cairn.engines.trajectories import GeneratedSample, SampleKey
 from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit, Step
 from cairn.storage.layout import CALLS_FILE, IMAGES_FILE
 from cairn.storage.schemas import RETOLD, TRAJECTORIES, TRAJECTORY_PROMPTS, Status
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
-from cairn.tasks.calls import call_tables
+from cairn.tasks.calls import call_tables, uncertain_effects
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import Draw, DrawnRow, PromptRow
 from cairn.tasks.episode_metrics import episode_metrics
@@ -141,7 +141,8 @@ def rollout(
         carried = [sample for group in groups for sample in group.finished() if sample.key not in finished]
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
         ended = pa.concat_tables(tables)
-        samples = without_unused(_whole_groups(ended, by_id, encode))
+        uncertain = {} if made is None else uncertain_effects(made)
+        samples = without_unused(_whole_groups(ended, by_id, encode, uncertain))
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
     images = image_table(groups)
@@ -187,12 +188,18 @@ def resumed_groups(
 
 
 def _whole_groups(
-    samples: pa.Table, groups: Mapping[int, Group], encode: Callable[[list[GeneratedSample]], pa.Table]
+    samples: pa.Table,
+    groups: Mapping[int, Group],
+    encode: Callable[[list[GeneratedSample]], pa.Table],
+    uncertain: Mapping[SampleKey, str],
 ) -> pa.Table:
-    """All samples in their order; of a group of which one failed, all have."""
+    """All samples in their order; of a group of which one failed, all have: each by its own error, or by what is
+    `uncertain` of it, since it is not run again, or as the first one did."""
     _, errors = finished_samples(samples)
     if errors:
-        failed = [sample for id, error in errors.items() for sample in groups[id].failed(error)]
+        columns = (samples.column(name).to_pylist() for name in ("group_id", "sample_index", "error"))
+        own = {(id, index): error for id, index, error in zip(*columns, strict=True) if error is not None}
+        failed = [sample for id, error in errors.items() for sample in groups[id].failed(error, {**uncertain, **own})]
         others = pc.invert(pc.is_in(samples.column("group_id"), pa.array(errors, pa.int64())))
         samples = pa.concat_tables([samples.filter(others), encode(failed)])
     return samples.sort_by([("group_id", "ascending"), ("sample_index", "ascending")])

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.episodes.records import CallKind
+from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.flows.iteration import iteration
 from cairn.flows.replay import Replaying
 from cairn.storage import tables
 from cairn.storage.commits import Commit, Step
 from cairn.storage.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.store import open_store
-from cairn.tasks.calls import LONG, read_calls
+from cairn.tasks.calls import LONG, call_table, read_calls, uncertain_effects
 from cairn.tasks.context import RunContext
 from cairn.tasks.groups import row_segments
 from tests.local_fleet import LocalFleet, dying_after
@@ -169,3 +169,14 @@ def test_doing_a_rollout_again_samples_and_gives_tools_answers_from_the_record(
     assert again.differences == ()
     assert engine.generated_groups
     assert paid(folder) == before
+
+
+def test_effects_that_nobody_looked_up_are_named_by_their_samples() -> None:
+    def pay(index: int, call: str, order: int | None = None) -> CallRecord:
+        return CallRecord(3, index, call, CallKind.TOOL, "pay", "d", order, arguments='{"to":"x"}')
+
+    answered = [pay(0, "c0"), pay(0, "c0", 1)]
+    told = uncertain_effects(call_table([*answered, pay(1, "c0"), pay(1, "c0", 0), pay(1, "c1")]))
+    assert told.keys() == {(3, 1)}
+    assert 'call c1 (tool pay) with {"to":"x"} was under way when its process was lost' in told[3, 1]
+    assert uncertain_effects(call_table(answered)) == {}
