@@ -113,8 +113,9 @@ test-all: ## The same with the long ones, then test-ceph: what continuous integr
 test-ceph: setup ## Run the storage tests against a real Ceph RGW from Debian packages
 	$(BIN)/python -m pytest -m ceph tests/ceph
 
-chaos: sglang-env setup ## Kill everything at every step, then KILLS=100 times at random; report, add to the tally
+chaos: sglang-env setup ## Kill everything at every step, then KILLS=100 times at random, also amid episodes; report, tally
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
+	KILLS=$(KILLS) $(BIN)/python -m pytest tests/chaos/test_episodes.py
 
 bench: setup ## Run the benchmarks of bench/README.md
 	$(BIN)/python -m bench

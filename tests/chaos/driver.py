@@ -83,16 +83,25 @@ def note_what_is_generated(file: Path) -> None:
 
 
 def note_what_is_recorded(file: Path) -> None:
-    """Append the policy's answers to episodes when they are durable: what is asked for after that was sampled twice."""
+    """Append the calls of episodes when they are durable: the policy's answers, what is asked for after which was
+    sampled twice; the intents to call tools, with the arguments; and the answers of tools."""
     write = CallLog._write_part
 
     def writing(log: CallLog, number: int, table: pa.Table) -> None:
         write(log, number, table)
-        calls = [list(row.values()) for row in table.select(["group_id", "sample_index", "call", "kind"]).to_pylist()]
-        sampled = [call for *call, kind in calls if kind == CallKind.SAMPLE]
-        if sampled:
-            with file.open("a") as noted:
-                noted.write(json.dumps({"at": time.time(), "calls": sampled}) + "\n")
+        sampled, intended, answered = [], [], []
+        for row in table.to_pylist():
+            call = [row["group_id"], row["sample_index"], row["call"]]
+            if row["kind"] == CallKind.SAMPLE:
+                sampled.append(call)
+            elif row["order"] is None:
+                intended.append([*call, row["arguments"]])
+            else:
+                answered.append(call)
+        if sampled or intended or answered:
+            noted = {"at": time.time(), "calls": sampled, "intended": intended, "answered": answered}
+            with file.open("a") as notes:
+                notes.write(json.dumps(noted) + "\n")
 
     CallLog._write_part = writing  # type: ignore[method-assign]
 

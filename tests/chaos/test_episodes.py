@@ -5,7 +5,7 @@
 | no effect is done twice | all |
 | no turn of the policy that was durable is asked for again | all |
 | the run ends in the undisturbed state, sample by sample | that take the idempotency key, or offer `reconcile` |
-| whatever may have been done and is in no record is named, and its sample failed | that offer neither |
+| each call that may have been done and has no answer is named, and its sample failed | that offer neither |
 
 KILLS and SEED in the environment say how many and which; what is at work when it is struck is not the same again.
 """
@@ -23,6 +23,7 @@ import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.commits import Step
+from cairn.storage.layout import CALLS_FILE
 from cairn.storage.snapshots import read_table
 from tests.chaos.episodes import TURNS, lines
 from tests.chaos.faults import AnyVictim, bear_witness, processes, strike
@@ -36,8 +37,10 @@ KILLS = int(os.environ.get("KILLS", "8"))
 SEED = int(os.environ.get("SEED", "0"))
 ALL: Sequence[AnyVictim] = ("tool", "worker", "driver", "code", "tool", "rollout", "tool", "code")
 """In turn, so that a few kills have them all."""
+MOST_BLIND = 12
+"""Kills of the run whose tools offer nothing: each fails the groups of what is under way, and others are drawn."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 60 * KILLS)]
 
 
 def run_of(folder: Path, assets: Path, api_url: str, *tools: str) -> Disturbed:
@@ -53,6 +56,8 @@ def run_of(folder: Path, assets: Path, api_url: str, *tools: str) -> Disturbed:
         "num_rollout": 1,
         "rollout_batch_size": GROUPS,
         "n_samples_per_prompt": SAMPLES,
+        "num_engines": 1,
+        "num_episode_workers": 2,
         "custom_generate_function_path": "tests.chaos.episodes.generate",
         "max_refill_rounds": 20,
     }
@@ -120,6 +125,28 @@ def sampled_again(run: Disturbed) -> list[str]:
     return [str(line) for line in asked if line["at"] > durable.get(tuple(line["call"]), time.time())]
 
 
+def orphans(run: Disturbed) -> dict[tuple[int, int], tuple[str, str]]:
+    """Of each sample the call of a tool, and its arguments, whose intent was durable and whose answer never was."""
+    noted = lines(run.folder / "calls.jsonl")
+    answered = {tuple(call) for line in noted for call in line["answered"]}
+    intended = {tuple(call): arguments for line in noted for *call, arguments in line["intended"]}
+    found = {(*sample, call): told for (*sample, call), told in intended.items() if (*sample, call) not in answered}
+    assert len({key[:2] for key in found}) == len(found), "a sample fails with its first"
+    return {(group, sample): (call, told) for (group, sample, call), told in found.items()}
+
+
+def committed_orphans(run: Disturbed) -> dict[tuple[int, int], tuple[str, str]]:
+    """The same, as the commits have it."""
+    found = {}
+    for commit in run.commits():
+        for output in commit.outputs:
+            if commit.step is Step.ROLLOUT and output.path.endswith(CALLS_FILE):
+                for row in read_table(run.ledger().store, commit.run, output).to_pylist():
+                    if row["order"] is None:
+                        found[row["group_id"], row["sample_index"]] = row["call"], row["arguments"]
+    return found
+
+
 def assert_nothing_twice(run: Disturbed) -> None:
     assert [what for what, times in effects(run).items() if times > 1] == []
     assert sampled_again(run) == []
@@ -150,19 +177,29 @@ def test_what_can_be_looked_up_or_has_a_key_is_done_once_and_the_run_ends_in_the
         run.kill_what_is_left()
 
 
-def test_what_can_neither_be_looked_up_nor_has_a_key_is_named_and_its_sample_fails(
+def test_each_call_that_can_neither_be_looked_up_nor_has_a_key_is_named_and_its_sample_fails(
     tiny_assets: Path, tmp_path: Path, api_url: str
 ) -> None:
     run = run_of(tmp_path, tiny_assets, api_url, "blind")
     try:
-        struck_at_random(run, ("tool", "worker", "code"), random.Random(SEED), max(3, KILLS // 2))
+        kills = min(max(4, KILLS // 2), MOST_BLIND)
+        struck_at_random(run, ("tool", "worker", "driver", "code"), random.Random(SEED), kills)
         assert_nothing_twice(run)
-        found = samples(run)
-        errors = {key: error for key, (_, error) in found.items() if error is not None}
-        assert any("(tool blind)" in error and "may have been done" in error for error in errors.values())
-        done = effects(run)
+        uncertain, found = orphans(run), samples(run)
+        assert uncertain
+        assert committed_orphans(run) == uncertain
+        for sample, (call, arguments) in uncertain.items():
+            told = f"call {call} (tool blind) with {arguments} was under way when its process was lost, and may have"
+            assert told in (found[sample][1] or ""), "each is named, by its own sample"
+        failed = {group for group, _ in uncertain}
+        assert {sample[0] for sample, (_, error) in found.items() if error is not None} == failed, "and no other fails"
+        done, turns = effects(run), {key: int(call[1:]) for key, (call, _) in uncertain.items()}
         for (group, sample), (_, error) in found.items():
             made = [turn for turn in range(TURNS) if done[f"{group}/{sample}/{turn}"]]
-            assert error is not None or made == [*range(TURNS)], "a sample that is trained on had all its effects"
+            if (group, sample) in turns:
+                assert [*range(turns[group, sample])] == made[: turns[group, sample]], "what is named is the last"
+                assert len(made) <= turns[group, sample] + 1
+            else:
+                assert error is not None or made == [*range(TURNS)], "what is trained on had all its effects"
     finally:
         run.kill_what_is_left()
