@@ -252,6 +252,7 @@ def test_deadlines_end_the_episodes_that_miss_them_and_no_other(engine: RolloutH
 
 
 def test_an_episode_that_asks_for_much_at_once_keeps_no_other_waiting(engine: RolloutHandle) -> None:
+    all_of(engine.generate_samples(asked(2, [1, 1]), PARAMS, users("asks_for_much")))  # each worker has its process
     order = list(all_of(engine.generate_samples(asked(4, [20, 20]), PARAMS, users("asks_for_much"))))
     assert order[-1] == (0, 0)
     assert engine.usage()["tokens_in_flight_max"] <= IN_FLIGHT
