@@ -10,14 +10,9 @@ where CUDA exists.
 import ast
 import importlib.abc
 import importlib.machinery
-import importlib.util
-import marshal
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -213,34 +208,16 @@ def _is(node: ast.AST, value: object) -> bool:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the changed source, past the compiled files that belong to the unchanged one, and keeps it beside them:
-    the changes take two seconds."""
+    """Compiles the changed source, past the compiled files that belong to the unchanged one."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
-        source = self.get_data(path)
-        header = importlib.util.MAGIC_NUMBER + importlib.util.source_hash(_this_source() + source)
-        kept = importlib.util.cache_from_source(path, optimization="cairncpu")
-        with suppress(OSError, EOFError, ValueError, TypeError):
-            data = self.get_data(kept)
-            if data.startswith(header):
-                code = marshal.loads(data[len(header) :])
-                if isinstance(code, CodeType):
-                    return code
-        tree = _OnCpu().visit(parsed(source, path))
-        compiled: CodeType = compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
-        if not sys.dont_write_bytecode:
-            self.set_data(kept, header + marshal.dumps(compiled))  # where it cannot be written, it is not
-        return compiled
+        tree = _OnCpu().visit(parsed(self.get_data(path), path))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
         setattr(module, _STAND_IN, _Cuda())
         super().exec_module(module)
-
-
-@cache
-def _this_source() -> bytes:
-    return Path(__file__).read_bytes()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
