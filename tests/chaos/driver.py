@@ -84,11 +84,12 @@ def note_what_is_generated(file: Path) -> None:
 
 def note_what_is_recorded(file: Path) -> None:
     """Append the calls of episodes when they are durable: the policy's answers, what is asked for after which was
-    sampled twice; the intents to call tools, with the arguments; and the answers of tools."""
-    write = CallLog._write_part
+    sampled twice; the intents to call tools, with the arguments; and the answers of tools.
 
-    def writing(log: CallLog, number: int, table: pa.Table) -> None:
-        write(log, number, table)
+    An attempt notes what it finds too: the one before it may have been lost between a part and its note."""
+    write, recover = CallLog._write_part, CallLog._recover
+
+    def note(table: pa.Table) -> None:
         sampled, intended, answered = [], [], []
         for row in table.to_pylist():
             call = [row["group_id"], row["sample_index"], row["call"]]
@@ -103,7 +104,17 @@ def note_what_is_recorded(file: Path) -> None:
             with file.open("a") as notes:
                 notes.write(json.dumps(noted) + "\n")
 
+    def writing(log: CallLog, number: int, table: pa.Table) -> None:
+        write(log, number, table)
+        note(table)
+
+    def recovering(log: CallLog, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:
+        table = recover(log, found)
+        note(table)
+        return table
+
     CallLog._write_part = writing  # type: ignore[method-assign]
+    CallLog._recover = recovering  # type: ignore[method-assign]
 
 
 def note_what_is_committed(file: Path) -> None:

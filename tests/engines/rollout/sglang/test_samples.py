@@ -5,7 +5,7 @@ import pytest
 from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import SamplingParams
-from tests.engines.rollout.test_samples import asked, users
+from tests.engines.episodes.test_samples import all_of, asked, users
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_a_later_turn_begins_while_another_sample_is_still_decoded(engine: SGLangEngine) -> None:
     samples, params = asked([4, 4], *[[900]] * 4), SamplingParams(max_new_tokens=900)
     stream = SampleEngine(engine.open, engine.abort).generate(samples, params, users())
-    ended = [sample for part in stream for sample in part]
+    ended = [*all_of(stream).values()]
     assert {sample.index: sample.error for sample in ended} == dict.fromkeys(range(5))
     lengths = {sample.index: len(sample.trajectory.response_ids) for sample in ended}
     assert lengths[0] <= 4 + 3 + 4 < max(lengths.values())

@@ -224,21 +224,23 @@ def run_case(case: Case, models: Path, work: Path, rank: int) -> dict[str, Any]:
 def bytes_while_exporting(engine: Any) -> int:
     """The most bytes of tensors that there were at a time on rank 0, beside those before, while it exported weights in
     buckets of a byte."""
-    most, counts = 0, dist.get_rank() == 0
+    most, before, counts = 0, dict[int, int](), dist.get_rank() == 0
     if counts:
         gc.collect()
-        gc.freeze()  # what there is already, of which nothing is to be counted
+        before = bytes_of_storages()
+        gc.freeze()  # so that each look is at what came after
     for _ in engine.export_weights(1):
         if counts:
-            most = max(most, bytes_of_tensors())
+            most = max(most, sum(size for place, size in bytes_of_storages().items() if place not in before))
     held = torch.tensor(most)
     dist.broadcast(held, 0)
     return int(held)
 
 
-def bytes_of_tensors() -> int:
+def bytes_of_storages() -> dict[int, int]:
+    """By their place; views have the same."""
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def number_of_threads(after: Callable[[], None] = lambda: None) -> int:
