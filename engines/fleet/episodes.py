@@ -129,8 +129,9 @@ class Episodes:
         deadline: Deadline,
         look: Callable[[], Any],
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Stream samples as they end, and what is recorded of them before. `look` is called where all is silent, and
-        raises where the engine is dead."""
+        """Stream samples as they end, and what is recorded of them before; nothing, every `LOOK` seconds, where all is
+        silent: it may be waiting for what its reader is to acknowledge, and cannot. `look` is called where that lasts,
+        and raises where the engine is dead."""
         self._aborted = False
         self._losses.clear()
         self._awaited.clear()
@@ -141,9 +142,12 @@ class Episodes:
             while self._calls or self._lost:
                 if not deadline.remaining:
                     raise EngineTimeout(f"{self._engine.name}: its episodes did not end within {deadline.seconds:g} s")
-                for stream in self._ready(deadline):
+                ready = self._ready(deadline)
+                for stream in ready:
                     silent_since = time.monotonic()
                     yield from self._taken(stream, deadline)
+                if not ready:
+                    yield []
                 for call in self._made_again():
                     if self._aborted:
                         yield [GeneratedSample.aborted(sample) for sample in call.left.values()]
