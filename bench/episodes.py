@@ -16,6 +16,7 @@ holds with four episodes.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -69,7 +70,7 @@ async def page(url: str) -> str:
     """What the server says."""
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
-        _sessions[loop] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        _sessions[loop] = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
     async with _sessions[loop].get(url) as answer:
         return await answer.text()
 
@@ -161,12 +162,13 @@ class Episodes:
         self._url = url
         self._ledger = Ledger.create(open_store(str(folder / "store")), "bench", CONFIG)
         self._ledger.acquire()
+        self._times = itertools.count()
 
     def generate(self, way: str, count: int, turns: int, wait: float) -> Outcome:
         """All episodes at once, to their end."""
         words = {"way": way, "turns": turns, "url": f"{self._url}/{wait}"}
         samples = [SampleRequest(number, 0, [20, 21, 22], number, metadata=words) for number in range(count)]
-        attempt = self._ledger.attempt(0, Step.ROLLOUT, "00-000")
+        attempt = self._ledger.attempt(next(self._times), Step.ROLLOUT, "00-000")  # which has nothing to go on from
         before, began, records, ended = self._cpu(), time.perf_counter(), 0, 0
         with CallLog(attempt, way, encode=call_table) as log, self._most() as most:
             for told in self._samples.generate(samples, self._params, self._function):

@@ -34,6 +34,8 @@ from cairn.engines.types import Completion, FinishReason, GenerateRequest, Reque
 
 _TO_END = 5.0
 """Seconds in which what is cancelled has to end."""
+_TOGETHER = 0.02
+"""Seconds for which what is recorded may wait for more, where nobody waits for it to be durable."""
 _LONGEST_ERROR = 4000
 """Characters of what is told of a sample's error."""
 
@@ -65,6 +67,8 @@ class Runner:
         self._asking: Counter[RequestId] = Counter()
         self._recorders: dict[SampleKey, Recorder] = {}
         self._recorded: list[CallRecord] = []
+        self._due = False
+        """Whether the first of them has waited long enough."""
         self._to_acknowledge: list[asyncio.Future[None]] = []
         """Of the samples that wait until what is recorded is durable."""
         self._acknowledging: dict[int, list[asyncio.Future[None]]] = {}
@@ -115,10 +119,11 @@ class Runner:
             future.set_result(answer)
 
     def recorded(self) -> Recorded | None:
-        """What samples were given since it was asked last, for its holder to take away and, where that is awaited, to
-        `acknowledge`."""
-        if not self._recorded:
+        """What samples were given, for its holder to take away and, where that is awaited, to `acknowledge`; before
+        what has `ended` with it. None where it waits for more."""
+        if not self._recorded or not (self._due or self._to_acknowledge or self.ended):
             return None
+        self._due = False
         records, self._recorded = self._recorded, []
         awaited, self._to_acknowledge = self._to_acknowledge, []
         number = next(self._numbers)
@@ -231,13 +236,19 @@ class Runner:
         return await future
 
     def _record(self, record: CallRecord) -> None:
+        if not self._recorded:
+            self._loop.call_later(_TOGETHER, self._is_due)
         self._recorded.append(record)
+
+    def _is_due(self) -> None:
+        self._due = True
         self._stir.set()
 
     def _record_durably(self, record: CallRecord) -> "asyncio.Future[None]":
         self._record(record)
         future: asyncio.Future[None] = self._loop.create_future()
         self._to_acknowledge.append(future)
+        self._stir.set()
         return future
 
     def _no_longer_asks(self, id: RequestId) -> None:
