@@ -133,7 +133,7 @@ def rollout(
             enough=None if needed is None else _size(needed, part, parts) - usable,
         ):
             finished_now = [sample for sample in generated if sample.finish_reason != FinishReason.ABORT]
-            calls.after(partial(log.append, *finished_now))
+            calls.after(partial(log.append, *finished_now))  # raises where the calls cannot be logged
             aborted += [sample for sample in generated if sample.finish_reason == FinishReason.ABORT]
             progress.take(generated)
         seconds = time.perf_counter() - began

@@ -241,7 +241,7 @@ class Runner:
         self._recorded.append(record)
 
     def _is_due(self) -> None:
-        self._due = True
+        self._due = bool(self._recorded)
         self._stir.set()
 
     def _record_durably(self, record: CallRecord) -> "asyncio.Future[None]":

@@ -129,9 +129,8 @@ class Episodes:
         deadline: Deadline,
         look: Callable[[], Any],
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Stream samples as they end, and what is recorded of them before; nothing, every `LOOK` seconds, where all is
-        silent: it may be waiting for what its reader is to acknowledge, and cannot. `look` is called where that lasts,
-        and raises where the engine is dead."""
+        """Stream samples as they end, and what is recorded of them before; every `LOOK` seconds in which all is silent,
+        an empty list. `look` is called where that lasts, and raises where the engine is dead."""
         self._aborted = False
         self._losses.clear()
         self._awaited.clear()
@@ -147,7 +146,7 @@ class Episodes:
                     silent_since = time.monotonic()
                     yield from self._taken(stream, deadline)
                 if not ready:
-                    yield []
+                    yield []  # so that its reader looks whether it can still make durable what is awaited
                 for call in self._made_again():
                     if self._aborted:
                         yield [GeneratedSample.aborted(sample) for sample in call.left.values()]

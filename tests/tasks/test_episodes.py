@@ -1,17 +1,23 @@
 """Episodes in a run: what its driver's end leaves of them, what is committed, and what comes of doing it again."""
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.episodes.records import CallKind, CallRecord
+from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.fleet import Fleet
 from cairn.flows.iteration import iteration
 from cairn.flows.replay import Replaying
 from cairn.storage import tables
+from cairn.storage.call_log import CallLog
 from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import StoreError
 from cairn.storage.layout import CALLS_FILE, RESULTS_FILE
 from cairn.storage.store import open_store
 from cairn.tasks.calls import LONG, call_table, read_calls, uncertain_effects
@@ -59,7 +65,7 @@ def agent_config(assets: Path, folder: Path) -> RunConfig:
     return tiny_config(assets, rollout=option)
 
 
-def one_iteration(config: RunConfig, store: Path, fleet: LocalFleet | None = None) -> RunContext:
+def one_iteration(config: RunConfig, store: Path, fleet: Any = None) -> RunContext:
     with tiny_context(str(store), config, **({} if fleet is None else {"fleet": fleet})) as (run, _):
         iteration(run, DirectSteps(run), 0)
     return run
@@ -153,6 +159,25 @@ def test_a_killed_driver_costs_what_was_under_way_and_no_effect_is_repeated(
     assert train_digests(run, [0]) == train_digests(expected, [0])
     files = {output.path.rpartition("/")[2]: output for output in rollout(run).outputs}
     assert files.keys() == {"samples.parquet", CALLS_FILE, RESULTS_FILE}
+
+
+def test_calls_that_cannot_be_logged_end_the_step_though_all_episodes_wait_for_that(
+    ray_cluster: Cluster, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = agent_config(tiny_assets, tmp_path)
+    assert config.rollout.custom_generate_timeout > 300, "longer than this test may take"
+    write = CallLog._write_part
+
+    def down(log: CallLog, number: int, table: pa.Table) -> None:
+        if number:
+            time.sleep(2)  # in which all of them come to their effects
+            raise StoreError("the store is down")
+        write(log, number, table)
+
+    monkeypatch.setattr(CallLog, "_write_part", down)
+    with Fleet.start(config, name="tiny", total_steps=1) as fleet, pytest.raises(StoreError, match="the store is down"):
+        one_iteration(config, tmp_path / "store", fleet)
+    assert not paid(tmp_path)
 
 
 def test_doing_a_rollout_again_samples_and_gives_tools_answers_from_the_record(

@@ -5,7 +5,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
 from cairn.engines.types import FinishReason, SamplingParams
-from cairn.storage.errors import StoreError
-from cairn.storage.paced import PacedWriter
 from tests.engines.episodes.test_samples import all_of, bits
 from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import fleet_config
@@ -131,7 +129,7 @@ def test_a_worker_that_dies_costs_its_own_unfinished_samples_and_nobody_elses(
     assert all_bits(all_of(iter(parts))) == expected
     times = begun(file)
     assert {times[key] for key in dealt[other]} == {6}
-    assert max(times[key] for key in dealt[dying]) > 6
+    assert min(times[key] for key in dealt[dying]) > 6
     answered = Counter(
         (record.key, record.call) for part in parts if isinstance(part, Recorded) for record in part.records
     )
@@ -250,22 +248,6 @@ def test_deadlines_end_the_episodes_that_miss_them_and_no_other(engine: RolloutH
     told = "generate: EpisodeTimeout: it took longer than 2 s in all"
     assert late == {(0, 0): told, (1, 0): told}
     assert len(found) == 8
-
-
-def test_silent_episodes_are_given_up_soon_by_who_cannot_log_what_they_were_given(engine: RolloutHandle) -> None:
-    def write(number: int, items: list[Any]) -> None:
-        raise StoreError("the store is down")
-
-    log = PacedWriter(write, "calls")
-    log.append("a call")
-    stream = engine.generate_samples(asked(1), PARAMS, users("waits"))  # until the timeout of this test and longer
-
-    def logged() -> None:
-        for told in stream:
-            log.append(*(told.records if isinstance(told, Recorded) else told))
-
-    with closing(stream), pytest.raises(StoreError, match="the store is down"):  # type: ignore[type-var]
-        logged()
 
 
 def test_an_episode_that_asks_for_much_at_once_keeps_no_other_waiting(engine: RolloutHandle) -> None:
