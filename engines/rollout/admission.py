@@ -28,20 +28,26 @@ class Admission:
         """The samples that wait, in order."""
         self._waiting: dict[tuple[AdmittedStream, Any], deque[GenerateRequest]] = {}
         self._tokens = self._tokens_max = 0
+        self._open = set[AdmittedStream]()
 
     def open(self, stream: Stream) -> Stream:
         """A stream whose requests are admitted to the engine's own `stream`."""
-        return stream if self.max_tokens is None else AdmittedStream(self, stream)
+        if self.max_tokens is None:
+            return stream
+        admitted = AdmittedStream(self, stream)
+        with self.changed:
+            if not self._open:
+                self._tokens_max = 0
+            self._open.add(admitted)
+        return admitted
 
     def usage(self) -> dict[str, int]:
-        """The most tokens that requests had with the engine at a time since nothing was asked, where they are
+        """The most tokens that requests had with the engine at a time since it had no stream, where they are
         bounded."""
         return {} if self.max_tokens is None else {"tokens_in_flight_max": self._tokens_max}
 
     def wait(self, stream: "AdmittedStream", request: GenerateRequest) -> None:
         """Let a request wait for its turn. `changed` is held, here and below."""
-        if not self._tokens and not self._turns:
-            self._tokens_max = 0
         turn = (stream, request.request_id[:2])
         if turn not in self._waiting:
             self._waiting[turn] = deque()
@@ -53,7 +59,8 @@ class Admission:
         self._tokens -= tokens
 
     def forget(self, stream: "AdmittedStream") -> None:
-        """Whatever waits of a stream waits no more."""
+        """It is closed: whatever waits of it waits no more."""
+        self._open.discard(stream)
         self._turns = deque(turn for turn in self._turns if turn[0] is not stream)
         self._waiting = {turn: requests for turn, requests in self._waiting.items() if turn[0] is not stream}
 

@@ -184,14 +184,15 @@ def test_user_code_that_ends_its_process_fails_the_generation_and_not_the_worker
 def test_user_code_that_is_killed_from_outside_goes_on_in_another_process_time_after_time(
     engine: RolloutHandle, alone: SampleEngine, tmp_path: Path
 ) -> None:
-    turns, file = [20] * 6, tmp_path / "turns"
+    turns, file = [10] * 12, tmp_path / "turns"
     expected = all_bits(all_of(alone.generate(asked(8, turns, file=os.devnull), PARAMS, users("notes"))))
     health = [worker.health() for worker in workers_of(engine)]
     parts, killed = list[Any](), set[int]()
     for part in engine.generate_samples(asked(8, turns, file=str(file)), PARAMS, users("notes")):
         parts.append(part)
         if len(killed) < 6 and isinstance(part, Recorded):
-            killed |= {kill_user_code(one["pid"], killed) for one in health} - {0}
+            group, index = part.records[0].key
+            killed |= {kill_user_code(health[(4 * group + index) % WORKERS]["pid"], killed)} - {0}  # who comes further
     assert len(killed) >= 6
     assert all_bits(all_of(iter(parts))) == expected
     answered = Counter(
