@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -120,12 +120,20 @@ def _import_module(name: str, path: str) -> ModuleType:
         raise BadPlugin(f"{path!r} cannot be loaded: importing {name} failed with {error!r}; correct it") from error
 
 
+class _Source(SourceFileLoader):
+    """Runs what the file says now. A compilation kept by Python would be taken for a file that was changed within the
+    same second to as many bytes: what runs would not be what is recorded."""
+
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        raise OSError  # the file has no compilation, and gets none
+
+
 @functools.cache
 def _load_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise BadPlugin(f"there is no file {file}; correct the path of the function")
     name = _name_of(file)
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, file, loader=_Source(name, str(file)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

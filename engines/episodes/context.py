@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from inspect import isawaitable
 from operator import index
@@ -19,10 +19,10 @@ import numpy as np
 from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.engines.episodes.call_ids import aside, next_call
-from cairn.engines.episodes.given_rewards import checked_reward, checked_role, reward_of
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import Recorder, SampleAborted, UncertainEffect
 from cairn.engines.episodes.records import CallKind, CallRecord
+from cairn.engines.episodes.returned import Continuation, checked_sample
 from cairn.engines.errors import RequestRefused
 from cairn.engines.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
 from cairn.engines.tools.processes import held
@@ -30,7 +30,6 @@ from cairn.engines.tools.results import json_value, shortened
 from cairn.engines.tools.tool import NOT_DONE, Intent, Tool, raised
 from cairn.engines.trajectories import (
     FIRST_CALL,
-    BadTrajectory,
     GeneratedSample,
     SampleRequest,
     Segment,
@@ -42,14 +41,6 @@ from cairn.storage import canonical
 
 _TIMES_LOST = 3
 """How often a tool with effects may lose its process in a call."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A finished call: the tokens that it went on from, and what was sampled after them."""
-
-    before: np.ndarray
-    segment: Segment
 
 
 class Context:
@@ -78,7 +69,7 @@ class Context:
         self._waits = waits
         self.options = options or EpisodeOptions()
         """Of the run, for functions of ours."""
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Continuation] = {}
         self._count = 0
         self._first = sample.begun
         """What the first call has sampled after the prompt, finished or not."""
@@ -156,7 +147,7 @@ class Context:
         for array in (segment.ids, segment.log_probs, segment.weight_versions):
             assert array is not None
             array.setflags(write=False)  # user code may change the mask, and nothing else
-        self._calls[call] = _Call(before, segment)
+        self._calls[call] = Continuation(before, segment)
         return segment
 
     async def call(self, tool: Tool | str, arguments: Mapping[str, Any] | None = None) -> Any:
@@ -338,111 +329,8 @@ class Context:
         return GeneratedSample(*self._sample.key, Trajectory(first), FinishReason.ABORT)
 
     def checked(self, returned: object) -> GeneratedSample:
-        """The sample that `generate` returned, as the policy gave it: user code says what follows what, and what is
-        trained on. Raises BadTrajectory where that is not what the policy was asked for and sampled."""
-        trajectories = list(returned) if isinstance(returned, list | tuple) else [returned]
-        several = len(trajectories) > 1
-        prompts, parts = list[np.ndarray | None](), list[list[Segment]]()
-        rewards, roles = list[float | None](), list[str | None]()
-        for number, one in enumerate(trajectories, 1):
-            if isinstance(one, Trajectory):
-                where = f" of trajectory {number}" if several else ""
-                prompts.append(self._own_prompt(one, where))
-                parts.append(self._segments(one, prompts[-1], where))
-                rewards.append(reward_of(one, parts[-1]))
-                roles.append(checked_role(one.role))
-        if not parts or len(parts) < len(trajectories):
-            other = next((type(one).__name__ for one in trajectories if not isinstance(one, Trajectory)), None)
-            told = "an empty list" if other is None else f"a list with {other}" if several else other
-            raise BadTrajectory(f"generate returned {told} for a sample; return a cairn.Trajectory, or a list of them")
-        segments = [segment for part in parts for segment in part]
-        if several:
-            _check_trained_once(segments)
-        reasons = [segment.finish_reason for segment in segments if segment.finish_reason is not None]
-        own = any(prompt is not None for prompt in prompts)
-        cut = any(one.truncated for one in trajectories if isinstance(one, Trajectory))
-        return GeneratedSample(
-            *self._sample.key,
-            Trajectory(segments),
-            FinishReason.LENGTH if cut else reasons[-1],
-            lengths=tuple(sum(map(len, part)) for part in parts) if several or own else None,
-            prompts=tuple(prompts) if own else None,
-            rewards=None if all(reward is None for reward in rewards) else tuple(rewards),
-            roles=None if all(role is None for role in roles) else tuple(roles),
-            retold=sum(one.retold for one in trajectories if isinstance(one, Trajectory)),
-        )
-
-    def _own_prompt(self, trajectory: Trajectory, where: str) -> np.ndarray | None:
-        """Of a trajectory that does not begin after the sample's prompt."""
-        if trajectory.prompt_ids is None:
-            return None
-        prompt = np.asarray(trajectory.prompt_ids, np.int32)
-        if prompt.ndim != 1 or not len(prompt):
-            raise BadTrajectory(f"the prompt_ids{where} of what generate returned have to be one list with a token")
-        return None if np.array_equal(prompt, self._prompt) else prompt
-
-    def _segments(self, trajectory: Trajectory, prompt: np.ndarray | None, where: str) -> list[Segment]:
-        """Those of a trajectory after a prompt, None for the sample's; `where` names it among several."""
-        before, segments = self._prompt if prompt is None else prompt, list[Segment]()
-        for number, segment in enumerate(trajectory.segments, 1):
-            if segments:
-                before = np.concatenate([before, segments[-1].ids])
-            try:
-                segments.append(self._checked(segment, before))
-            except BadTrajectory as problem:
-                raise BadTrajectory(f"segment {number}{where} of what generate returned {problem}") from None
-        if not any(segment.call is not None and len(segment) for segment in segments):
-            raise BadTrajectory(
-                "generate returned a trajectory without a token that was sampled; where there is none, raise an error"
-            )
-        return segments
-
-    def _checked(self, segment: object, before: np.ndarray) -> Segment:
-        if not isinstance(segment, Segment):
-            raise BadTrajectory(f"is of type {type(segment).__name__}; it has to be a cairn.Segment")
-        mask = np.asarray(segment.loss_mask)
-        if np.ndim(segment.ids) != 1:
-            raise BadTrajectory(f"has ids of {np.ndim(segment.ids)} dimensions; they have to be one list")
-        if mask.shape != (len(segment),):
-            told = f"has a loss_mask of {len(mask) if mask.ndim else 'one value'} for {len(segment)} tokens"
-            raise BadTrajectory(f"{told}; it needs one value a token")
-        if not ((mask == 0) | (mask == 1)).all():
-            raise BadTrajectory("has a loss_mask with other values than 0 and 1")
-        if segment.call is None:
-            if mask.any():
-                raise BadTrajectory("lets tokens be trained on that the world gave; their loss_mask has to be 0")
-            if segment.reward is not None:
-                raise BadTrajectory("has a reward, and the world gave it; give it to what was sampled before")
-            return Segment.given(segment.ids)
-        call = self._calls.get(segment.call)
-        if call is None or not (call.segment is segment or np.array_equal(call.segment.ids, segment.ids)):
-            raise BadTrajectory(
-                f"has other ids than call {segment.call} of ctx.sample gave; return the segment that it returned"
-            )
-        if call.before is not before and not np.array_equal(call.before, before):
-            raise BadTrajectory(
-                f"was sampled after {len(call.before)} tokens that are not the {len(before)} before it in the "
-                "trajectory; put there what ctx.sample was given"
-            )
-        if call.segment is segment:
-            return segment
-        reward = checked_reward(segment.reward, "a segment")
-        return replace(call.segment, loss_mask=mask.astype(np.uint8), reward=reward)
-
-
-def _check_trained_once(segments: Sequence[Segment]) -> None:
-    """Raise BadTrajectory where a token that was sampled once is trained on in two trajectories, which may share it."""
-    trained: dict[str, np.ndarray] = {}
-    for segment in segments:
-        if segment.call is None:
-            continue
-        mask, earlier = segment.loss_mask.astype(bool), trained.get(segment.call)
-        if earlier is not None and (earlier & mask).any():
-            raise BadTrajectory(
-                f"generate returned call {segment.call} of ctx.sample in two trajectories, and its loss_mask lets the "
-                "same tokens be trained on in both; set it to 0 in one of them"
-            )
-        trained[segment.call] = mask if earlier is None else earlier | mask
+        """The sample that `generate` returned. Raises BadTrajectory."""
+        return checked_sample(self._sample.key, self._prompt, self._calls, returned)
 
 
 def _as_json(value: Any) -> str:

@@ -75,7 +75,7 @@ def faults(store: str, run: str) -> list[str]:
 def cairn(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == code, result.output
-    return result.output
+    return result.stdout  # what else this process logs goes to stderr
 
 
 def test_there_is_a_ledger_of_every_format_that_is_read() -> None:

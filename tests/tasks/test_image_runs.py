@@ -163,7 +163,7 @@ def test_people_see_which_images_a_prompt_has(store: Path, tiny_assets: Path, da
     ledger = ledger_of(store)
     named = RecordedRun(images_config(tiny_assets, data), ledger).images(rollouts(ledger, 0)[0])
     shown = CliRunner().invoke(app, ["show", "tiny", "0", "--store", str(store), "--limit", "16", "--json"])
-    assert {image["sha256"] for view in json.loads(shown.output) for image in view["images"]} == set(named)
+    assert {image["sha256"] for view in json.loads(shown.stdout) for image in view["images"]} == set(named)
     printed = CliRunner().invoke(app, ["show", "tiny", "0", "--store", str(store), "--sample", "12"])
     assert "(40 × 16 pixels)" in printed.output
     asked = "SELECT DISTINCT image.sha256 FROM (SELECT unnest(images) AS image FROM samples)"
