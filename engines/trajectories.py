@@ -84,6 +84,23 @@ class Segment:
             kept=_kept(self) + _kept(rest) if cut else None,
             routed_experts=_first_read([self.routed_experts, rest.routed_experts]),
             seconds=self.seconds + rest.seconds,
+            cached_tokens=self.cached_tokens + rest.cached_tokens,
+        )
+
+    def until(self, tokens: int) -> "Segment":
+        """What it would be if its call had been aborted after so many tokens, fewer than it has."""
+        assert self.log_probs is not None
+        assert self.weight_versions is not None
+        routes = self.routed_experts
+        return replace(
+            self,
+            ids=self.ids[:tokens],
+            loss_mask=self.loss_mask[:tokens],
+            log_probs=self.log_probs[:tokens],
+            weight_versions=self.weight_versions[:tokens],
+            finish_reason=FinishReason.ABORT,
+            kept=None if self.kept is None else self.kept.at(np.arange(tokens)),
+            routed_experts=None if routes is None else routes[: len(routes) - len(self) + tokens],
         )
 
 
@@ -186,6 +203,9 @@ class SampleRequest:
     """64 bits: every random draw of it comes from them."""
     begun: Segment | None = None
     """What its first call had sampled after the prompt when it was aborted: it goes on after that."""
+    cut_at: int | None = None
+    """Response tokens of its first call, more than it has begun with, after which it is cut off unless it has ended: it
+    is given back as if it had been aborted there. None has no such bound."""
     prompt: str = ""
     """As text, chat template and special tokens included."""
     label: str | None = None

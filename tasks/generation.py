@@ -16,7 +16,8 @@ drops the group and asks for another. A suspect whose engine did not fail is a g
 machines and networks may fail as they like: the groups that are trained on stay those of a run in which nothing fails.
 
 Where only some of the groups are needed, the others are aborted as soon as these have been generated, and come as far
-as they are. Every token must be of the weights that the step wants: an engine that serves others is an error.
+as they are; or each sample is cut off after so many tokens of its own (`cairn.tasks.cutting`). Every token must be of
+the weights that the step wants: an engine that serves others is an error.
 """
 
 import os
@@ -240,7 +241,7 @@ def _require_recorded_tools(run: RunContext) -> None:
 
 
 def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, version: int, *, may_abort: bool) -> None:
-    """Raise EngineError for a sample of other weights, or one that was aborted by somebody else."""
+    """Raise EngineError for a sample of other weights, or one that was aborted by somebody else and not cut off."""
     carried = 0 if request.begun is None else len(request.begun)
     given = {record.call for record in request.recorded}
     sampled = set[int]()
@@ -250,7 +251,8 @@ def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, vers
     others = sorted(sampled - {version})
     if others:
         raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {version}")
-    if sample.finish_reason == FinishReason.ABORT and not may_abort:
+    was_cut = request.cut_at is not None and len(sample.trajectory.response_ids) == request.cut_at
+    if sample.finish_reason == FinishReason.ABORT and not (may_abort or was_cut):
         raise EngineError(f"{engine.name} gave up a sample of group {sample.group_id}, which nobody had aborted")
 
 

@@ -2,7 +2,8 @@
 
 With `rollout.partial_rollout` a shard ends when its share of the groups that are needed is generated: the others are
 committed as far as they came, samples with status ABORTED, and a later shard continues them. What had finished then is
-a matter of time, so such a commit does not say that its groups would come out the same again.
+a matter of time, so such a commit does not say that its groups would come out the same again, unless they are cut off
+by tokens (`cairn.tasks.cutting`).
 """
 
 import time
@@ -24,6 +25,7 @@ from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.batch import with_optional
 from cairn.tasks.calls import call_tables, uncertain_effects
 from cairn.tasks.context import RunContext
+from cairn.tasks.cutting import ended_rounds, in_rounds, rounds_of
 from cairn.tasks.data import Draw, DrawnRow, PromptRow
 from cairn.tasks.episode_metrics import episode_metrics
 from cairn.tasks.episodes import Calls
@@ -53,6 +55,7 @@ from cairn.tasks.versions import version_of
         "data",
         "rollout.n_samples_per_prompt",
         "rollout.partial_rollout",
+        "rollout.cut_tokens",
         "rollout.rollout_max_prompt_len",
         "rollout.rollout_max_response_len",
         "rollout.rollout_temperature",
@@ -95,7 +98,7 @@ def rollout(
     groups of the round after which the others are aborted; None generates all. Samples are durable as they finish:
     after a failure only the missing ones are generated.
     """
-    run = step.run
+    run, cut_tokens = step.run, step.run.config.rollout.cut_tokens
     version = version_of(weights)
     draw = run.draw(cursor, count, without or (), earlier)
     places = resumed_groups(run, earlier, resumed=resumed, part=part, parts=parts)
@@ -122,16 +125,23 @@ def rollout(
         progress = ShardProgress(step, {id: len(requests) for id, requests in missing.items()})
         began = time.perf_counter()
         aborted = []
-        for generated in generate_samples(
+        generate = partial(
+            generate_samples,
             step,
             engine,
             weights,
-            list(chain.from_iterable(missing.values())),
-            sampling_params(run.config, kept=run.records_kept),
+            params=sampling_params(run.config, kept=run.records_kept),
             rows={id: group.drawn.row.index for id, group in by_id.items()},
             calls=calls,
-            enough=None if needed is None else _size(needed, part, parts) - usable,
-        ):
+        )
+        wanted = list(chain.from_iterable(missing.values()))
+        share = None if needed is None else _size(needed, part, parts)
+        if share is None or cut_tokens is None:
+            stream = generate(wanted, enough=None if share is None else share - usable)
+        else:
+            ended = {id: r for id, r in ended_rounds(recovered, by_id, cut_tokens).items() if id not in errors}
+            stream = in_rounds(generate, wanted, cut_tokens=cut_tokens, enough=share, ended=ended)
+        for generated in stream:
             finished_now = [sample for sample in generated if sample.finish_reason != FinishReason.ABORT]
             calls.after(partial(log.append, *finished_now))  # raises where the calls cannot be logged
             aborted += [sample for sample in generated if sample.finish_reason == FinishReason.ABORT]
@@ -155,7 +165,7 @@ def rollout(
         },
         values={
             "cursor": draw.cursor,
-            "batch_invariant": engine.batch_invariant and needed is None,
+            "batch_invariant": engine.batch_invariant and (needed is None or cut_tokens is not None),
         },
         metrics={
             "samples": samples.num_rows,
@@ -163,7 +173,7 @@ def rollout(
             "recovered_groups": recovered_groups,
             "continued_groups": len(places),
             "aborted_groups": aborted_groups,
-            "prompt_tokens": _given_tokens(samples, by_id),
+            "prompt_tokens": _given_tokens(samples, by_id, cut_tokens),
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
@@ -211,8 +221,8 @@ def _unfinished(samples: pa.Table) -> set[int]:
     return set(samples.column("group_id").filter(parts).to_pylist())
 
 
-def _given_tokens(samples: pa.Table, groups: Mapping[int, Group]) -> int:
-    """Tokens that engines went on from, over all calls of the samples that got tokens in this shard."""
+def _given_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: int | None) -> int:
+    """Tokens that engines went on from, over all calls of the samples that got tokens in this shard, round by round."""
     names = ["group_id", "sample_index", "segments", TRAJECTORIES.name, TRAJECTORY_PROMPTS.name]
     columns = [column.to_pylist() for column in with_optional(samples, names).columns]
     lengths = [pc.list_value_length(samples.column(name)).to_pylist() for name in ("prompt_ids", "response_ids")]
@@ -230,6 +240,8 @@ def _given_tokens(samples: pa.Table, groups: Mapping[int, Group]) -> int:
                     calls.setdefault(segment["call"], before + end - start)
                 end += segment["tokens"]
             given += carried + sum(calls.values() or [before])
+            again = rounds_of(response - carried, cut_tokens) - 1
+            given += again * (prompt + carried) + (cut_tokens or 0) * again * (again + 1) // 2
     return given
 
 

@@ -88,8 +88,16 @@ class RolloutConfig(Section):
     partial_rollout: bool = False
     """Once a shard has finished its share of the groups that are needed, abort the others: they are kept as far as they
     came, and the next round of rollout continues them before it draws fresh prompts. Needs
-    `over_sampling_batch_size` above `rollout_batch_size`. What had finished at the abort is a matter of time: a rollout
-    that is committed stays as it is, but doing it again does not give the same. slime: `--partial-rollout`."""
+    `over_sampling_batch_size` above `rollout_batch_size`. What had finished at the abort is a matter of time, unless
+    `cut_tokens` says otherwise: a rollout that is committed stays as it is, but doing it again does not give the same.
+    slime: `--partial-rollout`."""
+
+    cut_tokens: int | None = Field(None, ge=1)
+    """Of `partial_rollout`: a shard generates in rounds of so many response tokens of each sample that is open, and
+    ends after the one in which its share of the groups that are needed has finished. No time decides then what is kept
+    as a part: with a batch-invariant engine the rollout comes out the same bit for bit when it is done again, after any
+    kill. Each round begins by reading all that its samples have so far, so a small number costs time. Null aborts the
+    others as soon as the share has finished."""
 
     mask_offpolicy_in_partial_rollout: bool = False
     """Of a group that was continued, train only on tokens of the weights under which it was finished, however old
@@ -286,6 +294,25 @@ class RolloutConfig(Section):
             )
         if self.mask_offpolicy_in_partial_rollout and not self.partial_rollout:
             raise ValueError("mask_offpolicy_in_partial_rollout has no effect without partial_rollout=true")
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_cut(self) -> "RolloutConfig":
+        cut, function, longest = self.cut_tokens, self.custom_generate_function_path, self.rollout_max_response_len
+        if cut is None:
+            return self
+        if not self.partial_rollout:
+            raise ValueError(f"cut_tokens ({cut}) has no effect without partial_rollout=true")
+        if function != "single_turn":
+            raise ValueError(
+                f"cut_tokens ({cut}) has no effect while custom_generate_function_path is {function}: only samples of "
+                "single_turn are cut off by tokens; leave it out, and they are aborted when enough have finished"
+            )
+        if cut >= longest:
+            raise ValueError(
+                f"cut_tokens ({cut}) has no effect while rollout_max_response_len is {longest}: no response is long "
+                "enough to be cut off; lower cut_tokens, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")

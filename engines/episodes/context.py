@@ -302,6 +302,10 @@ class Context:
         seed = call_seed(self._sample.seed, call)
         id = (*self._sample.key, self._count)
         self._count += 1
+        cut_at = self._sample.cut_at if call == FIRST_CALL else None
+        if cut_at is not None:
+            # One token more tells whether it ended there: of a last token that ends it engines may say LENGTH or STOP.
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, cut_at + 1))
         images = self._sample.images if np.array_equal(before[: len(self._prompt)], self._prompt) else ()
         if begun is None or not len(begun):
             request = GenerateRequest(id, before, seed, params, images=images)
@@ -321,7 +325,8 @@ class Context:
             completion.seconds,
             completion.cached_tokens,
         )
-        return segment if begun is None else begun.then(segment)
+        segment = segment if begun is None else begun.then(segment)
+        return segment if cut_at is None or len(segment) <= cut_at else segment.until(cut_at)
 
     def aborted(self) -> GeneratedSample:
         """The sample, given up: as far as its first call came."""

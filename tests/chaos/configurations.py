@@ -5,6 +5,7 @@ plain           nothing
 short           nothing; half the work of `plain`, for kills by the hundred
 filtered        the buffer of surplus groups, the data cursor after refills, rounds of a batch that is not full
 partial         groups that were aborted unfinished, with their tokens
+cut             the same, cut off by tokens, which come out the same again
 retained        the run from what retention keeps
 critic          a second model and its optimizer
 ranks           two ranks of PyTorch, each with its part of the state
@@ -51,6 +52,7 @@ def coarse(response, label, metadata):
 _LESS: Sections = {"rollout": {"rollout_batch_size": 2}, "eval": {"benchmarks": [], "eval_interval": None}}
 _OVER = {"rollout_batch_size": 4, "over_sampling_batch_size": 7}
 _PARTIAL = {**_OVER, "partial_rollout": True, "rollout_max_response_len": 24}
+_CUT = {"cut_tokens": 6, "n_samples_per_prompt": 2, "rollout_stop_token_ids": [*range(3, 40)]}
 _SGLANG = {
     "engine": "sglang",
     "rollout_batch_size": 8,
@@ -98,6 +100,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "short": Configuration(_LESS),
     "filtered": Configuration(_FILTERED),
     "partial": Configuration({"rollout": _PARTIAL}, repeatable=False),
+    "cut": Configuration({"rollout": {**_PARTIAL, **_CUT}}),
     "retained": Configuration(_RETAINED),
     "critic": Configuration(_CRITIC),
     "mixed": Configuration({**_FILTERED, **_RETAINED, **_CRITIC}),

@@ -8,7 +8,7 @@ kept            no sample that was finished, which means durable, was generated 
 `cairn gc`      leaves no file in the run that is neither a marker nor what a commit names
 nothing left    no process that a driver started, no shared memory
 
-Where rollouts do not come out the same when they are done again (partial rollout; an engine that is not
+Where rollouts do not come out the same when they are done again (partial rollout by time; an engine that is not
 batch-invariant), there is no undisturbed run to be equal to. Such a run must be what its rollouts make it: every other
 step, done again in this process from the very samples that were committed, gives the same.
 """

@@ -136,7 +136,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configuration", ["mixed", "partial", "lagged"])
+@pytest.mark.parametrize("configuration", ["mixed", "partial", "cut", "lagged"])
 def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does(
     configuration: str, tiny_assets: Path, tmp_path: Path, noted: pytest.MonkeyPatch
 ) -> None:

@@ -92,8 +92,11 @@ def test_without_replay_the_same_run_ends_with_other_weights(moe_assets: Path, t
     assert digests[0] != digests[1]
 
 
-def test_a_sample_that_is_continued_keeps_the_experts_of_its_first_tokens(moe_assets: Path, tmp_path: Path) -> None:
-    config = replay_config(moe_assets, **PARTIAL)
+@pytest.mark.parametrize("cut_tokens", [None, 9])
+def test_a_sample_that_is_continued_keeps_the_experts_of_its_first_tokens(
+    moe_assets: Path, tmp_path: Path, cut_tokens: int | None
+) -> None:
+    config = replay_config(moe_assets, **PARTIAL, cut_tokens=cut_tokens)
     with tiny_context(str(tmp_path), config) as (run, _):
         parts: dict[tuple[int, int], np.ndarray] = {}
         continued = 0

@@ -224,6 +224,9 @@ class Generation:
 
         A 500 of a router may only mean that a server is gone, so the request is at fault where all of them answer."""
         params, given = request.sampling_params, len(request.input_ids)
+        # A sample that goes on reads all that it has: of its tokens none are taken from the cache that were decoded, as
+        # those of an attempt that was lost would not be there. Under their place requests share what was read.
+        #
         # Text is what a server makes of all tokens, and no token is taken back.
         stop = {"stop": list(params.stop), "no_stop_trim": True, "skip_special_tokens": False} if params.stop else {}
         body = {
@@ -238,6 +241,7 @@ class Generation:
                 "sampling_seed": request.seed % 2**31,
                 **stop,
             },
+            **({"extra_key": f"from {request.position}"} if request.position else {}),
             "return_logprob": True,
             "return_sampling_mask": params.cuts_vocabulary and params.return_kept,
             **({"return_routed_experts": True} if params.return_routed_experts else {}),
