@@ -26,6 +26,7 @@ from cairn.tasks.data import (
 from cairn.tasks.events import StepEvent
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.replays import ReplayTally
+from cairn.tasks.response_lengths import ResponseLengths
 from cairn.tasks.retries import RetryTally
 from cairn.tasks.rewards.grading import Grading
 from cairn.tasks.round_results import round_results
@@ -75,6 +76,8 @@ class RunContext(RecordedRun):
         """How often an engine itself failed on a group, by step and request: see cairn.tasks.generation."""
         self.casualties = Casualties()
         """What engines had before them when they were lost."""
+        self.response_lengths = ResponseLengths()
+        """Of the rollouts that this driver made."""
         self.retries = RetryTally(config.retry)
         """New tries of steps."""
         self.replays = ReplayTally()

@@ -125,16 +125,19 @@ def rollout(
         progress = ShardProgress(step, {id: len(requests) for id, requests in missing.items()})
         began = time.perf_counter()
         aborted = []
+        rows = {id: group.drawn.row.index for id, group in by_id.items()}
         generate = partial(
             generate_samples,
             step,
             engine,
             weights,
             params=sampling_params(run.config, kept=run.records_kept),
-            rows={id: group.drawn.row.index for id, group in by_id.items()},
+            rows=rows,
             calls=calls,
         )
         wanted = list(chain.from_iterable(missing.values()))
+        if needed is None or cut_tokens is not None:  # else they are aborted when the shortest have finished
+            wanted = run.response_lengths.longest_first(wanted, rows)
         share = None if needed is None else _size(needed, part, parts)
         if share is None or cut_tokens is None:
             stream = generate(wanted, enough=None if share is None else share - usable)
@@ -153,6 +156,7 @@ def rollout(
         ended = pa.concat_tables(tables)
         uncertain = {} if made is None else uncertain_effects(made)
         samples = without_unused(_whole_groups(ended, by_id, encode, uncertain))
+    run.response_lengths.add(samples)
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
     images = image_table(groups)

@@ -109,6 +109,25 @@ def test_an_aborted_response_is_continued_from_its_old_tokens_under_other_weight
             assert (made.weight_versions == version).all()
 
 
+def test_behind_a_router_too_a_response_that_goes_on_is_read_as_a_whole(
+    engine: SGLangEngine, route: Route, tmp_path: Path
+) -> None:
+    router = Router({}, "127.0.0.1", tmp_path / "router.log", 60)
+    try:
+        router.serve([asdict(engine.worker)])
+        behind = Route(router.url, route.servers)
+        asked = requests(1, samples=1, max_new_tokens=64, temperature=0)
+        (first,) = run(generation(behind), asked).values()
+        drawn = first.response_ids.tolist()[:-1]
+        (whole,) = run(generation(behind), [replace(asked[0], input_ids=[*asked[0].input_ids, *drawn])]).values()
+        again = replace(asked[0], input_ids=[*asked[0].input_ids, *drawn], position=len(drawn))
+        (rest,) = run(generation(behind), [again]).values()
+    finally:
+        router.close()
+    assert whole.cached_tokens > len(asked[0].input_ids), "the witness that the server has them"
+    assert rest.cached_tokens == 0
+
+
 def test_an_abort_does_not_touch_what_others_asked_of_the_server(engine: SGLangEngine, route: Route) -> None:
     mine = generation(route)
     with ThreadPoolExecutor(2) as pool:
