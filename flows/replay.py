@@ -2,7 +2,8 @@
 
 The iteration's own DAG is walked, and every step in it answered from the ledger, until it comes to the one that is
 wanted: that one's body runs, from the very inputs it was committed with, into a temporary folder. Engines start only
-where the step needs them, in a fleet of their own: a live driver of the run is not disturbed.
+where the step needs them, in a fleet of their own: a live driver of the run is not disturbed. Steps that sample, grade
+and publish nothing get the training engine alone.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
 
 
+UPDATES = frozenset({Step.SCORE, Step.ADVANTAGE, Step.TRAIN})
+"""What makes the weights of an iteration from its cut."""
+_ASKING_OTHERS = frozenset({Step.ROLLOUT, Step.REWARD, Step.SYNC, Step.EVAL})
+"""Steps that may need other engines than the training engine."""
+
+
 class NothingToReplay(Exception):
     """The iteration has no commit of that step."""
 
@@ -50,6 +57,22 @@ class Replayed(Record):
     """What differs from where it was committed."""
     skipped: str | None = None
     """Why it was not done again, where it cannot be."""
+
+
+class Weights(Record):
+    """The newest weights of a run, and whether all that made them makes them again."""
+
+    iteration: int
+    """That left them."""
+    weight_version: int
+    state_digest: str
+    """As committed."""
+    same: bool | None
+    """None: their own update cannot be done again."""
+    differs_at: str | None
+    """The first commit whose step makes something else."""
+    not_done_again: int
+    """Iterations whose update cannot be: it goes on from a checkpoint after them."""
 
 
 class Replaying:
@@ -145,7 +168,11 @@ def replay(
     if not any(commit.step is step and shard in (None, commit.shard) for commit in owner.commits(index)):
         which = step if shard is None else f"{step}.{shard}"
         raise NothingToReplay(f"run {owner.run!r} has no commit {index:06d}/{which}")
-    with beside_the_ledger(owner, emit) as run, TemporaryDirectory(prefix="cairn-replay-") as folder:
+    alone = step not in _ASKING_OTHERS
+    with (
+        beside_the_ledger(owner, emit, trains_only=alone) as run,
+        TemporaryDirectory(prefix="cairn-replay-") as folder,
+    ):
         runner = Replaying(run, {step}, shard, open_store(folder))
         with suppress(_EndOfLedger):
             iteration(run, runner, index)
@@ -169,7 +196,7 @@ def replay_all(
     numbers = ledger.iterations()
     for name in dict.fromkeys(ledger.owner(index).run for index in numbers):
         own = [index for index in numbers if ledger.owner(index).run == name]
-        with beside_the_ledger(ledger.owner(own[0]), emit) as run:
+        with beside_the_ledger(ledger.owner(own[0]), emit, trains_only=_ASKING_OTHERS.isdisjoint(steps)) as run:
             for index in own:
                 with TemporaryDirectory(prefix="cairn-replay-") as folder:
                     runner = Replaying(run, steps, None, open_store(folder), tell, go_on=True)
@@ -185,9 +212,36 @@ def replay_all(
     return found
 
 
+def newest_update(ledger: Ledger) -> Commit:
+    """The train step that left a run's newest weights. Raises NothingToReplay if it has none yet."""
+    for index in reversed(ledger.iterations()):
+        if (trained := ledger.find(index, Step.TRAIN)) is not None:
+            return trained
+    raise NothingToReplay(f"run {ledger.run!r} has trained on nothing yet: its weights are the initial ones")
+
+
+def weights_again(trained: Commit, found: Collection[Replayed]) -> Weights:
+    """What `replay_all` of `UPDATES`, whose results are `found`, says of the weights that a train step left."""
+    updates = [one for one in found if one.name.partition("/")[2] in ("", Step.TRAIN)]
+    differs_at = next((one.name for one in found if one.differences), None)
+    done = any(one.name == trained.name and one.skipped is None for one in updates)
+    assert trained.weight_version_out is not None
+    assert trained.state_digest is not None
+    return Weights(
+        iteration=trained.iteration,
+        weight_version=trained.weight_version_out,
+        state_digest=trained.state_digest,
+        same=False if differs_at is not None else True if done else None,
+        differs_at=differs_at,
+        not_done_again=sum(one.skipped is not None for one in updates),
+    )
+
+
 @contextmanager
-def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator[RunContext]:
-    """A context that reads a run as its driver does and owns nothing of it."""
+def beside_the_ledger(
+    ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool = False
+) -> Iterator[RunContext]:
+    """A context that reads a run as its driver does and owns nothing of it. `trains_only`: see `Fleet.start`."""
     config = recorded_config(ledger)
     sources = Sources.open(config, ledger.manifest.schema_version)
     differing = input_differences(ledger.terms.inputs, sources.digests)
@@ -202,7 +256,8 @@ def beside_the_ledger(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator
                 # Of no other replay either: on a joined cluster the later one would take the engines.
                 name = f"{fleet_name(ledger.store, ledger.run)}-replay-{uuid4().hex[:8]}"
                 steps = total_steps(ledger, config)
-                started.append(stack.enter_context(starting_fleet(config, name, steps, sources.digests, None))())
+                starting = starting_fleet(config, name, steps, sources.digests, None, trains_only=trains_only)
+                started.append(stack.enter_context(starting)())
             return started[0]
 
         yield sources.context(

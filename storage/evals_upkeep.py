@@ -17,10 +17,11 @@ from cairn.storage.collector import Garbage, Reason
 from cairn.storage.commits import OutputFile
 from cairn.storage.errors import Damaged
 from cairn.storage.evals import Evaluation
+from cairn.storage.findings import Fault, Finding
 from cairn.storage.retention import delete_all
 from cairn.storage.snapshots import PARTS
 from cairn.storage.store import Store
-from cairn.storage.verification import Fault, Finding, Verified
+from cairn.storage.verification import Verified
 
 _DAY = 24 * 3600.0
 

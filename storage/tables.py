@@ -3,7 +3,8 @@
 import base64
 import hashlib
 import io
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +23,8 @@ _EXTENSION_IN_BASE64 = [
 ]
 """Parquet holds Arrow's schema in base64, where it may begin at any of three places; the characters at both ends, which
 hold bits of its neighbours too, are left out."""
+_AT_ONCE = 2**20
+"""Bytes that are asked for at a time at least, where not all of a file is read."""
 _PAGE_BYTES = 8 * 2**20
 """Of a page: the window in which zstd finds text and tokens again that other samples have too."""
 
@@ -64,6 +67,48 @@ def from_parquet(data: bytes, columns: Collection[str] | None = None) -> pa.Tabl
         return file.read(None if columns is None else [name for name in file.schema_arrow.names if name in columns])
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"it is not a Parquet file: {error!s:.200}") from None
+
+
+def read_columns(read_range: Callable[[int, int], bytes], size: int, columns: Collection[str]) -> pa.Table:
+    """Of these columns of a Parquet file the ones that it has, without the bytes of others. `read_range` gives the
+    bytes from a place up to another, `size` is that of the file. Raises ValueError as `from_parquet` does, and what
+    `read_range` raises."""
+    if size <= _AT_ONCE:
+        return from_parquet(read_range(0, size), columns)
+    tail = read_range(size - _PARQUET_END, size)
+    footer = read_range(max(0, size - _PARQUET_END - int.from_bytes(tail[:4], "little")), size)
+    _require_plain(footer, _EXTENSION_IN_BASE64)
+    try:
+        with io.BufferedReader(_Ranges(read_range, size), _AT_ONCE) as ranges:
+            file = pq.ParquetFile(pa.PythonFile(ranges, "r"))
+            return file.read([name for name in file.schema_arrow.names if name in columns])
+    except pa.ArrowException as error:
+        raise ValueError(f"it is not a Parquet file: {error!s:.200}") from None
+
+
+class _Ranges(io.RawIOBase):
+    """A file of which only ranges are read."""
+
+    def __init__(self, read_range: Callable[[int, int], bytes], size: int):
+        self._read_range, self._size, self._at = read_range, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer)
+        end = min(self._at + len(room), self._size)
+        data = self._read_range(self._at, end) if end > self._at else b""
+        room[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def from_ipc(data: bytes) -> pa.Table:

@@ -2,16 +2,17 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from enum import StrEnum
 from typing import Final, Literal
 
 from cairn.storage import canonical, layout
+from cairn.storage.accounting import Accounting, GroupCounts, GroupTable, tells_of_groups
 from cairn.storage.commits import Commit, OutputFile
 from cairn.storage.decision_kinds import RedactedFile, Redaction
 from cairn.storage.decisions import Decision, read_decision, redacted_files
 from cairn.storage.errors import Damaged
+from cairn.storage.findings import Fault, Finding
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
 from cairn.storage.snapshots import is_retired
@@ -20,42 +21,20 @@ from cairn.storage.store import Store
 _REQUESTS = 8
 _RETIRED: Final = "retired"
 _REDACTED: Final = "redacted"
+_Found = Finding | Literal["retired", "redacted"] | None
+"""What reading a file again found; None: what was committed."""
 _Redactions = Mapping[str, tuple[tuple[Decision, RedactedFile], ...]]
+_GROUPS = "groups"
 _COMMIT_NAME = re.compile(r"\d{6}/")
 
 
-class Fault(StrEnum):
-    """What can be wrong with a run."""
-
-    UNREADABLE = "unreadable"
-    """A manifest or commit is not what was written."""
-    MISSING = "missing"
-    """A committed file is gone."""
-    ALTERED = "altered"
-    """A committed file has other bytes."""
-    UNREDACTED = "unredacted"
-    """A redaction of a committed file is recorded and not done: it was interrupted."""
-    INPUT_MISSING = "input_missing"
-    """A commit was made from one that is gone."""
-    INPUT_DIFFERS = "input_differs"
-    """A commit was made from one that has another digest now."""
-
-
-class Finding(Record):
-    """One fault."""
-
-    fault: Fault
-    path: str
-    """Store path of what is wrong."""
-    message: str
-    """One sentence with what was expected and found."""
-
-
 class Verified(Record):
-    """What reading one commit (or the manifest, the terms of an upgrade, a decision) and its files again found."""
+    """What reading one commit (or the manifest, the terms of an upgrade, a decision) and its files again found; or, at
+    last, what became of the groups of all of them."""
 
     name: str
-    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, or the commit as `000042/rollout.00-000`."""
+    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, the commit as `000042/rollout.00-000`, or `groups`.
+    """
     files: int
     """Files read, the marker included."""
     bytes: int
@@ -64,12 +43,15 @@ class Verified(Record):
     redacted: int = 0
     """Files that are other than committed on purpose, and as a redaction says."""
     findings: tuple[Finding, ...] = ()
+    groups: GroupCounts | None = None
+    """Of `groups` alone."""
 
 
 def verify(ledger: Ledger) -> Iterator[Verified]:
     """Read every marker and every committed file of a run, in the order of iterations, and compare them with their
     digests, and each commit's inputs with the commits they name. What a fork shares with its parent is its own history
-    and read too. Yields as it goes; reads everything, changes nothing."""
+    and read too. Every group of it is accounted for: see `cairn.storage.accounting`. Yields as it goes; reads
+    everything, changes nothing."""
     store = ledger.store
     yield _verify_manifest(store, ledger.run)
     yield from _verify_upgrades(store, ledger.run)
@@ -77,9 +59,11 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     digests: dict[str, str] = {}
     redactions = _redactions(ledger)
     with ThreadPoolExecutor(_REQUESTS) as readers:
+        accounting, contradictions = Accounting(store, readers), list[Finding]()
         # Newest first: a driver that is at work commits what is read before what is made from it.
-        markers = [ledger.markers(iteration) for iteration in reversed(ledger.iterations())]
-        for paths in reversed(markers):
+        markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
+        for iteration, paths in reversed(markers):
+            tables: list[GroupTable] = []
             commits = list(readers.map(lambda path: _read_commit(store, path), paths))
             for commit in commits:
                 if isinstance(commit, Commit):
@@ -96,6 +80,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                 redacted = [found for found in read if found == _REDACTED]
                 there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
                 faults = [found for found in read if isinstance(found, Finding)]
+                tables += _group_tables(commit, read, redactions[commit.run])
                 yield Verified(
                     name=commit.name,
                     files=1 + len(there),
@@ -104,6 +89,10 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                     redacted=len(redacted),
                     findings=(*faults, *_verify_terms(ledger, commit), *_verify_inputs(commit, path, digests)),
                 )
+            damaged = [_name(path) for path, commit in zip(paths, commits, strict=True) if isinstance(commit, Finding)]
+            whole = not any(tells_of_groups(name) for name in damaged)
+            contradictions += accounting.take(iteration, tables, whole=whole)
+    yield Verified(name=_GROUPS, files=0, bytes=0, findings=tuple(contradictions), groups=accounting.groups())
 
 
 def _name(path: str) -> str:
@@ -192,9 +181,7 @@ def _redactions(ledger: Ledger | None) -> dict[str, _Redactions]:
     return found
 
 
-def _verify_file(
-    store: Store, run: str, output: OutputFile, redactions: _Redactions
-) -> Finding | Literal["retired", "redacted"] | None:
+def _verify_file(store: Store, run: str, output: OutputFile, redactions: _Redactions) -> _Found:
     path = layout.in_run(run, output.path)
     expected = f"expected {output.bytes} bytes with sha256 {output.sha256}"
     try:
@@ -219,6 +206,19 @@ def _verify_file(
         return None
     found = f"found {size} bytes with sha256 {sha256}"
     return Finding(fault=Fault.ALTERED, path=path, message=f"{path} is altered: {expected}, {found}")
+
+
+def _group_tables(commit: Commit, read: Sequence[_Found], redactions: _Redactions) -> Iterator[GroupTable]:
+    """The tables of a commit that tell of groups, and what reading its files found of them."""
+    for output, found in zip(commit.outputs, read, strict=True) if tells_of_groups(commit.name) else ():
+        if output in commit.tables:
+            versions = redactions.get(output.path, ())
+            yield GroupTable(
+                commit,
+                layout.in_run(commit.run, output.path),
+                versions[-1][1].new_bytes if versions else output.bytes,
+                unread="retired" if found == _RETIRED else "unreadable" if isinstance(found, Finding) else None,
+            )
 
 
 def _verify_inputs(commit: Commit, path: str, digests: dict[str, str]) -> Iterator[Finding]:

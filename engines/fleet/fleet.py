@@ -102,6 +102,7 @@ class Fleet:
         model_digests: Mapping[str, str] | None = None,
         tenure: Tenure | None = None,
         tell: Callable[[str], None] = lambda sentence: None,
+        trains_only: bool = False,
     ) -> "Fleet":
         """Start or join the cluster, make all engines at the same time, and wait for them. A run that samples nothing
         has no rollout engine.
@@ -113,6 +114,7 @@ class Fleet:
             tenure: the driver's right to a fleet that its successors take over. None: nobody else will have it, and
                 it ends with this process on a joined cluster too.
             tell: told which engine is lost and made again, and why.
+            trains_only: with the training engine alone, for who samples, grades and publishes nothing.
 
         Raises:
             BadModel: an engine cannot use the model folder, or its machine has another model there.
@@ -122,8 +124,10 @@ class Fleet:
         """
         config = _with_absolute_paths(config)
         config = _on_the_cluster_of_this_machine(config)
+        if trains_only:
+            config = _without_others(config)
         plan = LaunchPlan(())
-        if config.needs_rollout_engines:
+        if config.needs_rollout_engines and not trains_only:
             plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
         roles = rollout_role, training_role, *others = roles_of(config, plan, total_steps)
         single = {role.name: role for role in others}
@@ -390,6 +394,13 @@ def _on_the_cluster_of_this_machine(config: RunConfig) -> RunConfig:
     """With the address that the environment names where the configuration has none."""
     fleet = config.fleet.model_copy(update={"ray_address": ray_address(config.fleet)})
     return config.model_copy(update={"fleet": fleet})
+
+
+def _without_others(config: RunConfig) -> RunConfig:
+    """Of a fleet in which nobody shares the training engine's GPUs, or gets its weights."""
+    alone = {"colocate": False, "offload_train": False, "update_weight_transport": "tensor"}
+    fleet, reward = config.fleet.model_copy(update=alone), config.reward.model_copy(update={"reward_model": None})
+    return config.model_copy(update={"fleet": fleet, "reward": reward})
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:

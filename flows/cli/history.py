@@ -13,7 +13,7 @@ from cairn.storage.layout import LAST_NUMBER
 if TYPE_CHECKING:
     from cairn.flows.events import Event
     from cairn.flows.reading.diff import Parting
-    from cairn.flows.replay import Replayed
+    from cairn.flows.replay import Replayed, Weights
 
 _PLACE = re.compile(r"(?P<run>.+)@(?P<iteration>\d+)")
 
@@ -76,6 +76,12 @@ def replay(
     kind: Annotated[
         str | None, typer.Option("--step", metavar="KIND", help="With --all: only steps of this kind.")
     ] = None,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights", help="Every update, from the committed batches: whether the weights come out the same."
+        ),
+    ] = False,
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
@@ -91,8 +97,9 @@ def replay(
     - `cairn replay quickstart 12 reward.00-000 --json`
     - `cairn replay quickstart --all` does the whole run again
     - `cairn replay quickstart --all --step reward` grades every sample again
+    - `cairn replay quickstart --weights` does every update again, from the initial weights on
     """
-    from cairn.flows.replay import NothingToReplay, Replayed, replay_all
+    from cairn.flows.replay import UPDATES, NothingToReplay, Replayed, newest_update, replay_all, weights_again
     from cairn.flows.replay import replay as replayed
     from cairn.storage.commits import Step
     from cairn.tasks.events import Message
@@ -105,13 +112,24 @@ def replay(
         if not json:
             _say_replayed(again)
 
-    if everything:
+    again_made: Weights | None = None
+    if weights:
+        if everything or kind is not None or iteration is not None or step is not None:
+            raise BadInput("--weights is every update of the run: leave ITER, STEP, --all and --step out")
+        ledger = open_ledger(store, run)
+        try:
+            newest = newest_update(ledger)
+        except NothingToReplay as error:
+            raise BadInput(str(error)) from None
+        found = replay_all(ledger, UPDATES, tell_result, on_event)
+        again_made = weights_again(newest, found)
+    elif everything:
         if iteration is not None or step is not None:
             raise BadInput("--all is every iteration: leave ITER and STEP out; --step KIND does the steps of one kind")
         steps = list(Step) if kind is None else [Step(_known_step(kind))]
         found = replay_all(open_ledger(store, run), steps, tell_result, on_event)
     elif iteration is None or step is None or kind is not None:
-        raise BadInput("give ITER and STEP, such as 12 train, or --all, which may have --step KIND")
+        raise BadInput("give ITER and STEP, such as 12 train, or --weights, or --all, which may have --step KIND")
     else:
         name, _, shard = step.partition(".")
         try:
@@ -121,16 +139,31 @@ def replay(
         for again in found:
             tell_result(again)
     differ, skipped = sum(bool(one.differences) for one in found), sum(one.skipped is not None for one in found)
-    if json and everything:
+    if json and (everything or weights):
+        made = {} if again_made is None else {"weights": again_made.model_dump(mode="json")}
         counts = {"equal": len(found) - differ - skipped, "differ": differ, "skipped": skipped}
-        print_json({"run": run, **counts, "steps": [one.model_dump(mode="json") for one in found]})
+        print_json({"run": run, **counts, **made, "steps": [one.model_dump(mode="json") for one in found]})
     elif json:
         print_json([one.model_dump(mode="json") for one in found])
     elif everything:
         equal = len(found) - differ - skipped
         say(f"run {run}: {equal} steps are equal, bit for bit; {differ} differ, {skipped} cannot be done again")
+    elif again_made is not None:
+        _say_weights(run, again_made)
     if differ:
         raise typer.Exit(FAILED)
+
+
+def _say_weights(run: str, again: "Weights") -> None:
+    weights = f"run {run}: the weights after iteration {again.iteration}"
+    if again.differs_at is not None:
+        verdict = f"do not come out the same: {again.differs_at} is the first step that makes something else"
+    elif again.same:
+        verdict = f"come out the same: version {again.weight_version}, state {again.state_digest}"
+    else:
+        verdict = "cannot be made again"
+    gone = f"; {count} update{'s' * (count > 1)} cannot be done again" if (count := again.not_done_again) else ""
+    say(f"{weights} {verdict}{gone}")
 
 
 def _known_step(name: str) -> str:

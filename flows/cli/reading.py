@@ -110,16 +110,17 @@ def verify(
     json: JsonOption = False,
     store: StoreOption = ".",
 ) -> None:
-    """Read all of a run again and hold every byte against its digest, and every commit against its inputs. With --evals
-    all results of evaluations, which are the store's, and no run's.
+    """Read all of a run again and hold every byte against its digest, and every commit against its inputs; account for
+    every group that was generated. With --evals all results of evaluations, which are the store's, and no run's.
 
-    Exits with 1 if anything is missing, altered or made from something else than the ledger says. With `--signers` it
-    says who wrote what, and whatever none of them has signed is a finding; `cairn keygen` makes keys.
+    Exits with 1 if anything is missing, altered or made from something else than the ledger says, and if a group is
+    trained on twice or lost. With `--signers` it says who wrote what, and whatever none of them has signed is a
+    finding; `cairn keygen` makes keys.
 
     Examples:
 
     - `cairn verify quickstart`
-    - `cairn verify quickstart --json | jq '.findings'`
+    - `cairn verify quickstart --json | jq '.findings, .groups'`
     - `cairn verify --evals`
     - `cairn verify quickstart --signers team.txt`
     - `cairn verify --evals --signers team.txt`
@@ -140,13 +141,14 @@ def verify(
         upgrades = sum(check.name.startswith("upgrades/") for check in checks)
         decisions = sum(check.name.startswith("decisions/") for check in checks)
         counts = {
-            "commits": len(checks) - 1 - upgrades - decisions,
+            "commits": len(checks) - 2 - upgrades - decisions,
             "upgrades": upgrades,
             "decisions": decisions,
             "files": sum(c.files for c in checks),
             "bytes": sum(c.bytes for c in checks),
             "retired": sum(c.retired for c in checks),
             "redacted": sum(c.redacted for c in checks),
+            "groups": next(c.groups.model_dump(mode="json") for c in checks if c.groups is not None),
         }
         found = [finding.model_dump(mode="json") for finding in findings]
         found += [{"fault": "unsigned", "path": one.path, "message": one.problem} for one in unsigned]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cairn.flows.reading.samples import SampleView
     from cairn.flows.reading.scores import Scores
     from cairn.flows.reading.views import Groups, Retries, RunStatus
+    from cairn.storage.accounting import GroupCounts
     from cairn.storage.collector import Garbage
     from cairn.storage.decisions import GateStanding
     from cairn.storage.retention import Retirement
@@ -170,7 +171,7 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
     size = sum(check.bytes for check in checks)
     upgrades = sum(check.name.startswith("upgrades/") for check in checks)
     decisions = sum(check.name.startswith("decisions/") for check in checks)
-    commits = len(checks) - 1 - upgrades - decisions
+    commits = len(checks) - 2 - upgrades - decisions
     read = f"{commits} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
     retired = sum(check.retired for check in checks)
     if retired:
@@ -183,7 +184,21 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
     if upgrades:
         read += f", {upgrades} upgrade{'s' if upgrades > 1 else ''} to another version of the code"
     verdict = f"{len(findings)} findings" if findings else "every byte is what was committed"
+    for groups in (check.groups for check in checks if check.groups is not None):
+        _print_groups(groups)
     say(f"run {run}: {read} read; {verdict}")
+
+
+def _print_groups(groups: "GroupCounts") -> None:
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in groups.dropped.items())
+    dropped = f"{sum(groups.dropped.values())} dropped{f' ({reasons})' if reasons else ''}"
+    said = f"groups: {groups.trained} trained on, {dropped}, {groups.open} open"
+    for iterations, why in ((groups.retired, "are retired"), (groups.unreadable, "cannot be read")):
+        if iterations:
+            several = f"{len(iterations)} iterations from {iterations[0]} to {iterations[-1]}"
+            which = several if len(iterations) > 1 else f"iteration {iterations[0]}"
+            said += f"; those of {which}, whose tables {why}, could not be accounted for"
+    say(said)
 
 
 def print_signed(signed: Sequence["Signed"]) -> None:

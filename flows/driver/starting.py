@@ -24,15 +24,23 @@ def starting_fleet(
     digests: Mapping[str, str],
     tenure: Tenure | None,
     tell: Callable[[str], None] = lambda sentence: None,
+    trains_only: bool = False,
 ) -> "Iterator[Callable[[], Fleet]]":
     """Engines that start beside whatever the block does, and are closed with it; calling what it yields awaits them.
-    Their models must have these digests. `tenure`, `tell`: see `Fleet.start`."""
+    Their models must have these digests. `tenure`, `tell`, `trains_only`: see `Fleet.start`."""
     from cairn.engines.fleet.fleet import Fleet  # Ray takes a second to import
 
     deadline = config.fleet.start_timeout * 2
     with ThreadPoolExecutor(1, thread_name_prefix="fleet") as pool:
         fleet = pool.submit(
-            Fleet.start, config, name=name, total_steps=total_steps, model_digests=digests, tenure=tenure, tell=tell
+            Fleet.start,
+            config,
+            name=name,
+            total_steps=total_steps,
+            model_digests=digests,
+            tenure=tenure,
+            tell=tell,
+            trains_only=trains_only,
         )
         try:
             yield lambda: fleet.result(timeout=deadline)

@@ -1,14 +1,17 @@
 """`replay --all`: a whole run again, held against its ledger, with engines that start once."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.types import TrainBatch
 from cairn.flows import replay as module
 from cairn.flows.cli import app
 from cairn.flows.events import Event
@@ -19,6 +22,7 @@ from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.redaction import redact
 from cairn.storage.store import open_store
+from cairn.tasks.batch import train_batch
 from cairn.tasks.context import RunContext
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -47,12 +51,13 @@ def made(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def opened(made: str, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Runs whose engines were started for a replay; they work in this process."""
+    """Runs whose engines were started for a replay, and whether it was the training engine alone; they work in this
+    process."""
     names: Opened = []
 
     @contextmanager
-    def beside(ledger: Ledger, emit: Callable[[Event], None]) -> Iterator[RunContext]:
-        names.append(ledger.run)
+    def beside(ledger: Ledger, emit: Callable[[Event], None], *, trains_only: bool) -> Iterator[RunContext]:
+        names.append(f"{ledger.run}, trainer" if trains_only else ledger.run)
         config = RunConfig.model_validate(ledger.manifest.config)
         with tiny_context(made, config, ledger.run) as (run, _):
             yield run
@@ -103,11 +108,65 @@ def test_the_command_counts_what_is_equal_and_ends_with_1_where_anything_differs
 
 
 @pytest.mark.parametrize(
-    "arguments", [["1"], ["--all", "1"], ["1", "train", "--step", "train"], ["--all", "--step", "training"], []]
+    "arguments",
+    [
+        ["1"],
+        ["--all", "1"],
+        ["1", "train", "--step", "train"],
+        ["--all", "--step", "training"],
+        ["--weights", "1", "train"],
+        ["--weights", "--all"],
+        ["--weights", "--step", "train"],
+        [],
+    ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_starts(made: str, opened: Opened, arguments: list[str]) -> None:
     assert cairn(made, "replay", "tiny", *arguments).exit_code == 2
     assert opened == []
+
+
+def test_the_weights_come_out_the_same_from_the_committed_batches_with_a_trainer_alone(
+    made: str, opened: Opened
+) -> None:
+    trained = Ledger.open(open_store(made), "child").find(1, Step.TRAIN)
+    assert trained is not None
+    result = cairn(made, "replay", "child", "--weights")
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        0,
+        [
+            *(f"00000{i}/{step}: equal, bit for bit" for i in (0, 1) for step in ("advantage", "train")),
+            f"run child: the weights after iteration 1 come out the same: version 2, state {trained.state_digest}",
+        ],
+    )
+    assert opened == ["tiny, trainer", "child, trainer"]
+
+
+def test_the_first_update_that_gives_other_weights_is_named(
+    made: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*given: Any) -> TrainBatch:
+        batch = train_batch(*given)
+        assert batch.advantages is not None
+        return dataclasses.replace(batch, advantages=[2 * advantages for advantages in batch.advantages])
+
+    monkeypatch.setattr("cairn.tasks.train.train_batch", other)
+    result = cairn(made, "replay", "tiny", "--weights")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (
+        1,
+        "run tiny: the weights after iteration 1 do not come out the same: 000000/train is the first step that makes "
+        "something else",
+    )
+    answer = json.loads(cairn(made, "replay", "tiny", "--weights", "--json").stdout)
+    assert (answer["weights"]["same"], answer["weights"]["differs_at"]) == (False, "000000/train")
+
+
+def test_weights_of_a_run_that_has_none_of_its_own_are_not_repeated(
+    made: str, opened: Opened, config: RunConfig
+) -> None:
+    Ledger.create(open_store(made), "begun", config)
+    result = cairn(made, "replay", "begun", "--weights")
+    assert (result.exit_code, opened) == (2, [])
+    assert "run 'begun' has trained on nothing yet" in result.output
 
 
 def test_what_was_redacted_is_no_difference_and_not_done_again(made: str, opened: Opened) -> None:
@@ -123,3 +182,8 @@ def test_what_was_redacted_is_no_difference_and_not_done_again(made: str, opened
     assert {name for name in found if name.startswith("000000/")} | {"000001/checkpoint", "000001/sync"} <= done
     for name in ("000001/rollout.00-000", "000001/train"):
         assert (found[name].skipped or "").startswith("decision 1 has redacted samples of 000001/")
+    result = cairn(made, "replay", "tiny", "--weights")
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (
+        0,
+        "run tiny: the weights after iteration 1 cannot be made again; 1 update cannot be done again",
+    )

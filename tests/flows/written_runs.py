@@ -220,8 +220,9 @@ def reward_table(iteration: int, groups: tuple[int, ...]) -> pa.Table:
     return pa.Table.from_pylist(rows, REWARD)
 
 
-def filter_table(iteration: int, buffered: tuple[int, ...] = ()) -> pa.Table:
-    """Groups 0 and 1 are trained on, group 2 is dropped; `buffered` groups of the iteration before are trained on."""
+def filter_table(iteration: int, buffered: tuple[int, ...] = (), waiting: tuple[int, ...] = ()) -> pa.Table:
+    """Groups 0 and 1 are trained on, unless they are `waiting` in the buffer, group 2 is dropped; `buffered` groups of
+    the iteration before are trained on."""
     rows: list[dict[str, Any]] = [
         {
             "group_id": 3 * (iteration - 1) + group,
@@ -241,7 +242,7 @@ def filter_table(iteration: int, buffered: tuple[int, ...] = ()) -> pa.Table:
             "iteration": iteration,
             "shard": shard,
             "kept": group != 2,
-            "disposition": "drop" if group == 2 else "train",
+            "disposition": "drop" if group == 2 else "buffer" if group in waiting else "train",
             "reason": "zero_std_1" if group == 2 else None,
             "mean_reward": sum(REWARDS[group]) / 2,
             "std_reward": 0.0 if group == 2 else 0.5,

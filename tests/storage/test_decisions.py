@@ -10,9 +10,10 @@ from cairn.storage import canonical, layout
 from cairn.storage.decision_kinds import Gate, Verdict
 from cairn.storage.decisions import Decision, GateState, gates
 from cairn.storage.errors import BeingDeleted, Damaged
+from cairn.storage.findings import Fault
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
-from cairn.storage.verification import Fault, verify
+from cairn.storage.verification import verify
 from tests.flows.written_runs import new_run
 
 

@@ -159,8 +159,8 @@ def test_snapshots_that_replay_needs_stay_though_the_commits_made_from_them_are_
     ledger = Ledger.create(lagging, "run-1", CONFIG)
     ledger.acquire()
     for index in range(6):
-        _iteration(ledger, index, save=index == 5)
-    _iteration(ledger, 6, buffered=(0,))
+        _iteration(ledger, index, save=index == 5, waiting=(0,) if index == 5 else ())
+    _iteration(ledger, 6, buffered=(0,), waiting=(1,))
     lagging.lag = True
     _iteration(ledger, 7, buffered=(1,))
     kept = CheckpointConfig(save_interval=6, retain_snapshots=2)

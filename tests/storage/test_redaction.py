@@ -17,6 +17,7 @@ from cairn.storage.commits import Step
 from cairn.storage.decision_kinds import Redaction
 from cairn.storage.decisions import Decision
 from cairn.storage.errors import Damaged, Redacted
+from cairn.storage.findings import Fault
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
 from cairn.storage.manifest import Parent
@@ -28,7 +29,7 @@ from cairn.storage.retention import require_restorable
 from cairn.storage.schemas import rollout_schema
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store, open_store
-from cairn.storage.verification import Fault, verify
+from cairn.storage.verification import verify
 from tests.flows.written_runs import config_of, eval_table, new_run, rollout_table, write_iteration
 
 PROMPT = 3

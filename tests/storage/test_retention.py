@@ -19,6 +19,7 @@ from cairn.storage.local import LocalStore
 from cairn.storage.manifest import Parent
 from cairn.storage.pins import pin, unpin
 from cairn.storage.retention import candidates, is_retired, require_restorable, retire, retired
+from cairn.storage.schemas import FILTER
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store
 from cairn.storage.verification import verify
@@ -29,20 +30,28 @@ FULL = {"full": True, "buffered": 0, "unfinished": 0}
 EVERY_FOURTH = CheckpointConfig(save_interval=2, save_retain_interval=4, retain_snapshots=2)
 
 
-def _iteration(ledger: Ledger, index: int, buffered: tuple[int, ...] = (), save: bool = False) -> None:
-    """Rollout, filter (which takes over `buffered` groups of the iteration before) and train; perhaps a checkpoint."""
+def _iteration(
+    ledger: Ledger,
+    index: int,
+    buffered: tuple[int, ...] = (),
+    save: bool = False,
+    waiting: tuple[int, ...] = (),
+) -> None:
+    """Rollout, filter (which takes over `buffered` groups of the iteration before, and leaves `waiting` ones to the
+    next) and train; perhaps a checkpoint."""
     before = ledger.find(index - 1, Step.TRAIN) if index else None
-    rollout = commit_step(
-        ledger, index, Step.ROLLOUT, "00-000", inputs=(before,) if before else (), table=rollout_table([index])
-    )
+    groups = rollout_table([3 * index + group for group in range(3)])
+    rollout = commit_step(ledger, index, Step.ROLLOUT, "00-000", inputs=(before,) if before else (), table=groups)
     earlier = [ledger.find(index - 1, Step.ROLLOUT, "00-000") for _ in buffered[:1]]
+    cuts = [ledger.find(index - 1, Step.FILTER, "00") for _ in buffered[:1]]
+    rows = filter_table(index, buffered, waiting)
     selection = commit_step(
         ledger,
         index,
         Step.FILTER,
         "00",
-        inputs=(rollout,),
-        table=filter_table(index, buffered),
+        inputs=(*(cut for cut in cuts if cut is not None), rollout),
+        table=rows.set_column(2, FILTER.field("shard"), [["00-000"] * rows.num_rows]),
         values=FULL,
     )
     sources = [commit for commit in (*earlier, before) if commit is not None]

@@ -7,9 +7,10 @@ import pytest
 
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Step
+from cairn.storage.findings import Fault, Finding
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import Store
-from cairn.storage.verification import Fault, Finding, verify
+from cairn.storage.verification import verify
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 
 
@@ -42,9 +43,10 @@ def _rollout_file(ledger: Ledger) -> str:
 
 def test_an_untouched_run_has_no_findings_and_every_commit_is_read(ledger: Ledger) -> None:
     verified = list(verify(ledger))
-    assert [one.findings for one in verified] == [()] * 7
+    assert [one.findings for one in verified] == [()] * 8
     assert {one.name for one in verified} == {
         "run.json",
+        "groups",
         *(f"00000{i}/{step}" for i in (0, 1) for step in ("rollout.00-000", "reward.00-000", "train")),
     }
     files = ledger.store.find(layout.run(ledger.run))
@@ -108,5 +110,5 @@ def test_a_living_run_has_no_findings_either(ledger: Ledger) -> None:
     synced = commit_step(ledger, 0, Step.SYNC)
     commit_step(ledger, 1, Step.SYNC, inputs=(synced,))
     seen += reading
-    assert [one.findings for one in seen] == [()] * 7
+    assert [one.findings for one in seen] == [()] * 8
     assert not list(_findings(ledger))

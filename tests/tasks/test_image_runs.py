@@ -16,11 +16,12 @@ from cairn.flows.cli import app
 from cairn.flows.driver.validation import data_problems, setup_problems
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Commit, Step
+from cairn.storage.findings import Fault
 from cairn.storage.ledger import Ledger
 from cairn.storage.query.database import open_query
 from cairn.storage.redaction import redact
 from cairn.storage.store import open_store
-from cairn.storage.verification import Fault, verify
+from cairn.storage.verification import verify
 from cairn.tasks.batch import train_batch, trained_shards
 from cairn.tasks.groups import unfinished_group
 from cairn.tasks.recorded_run import RecordedRun

@@ -11,9 +11,10 @@ import pytest
 
 from cairn.flows.iteration import iteration
 from cairn.storage.errors import StoreError
+from cairn.storage.findings import Finding
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_store
-from cairn.storage.verification import Finding, verify
+from cairn.storage.verification import verify
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.context import RunContext
 from cairn.tasks.events import StepCommitted

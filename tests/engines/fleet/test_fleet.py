@@ -131,6 +131,17 @@ def test_training_and_scores_are_those_of_an_engine_without_a_fleet(fleet: Fleet
     assert (position.state_digest, position.last_result) == (result.state_digest, result)
 
 
+def test_who_only_trains_gets_the_training_engine_alone_and_the_same_weights(ray_cluster: Cluster, model: Path) -> None:
+    config = fleet_config(model, rollout={"num_engines": 2}, fleet={"colocate": True})
+    engine = TorchEngine(config.model, config.training, config.algorithm, temperature=1.0, total_steps=TOTAL_STEPS)
+    arguments = {"num_steps": 1, "expected_version": 0, "input_digest": "an input"}
+    with Fleet.start(config, name="trainer", total_steps=TOTAL_STEPS, trains_only=True) as fleet:
+        assert [engine.name for engine in fleet.engines] == ["training"]
+        fleet.turns.for_training()
+        result = fleet.training.train(make_batch(), **arguments)
+    assert result.state_digest == engine.train(make_batch(), **arguments).state_digest
+
+
 def test_what_an_engine_raises_comes_through_as_itself(fleet: Fleet) -> None:
     ahead = fleet.training.position().weight_version + 1
     with pytest.raises(WrongVersion, match=f"not at {ahead}") as raised:
