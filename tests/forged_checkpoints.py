@@ -186,7 +186,7 @@ def resume(store: LocalStore, config: RunConfig) -> None:
 
 
 @contextmanager
-def local_fleet(config: RunConfig, *_: Any) -> Iterator[Callable[[], LocalFleet]]:
+def local_fleet(config: RunConfig, *_: Any, **options: Any) -> Iterator[Callable[[], LocalFleet]]:
     """`starting_fleet` with the engines in this process."""
     yield partial(LocalFleet, config)
 

@@ -164,7 +164,11 @@ def test_every_group_that_was_drawn_has_one_end(tiny_assets: Path, tmp_path: Pat
             ends.update(row["group_id"] for row in rows if row["disposition"] in final)
         assert sorted(ends) == list(range(number(last_selection(run, 3), "cursor")))
         assert set(ends.values()) == {1}
-        assert [finding for one in verify(run.ledger) for finding in one.findings] == []
+        *_, last = checks = list(verify(run.ledger))
+        assert [finding for one in checks for finding in one.findings] == []
+        assert last.groups is not None
+        assert last.groups.trained == 4 * BATCH
+        assert last.groups.trained + sum(last.groups.dropped.values()) + last.groups.open == len(ends)
         for _, shard, group in trained_groups(run, last_selection(run, 1)):
             graded = run.read(run.committed(1, Step.REWARD, shard)).to_pylist()
             assert all(row["reward"] is not None for row in graded if row["group_id"] == group)
