@@ -77,6 +77,9 @@ def test_verify_calls_retired_files_retired(ledger: Ledger) -> None:
     verified = cairn("verify", "toy", store=ledger)
     assert verified.exit_code == 0
     assert "(54 older files are retired) read; every byte is what was committed" in verified.stdout
+    assert (
+        "those of 9 iterations from 0 to 8, whose tables are retired, could not be accounted for\n" in verified.stdout
+    )
     shown = cairn("show", "toy", "3", store=ledger)
     assert shown.exit_code == 1
     assert "is retired: run 'toy' does not keep its older files for ever" in shown.stderr

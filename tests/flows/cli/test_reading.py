@@ -116,10 +116,13 @@ def test_verify_finds_nothing_in_a_sound_run(store: str) -> None:
     result = cairn("verify", "toy", "--store", store)
     assert result.exit_code == 0
     assert "every byte is what was committed" in result.stdout
+    assert "groups: 6 trained on, 3 dropped (zero_std_1: 3), 0 open\n" in result.stdout
     report = json.loads(cairn("verify", "toy", "--json", "--store", store).stdout)
     # Per iteration 2 rollouts, 2 rewards, filter, advantage, train, sync; 2 checkpoints and 3 evaluations in all.
     assert report["commits"] == 3 * 8 + 2 + 3
     assert report["findings"] == []
+    counts = {"trained": 6, "dropped": {"zero_std_1": 3}, "open": 0, "retired": [], "unreadable": []}
+    assert report["groups"] == counts
 
 
 def test_verify_names_what_was_altered_and_fails(store: str) -> None:
