@@ -73,7 +73,8 @@ sample filter leave them, counts as 0 in the former, as in slime: so `train/ois`
 
 *Source* names the step whose commit holds the number; counts of several shards add up. *Timings* are computed from when
 the iteration's steps began and were committed, without the time in which no driver was alive, and *outputs* from the
-sizes of their files.
+sizes of their files. *Waits* are timings of this and the iterations before, since with
+`rollout.pipeline: lagged` one side works on an iteration while the other works on an earlier one; trackers show them.
 """
     rows = [[f"`{metric.name}`", metric.unit or "–", metric.source, metric.meaning] for metric in METRICS]
     return f"{intro}\n{_table(['metric', 'unit', 'source', 'meaning'], rows)}"

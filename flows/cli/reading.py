@@ -47,22 +47,38 @@ def runs(json: JsonOption = False, store: StoreOption = ".") -> None:
 
 
 def status(run: RunArgument, json: JsonOption = False, store: StoreOption = ".") -> None:
-    """Say where a run stands: its state and driver, the step it is in, its weights, rewards and evaluations.
+    """Say where a run stands: its state and driver, the step it is in, its weights, rewards and evaluations, and which
+    of rollout engines and trainer waits for the other.
 
+    `balance` is measured over the newest iterations, ten at most, and names options that would make the run faster.
     `state_digest` is the fingerprint of weights and optimizer: two runs with equal digests are bit for bit the same.
 
     Examples:
 
     - `cairn status quickstart`
     - `cairn status quickstart --json | jq -r .state_digest`
+    - `cairn status quickstart --json | jq '.balance | {trainer_wait, rollout_wait, bottleneck, advice}'`
     """
+    from cairn.configs.loader import from_manifest
+    from cairn.flows.costs.balance import measured
+    from cairn.flows.plan.balancing import advice, spelled
     from cairn.flows.reading.views import run_status
+    from cairn.storage.errors import Damaged
 
-    found = run_status(open_ledger(store, run).store, run)
+    ledger = open_ledger(store, run)
+    found = run_status(ledger.store, run)
+    recorded = ledger.manifest.config
+    config = from_manifest(recorded)
+    try:
+        balance = measured(ledger, config, found.iterations)
+    except Damaged:  # in an iteration that is over, which `cairn verify` finds: where the run stands can be said
+        balance = None
+    changes = advice(balance, recorded, config) if balance else ()
     if json:
-        print_json(found.model_dump(mode="json"))
+        told = {**balance.model_dump(mode="json"), "advice": changes} if balance else None
+        print_json({**found.model_dump(mode="json"), "balance": told})
     else:
-        tables.print_status(found)
+        tables.print_status(found, spelled(balance, changes, config) if balance else None)
 
 
 def show(

@@ -60,8 +60,8 @@ def print_runs(found: Sequence["RunStatus"], store: str) -> None:
     console().print(table)
 
 
-def print_status(status: "RunStatus") -> None:
-    """All that is known of one run, a line each."""
+def print_status(status: "RunStatus", balance: str | None = None) -> None:
+    """All that is known of one run, a line each. `balance`: who waits for whom, where there is enough to say."""
     from rich.text import Text
 
     place = "" if status.iteration is None else f", in iteration {status.iteration} before {status.step}"
@@ -87,6 +87,8 @@ def print_status(status: "RunStatus") -> None:
         facts["tried again"] = _tried_again(status.retries)
     for name, scores in status.eval.items():
         facts[f"eval {name}"] = _change(scores)
+    if balance is not None:
+        facts["balance"] = balance
     facts["last commit"] = f"{status.last_commit or '–'}, {age(status.last_commit_at)}"
     if status.gate is not None:
         facts["gate"] = _gate(status.run, status.gate)

@@ -12,7 +12,8 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.leases import LeaseState, Outcome
 from cairn.storage.records import Record
 
-_ON_TRAINING = frozenset({Step.SCORE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC})
+ON_TRAINING = frozenset({Step.SCORE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC})
+"""The steps that the training engine works on."""
 
 
 class Devices(Record):
@@ -46,7 +47,7 @@ def devices_of(commit: Commit, config: RunConfig) -> float:
     held = devices(config)
     if commit.step is Step.ROLLOUT:
         return held.rollout / config.rollout.num_engines
-    return held.rollout if commit.step is Step.EVAL else held.training if commit.step in _ON_TRAINING else 0.0
+    return held.rollout if commit.step is Step.EVAL else held.training if commit.step in ON_TRAINING else 0.0
 
 
 def device_seconds(commits: Iterable[Commit], config: RunConfig) -> float:

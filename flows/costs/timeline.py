@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.costs.device_time import engine_of
+from cairn.flows.costs.device_time import ON_TRAINING, engine_of
 from cairn.storage.commits import Commit, Step
 
 TraceEvent = dict[str, Any]
 
-_TRAINER = frozenset({Step.SCORE, Step.TRAIN, Step.CHECKPOINT, Step.SYNC})
 _DRIVER = "driver and graders"
 
 
@@ -46,7 +45,7 @@ def _rows(commit: Commit, config: RunConfig) -> list[str]:
         return [f"rollout engine {engine_of(commit, config)}"]
     if commit.step is Step.EVAL:
         return [f"rollout engine {engine}" for engine in range(config.rollout.num_engines)]
-    return ["trainer"] if commit.step in _TRAINER else [_DRIVER]
+    return ["trainer"] if commit.step in ON_TRAINING else [_DRIVER]
 
 
 def _place(row: str) -> tuple[bool, bool, int]:

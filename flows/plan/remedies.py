@@ -66,7 +66,7 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     if training.engine == "megatron":
         yield from _megatron_changes(config, machine)
     for times in (2, 4, 8, 16):
-        yield _more_ranks(config, times)
+        yield more_ranks(config, times)
     gpus = int(rollout.num_gpus_per_engine)
     if rollout.engine == "sglang" and gpus and not rollout.server_groups:
         for size in (gpus * 2, gpus * 4, gpus * 8):
@@ -94,7 +94,7 @@ def _megatron_changes(config: RunConfig, machine: int) -> Iterator[Change]:
             size *= 2
 
 
-def _more_ranks(config: RunConfig, times: int) -> Change:
+def more_ranks(config: RunConfig, times: int) -> Change:
     """More GPUs for training, and where they are shared as many more rollout engines."""
     change: Change = {"training.world_size": config.training.world_size * times}
     if config.fleet.colocate:

@@ -23,7 +23,8 @@ class Metric:
     name: str
     unit: str
     source: str
-    """The step whose commit holds it, or `timings` or `outputs` of all commits."""
+    """The step whose commit holds it, or `timings` or `outputs` of all commits, or `waits`: timings of these and of the
+    iterations before."""
     meaning: str
     is_count: bool = False
     """Shards add up; of other metrics the last commit's value stands, or"""
@@ -329,6 +330,22 @@ METRICS: tuple[Metric, ...] = (
         "perf/other_time", "s", "timings", "`perf/step_time` in which no step was at work: what orchestration costs."
     ),
     Metric(
+        "perf/train_wait_time",
+        "s",
+        "waits",
+        "Between the end of the learning before (its last `train`, `checkpoint` or `sync`) and that of this "
+        "iteration's: in which the trainer did not work.",
+    ),
+    Metric("perf/wait_time_ratio", "fraction", "waits", "The same by all of that time."),
+    Metric(
+        "perf/rollout_wait_time",
+        "s",
+        "waits",
+        "Between the end of the collecting before (its last `filter`) and that of this iteration's: in which a rollout "
+        "engine neither generated nor evaluated, the mean over engines.",
+    ),
+    Metric("perf/rollout_wait_time_ratio", "fraction", "waits", "The same by all of that time."),
+    Metric(
         "perf/tokens_per_gpu_per_sec",
         "tokens/s",
         "timings",
@@ -429,8 +446,13 @@ def step_seconds(commits: Iterable[Commit]) -> dict[Step, float]:
 
 def busy_seconds(commits: Iterable[Commit]) -> float:
     """Seconds covered by at least one of the commits."""
+    return covered_seconds((commit.started_at, commit.committed_at) for commit in commits)
+
+
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """Seconds covered by at least one of the intervals, each from its start to its end."""
     busy, until = 0.0, float("-inf")
-    for start, end in sorted((commit.started_at, commit.committed_at) for commit in commits):
+    for start, end in sorted(intervals):
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     return busy

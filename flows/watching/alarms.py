@@ -12,6 +12,7 @@ from statistics import fmean
 
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.schema.tracking import AlarmRule, AlarmsConfig
+from cairn.flows.costs.balance import iteration_waits
 from cairn.flows.events import Event, IterationDone, Message
 from cairn.flows.reading.metrics import iteration_metrics
 from cairn.storage.commits import Commit
@@ -68,11 +69,17 @@ class MetricHistory:
         self._reach = 2 * rules.window if any(getattr(rules, name).is_set for name in WATCHED) else 1
         """Iterations that an alarm rests on."""
         self._known: dict[int, dict[str, float]] = {}
+        self._commits: dict[int, Sequence[Commit]] = {}
+        """Of the iterations that waits are measured from."""
 
     def metrics(self, iteration: int, commits: Sequence[Commit]) -> dict[str, float]:
         """All metrics of a complete iteration but its evaluations."""
         sounding = self.alarms(iteration, commits)
-        return self._known[iteration] | {f"alarm/{name}": float(why is not None) for name, why in sounding.items()}
+        return (
+            self._known[iteration]
+            | self._waits(iteration, commits)
+            | {f"alarm/{name}": float(why is not None) for name, why in sounding.items()}
+        )
 
     def alarms(self, iteration: int, commits: Sequence[Commit]) -> dict[str, str | None]:
         """See `alarms`."""
@@ -83,6 +90,12 @@ class MetricHistory:
                 self._known[earlier] = iteration_metrics(self._ledger.commits(earlier), self._config)
         self._known = {one: known for one, known in self._known.items() if one >= first}
         return alarms([self._known[one] for one in range(first, iteration + 1)], self._config.tracking.alarms)
+
+    def _waits(self, iteration: int, commits: Sequence[Commit]) -> dict[str, float]:
+        before = range(max(0, iteration - 1 - self._config.rollout.weights_lag), iteration)
+        known = {one: self._commits.get(one) or self._ledger.commits(one) for one in before}
+        self._commits = {**known, iteration: commits}
+        return iteration_waits(commits, [commit for one in before for commit in known[one]], self._config)
 
 
 class Alarms:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from cairn.configs.schema.rollout import MOST_ITERATIONS
 from cairn.flows.cli import app
+from cairn.storage import layout
 from cairn.storage.commits import Step
 from cairn.storage.layout import LAST_NUMBER
 from cairn.storage.leases import Outcome
@@ -51,6 +52,7 @@ def test_status_prints_for_machines_what_they_need(store: str) -> None:
     graded = {"first_graded": 0.25, "last_graded": 1.0, "first_failed": 0, "last_failed": 0}
     assert status["eval"] == {"heldout": {"first": 0.25, "last": 1.0, **graded}}
     assert status["driver"]["pid"] == os.getpid()
+    assert status["balance"] is None, "of two iterations besides the first nothing can be said"
 
 
 def test_status_prints_for_people_the_same(store: str) -> None:
@@ -135,6 +137,20 @@ def test_verify_names_what_was_altered_and_fails(store: str) -> None:
     machine = cairn("verify", "toy", "--json", "--store", store)
     assert machine.exit_code == 1
     assert [finding["fault"] for finding in json.loads(machine.stdout)["findings"]] == ["altered"]
+
+
+def test_status_says_who_waits_for_whom(tmp_path: Path) -> None:
+    ledger = new_run(str(tmp_path), rollout={"num_rollout": 5})
+    write_run(ledger, 5)
+    balance = json.loads(cairn("status", "toy", "--json", "--store", str(tmp_path)).stdout)["balance"]
+    assert (balance["first"], balance["last"]) == (1, 4)
+    assert 0 <= balance["trainer_wait"] <= 1
+    assert all(isinstance(change, dict) for change in balance["advice"])
+    shown = cairn("status", "toy", "--store", str(tmp_path)).stdout
+    assert f"balance          the trainer waits {100 * balance['trainer_wait']:.0f} % of the time" in shown
+    ledger.store.write(layout.commit("toy", 2, Step.SYNC), b"{}")
+    damaged = cairn("status", "toy", "--store", str(tmp_path))
+    assert (damaged.exit_code, "balance" in damaged.stdout) == (0, False)
 
 
 @pytest.mark.parametrize("command", [["status", "none"], ["show", "none", "0"], ["verify", "none"], ["resume", "none"]])
