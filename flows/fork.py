@@ -46,6 +46,7 @@ def fork(
     _check_critic(parent, iteration, config)
     _check_adapters(parent, iteration, config)
     _check_state(parent, iteration, config)
+    _check_stream(parent, config)
     lag = config.rollout.weights_lag
     require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
@@ -89,6 +90,16 @@ def _check_there_is_something_to_do(parent: Ledger, iteration: int, config: RunC
         raise CannotFork(
             f"rollout.num_rollout is {total}, and {parent.run}@{iteration} has that many iterations: nothing would be "
             f"left to do; --set rollout.num_rollout to more than {iteration + 1}"
+        )
+
+
+def _check_stream(parent: Ledger, config: RunConfig) -> None:
+    streams = [from_manifest(parent.manifest.config).rollout.pipeline, config.rollout.pipeline]
+    if "streaming" in streams:
+        raise CannotFork(
+            f"{parent.run} has rollout.pipeline {streams[0]} and the fork {streams[1]}: where samples are generated "
+            "all the time, some of an iteration's are of prompts that a later one admitted, which a fork does not "
+            "share; start a new run from its weights with `cairn export` and `cairn train`"
         )
 
 

@@ -3,7 +3,8 @@
     collect   rollout → reward → filter                          needs filter of i-1, weights of i-1-lag
     learn     [score] → advantage → train → [checkpoint] → sync  needs train of i-1, filter of i
 
-Where the data hold the responses that are learned there is nothing to sample or to grade, and from demonstrations no
+Where samples are generated all the time, `collect` takes what is complete (`cairn.flows.streaming`). Where the data
+hold the responses that are learned there is nothing to sample or to grade, and from demonstrations no
 advantage to estimate: rollout reads the rows, filter takes them as they are (`cairn.tasks.given`).
 
 `cairn.flows.pipeline` says which halves run side by side.
@@ -12,8 +13,10 @@ advantage to estimate: rollout reads the rows, filter takes them as they are (`c
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from cairn.flows.step_runner import StepRunner
+from cairn.flows.streaming import admit_prompts, collect_from_stream
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.advantage import advantage
 from cairn.tasks.batch import trained_shards
@@ -28,36 +31,23 @@ from cairn.tasks.reward import reward
 from cairn.tasks.rollout import resumed_groups, rollout
 from cairn.tasks.score import score
 from cairn.tasks.selection import last_selection, number
-from cairn.tasks.step import DurableStep
 from cairn.tasks.sync import sync
 from cairn.tasks.train import train
 from cairn.tasks.versions import version_of
 
 
-class Pending(Protocol):
-    """A step that was submitted."""
-
-    def result(self) -> Any:
-        """Its commit; raises what the step raised."""
-        ...
-
-
-class StepRunner(Protocol):
-    """How steps are executed: as Prefect tasks, or called directly."""
-
-    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
-        """Execute a step and return its commit."""
-        ...
-
-    def submit(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Pending:
-        """Start a step beside others; arguments may be pending steps."""
-        ...
-
-
 def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Execute both halves of iteration `index`, one after the other, and the evaluations after them; return the commits
     that its metrics come from. Steps already committed do not run."""
-    return [*collect(run, steps, index), *learn(run, steps, index), *evaluate_after(run, steps, index)]
+    admitted = admit(run, steps, index) if run.config.rollout.pipeline == "streaming" else []
+    return [*admitted, *collect(run, steps, index), *learn(run, steps, index), *evaluate_after(run, steps, index)]
+
+
+def admit(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """Admit the prompts that an iteration adds to the stream. The first iteration evaluates the initial weights
+    before."""
+    evals = evaluate_all(run, steps, index, None) if index == 0 and initial_eval_due(run.config) else []
+    return [*evals, admit_prompts(run, steps, index)]
 
 
 def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
@@ -66,6 +56,8 @@ def collect(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     config = run.config
     if not config.samples_responses:
         return collect_given(run, steps, index)
+    if config.rollout.pipeline == "streaming":
+        return collect_from_stream(run, steps, index)
     lag = config.rollout.weights_lag
     behaviour = weights_after(run, index - 1 - lag)
     previous = last_selection(run, index - 1) if index else None

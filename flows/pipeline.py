@@ -10,8 +10,14 @@ With a lag of k an iteration is collected with weights k iterations older than t
     learn of i      the batch of i, and all of `learn` of i-1
     evaluation of i its weights; it has the rollout engines to itself
 
-Before an iteration is collected, somebody may have to let it begin (`cairn.flows.driver.approval`); halves of earlier
-ones go on meanwhile.
+With `streaming` and a greatest age k it is the same, but for this: samples are generated all the time
+(`cairn.flows.streaming`), and instead of being collected an iteration is first admitted and then collected:
+
+    admit of i      all of iteration i-1-k: its samples can be k publications old at most when they are trained on
+    collect of i    what it admitted, and the batch of i-1
+
+Before an iteration is collected, or admitted, somebody may have to let it begin (`cairn.flows.driver.approval`); halves
+of earlier ones go on meanwhile.
 
 So k + 1 iterations are open at a time, each in a flow run and a thread of its own; the next one's is made ahead and
 waits. Nothing that a half reads depends on which of them is faster: `cairn.flows.iteration` gives each its inputs by
@@ -23,13 +29,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from cairn.flows.driver.approval import Withheld
-from cairn.flows.iteration import StepRunner, collect, evaluate_after, learn
+from cairn.flows.iteration import admit, collect, evaluate_after, learn
 from cairn.flows.orchestration.steps import Stopping
+from cairn.flows.step_runner import StepRunner
 from cairn.storage.commits import Commit
 from cairn.tasks.context import RunContext
+from cairn.tasks.evaluate import eval_due
+from cairn.tasks.halves import weights_after
 
 Iterate = Callable[[int], list[Commit]]
 """Executes an iteration by its number."""
@@ -61,7 +70,7 @@ class Pipeline:
         self._changed = threading.Condition()
         self._sampling = threading.Lock()
         """Held by who has the rollout engines."""
-        self._last = {"collect": first - 1, "learn": first - 1, "all": first - 1}
+        self._last = dict.fromkeys(("admit", "collect", "learn", "all"), first - 1)
         """The newest iteration of which that much is done."""
         self._failed: BaseException | None = None
         self._first = first
@@ -69,15 +78,41 @@ class Pipeline:
     def iterate(self, index: int) -> list[Commit]:
         """Execute one iteration, each half when it may begin. The body of its flow run."""
         run, steps = self._run, self._steps
+        collected = self._collected(index) if run.stream is None else self._streamed(index)
+        with self._half("learn", index, after={"learn": index - 1}):
+            learned = learn(run, steps, index)
+            if run.stream is not None:
+                self._tell_stream(index)
+            self._learned(index)
+        with self._half("all", index, after={"all": index - 1}):
+            return [*collected, *learned, *self._evaluated(index)]
+
+    def _collected(self, index: int) -> list[Commit]:
         with self._half("collect", index, after={"collect": index - 1, "all": index - 1 - self._lag}):
             self._begin(index)
             with self._sampling:
-                collected = collect(run, steps, index)
-        with self._half("learn", index, after={"learn": index - 1}):
-            learned = learn(run, steps, index)
-            self._learned(index)
-        with self._half("all", index, after={"all": index - 1}), self._sampling:
-            return [*collected, *learned, *evaluate_after(run, steps, index)]
+                return collect(self._run, self._steps, index)
+
+    def _streamed(self, index: int) -> list[Commit]:
+        with self._half("admit", index, after={"admit": index - 1, "all": index - 1 - self._lag}):
+            self._begin(index)
+            admitted = admit(self._run, self._steps, index)
+        with self._half("collect", index, after={"collect": index - 1}):
+            return [*admitted, *collect(self._run, self._steps, index)]
+
+    def _tell_stream(self, index: int) -> None:
+        """Of new weights; where prompts are to be admitted now, engines are interrupted once for both."""
+        run = self._run
+        assert run.stream is not None
+        last = index + 1 + self._lag >= run.config.rollout.num_rollout
+        run.stream.publish(weights_after(run, index), interrupt=last)
+
+    def _evaluated(self, index: int) -> list[Commit]:
+        run = self._run
+        if not eval_due(run.config, index):
+            return []
+        with self._sampling, nullcontext() if run.stream is None else run.stream.paused():
+            return evaluate_after(run, self._steps, index)
 
     def run(self, iterate: Iterate, total: int) -> Generator[tuple[int, list[Commit]]]:
         """Call `iterate`, a flow around `Pipeline.iterate`, for every iteration; yields the commits of each, in order.

@@ -17,7 +17,7 @@ from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.starting import fleet_name, starting_fleet, total_steps
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
-from cairn.flows.iteration import iteration
+from cairn.flows.iteration import admit, iteration
 from cairn.storage.commits import Commit, Step
 from cairn.storage.comparison import compare
 from cairn.storage.errors import Retired, RunDiffers
@@ -30,6 +30,7 @@ from cairn.storage.terms import input_differences
 from cairn.tasks.context import RunContext
 from cairn.tasks.environment import changes
 from cairn.tasks.recovery import ReplayDiverged
+from cairn.tasks.selection import is_collected
 from cairn.tasks.step import DurableStep, StepCall, input_digest
 
 if TYPE_CHECKING:
@@ -129,6 +130,11 @@ class Replaying:
             if name in redacted:
                 why = f"decision {redacted[name]} has redacted samples of {name}"
                 return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
+        if step.finds:
+            why = (
+                "what it took was decided when it ran: its samples are in the record, and what follows is made from it"
+            )
+            return Replayed(name=committed.name, differences=(), environment=(), skipped=why)
         attempt = Attempt(
             self._scratch, committed.run, committed.iteration, step.name, committed.shard, committed.attempt
         )
@@ -175,7 +181,7 @@ def replay(
     ):
         runner = Replaying(run, {step}, shard, open_store(folder))
         with suppress(_EndOfLedger):
-            iteration(run, runner, index)
+            _walk(run, runner, index)
     return runner.replayed
 
 
@@ -201,7 +207,7 @@ def replay_all(
                 with TemporaryDirectory(prefix="cairn-replay-") as folder:
                     runner = Replaying(run, steps, None, open_store(folder), tell, go_on=True)
                     try:
-                        iteration(run, runner, index)
+                        _walk(run, runner, index)
                     except _EndOfLedger:
                         pass
                     except Retired as error:  # what the steps would be given
@@ -235,6 +241,15 @@ def weights_again(trained: Commit, found: Collection[Replayed]) -> Weights:
         differs_at=differs_at,
         not_done_again=sum(one.skipped is not None for one in updates),
     )
+
+
+def _walk(run: RunContext, runner: Replaying, index: int) -> None:
+    """The steps of an iteration; of one that a stream has admitted prompts for, before there was the batch that it
+    follows, no more than that."""
+    if run.config.rollout.pipeline == "streaming" and index and not is_collected(run, index - 1):
+        admit(run, runner, index)
+    else:
+        iteration(run, runner, index)
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.quarantine import put_in_force
 from cairn.tasks.recovery import ReplayDiverged
 from cairn.tasks.self_test import self_test_once
+from cairn.tasks.streaming.opening import open_stream
 
 
 def start(
@@ -203,6 +204,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     with ending.in_order(), driving(run.ledger.run, run.ledger.store.url, lease.check) as tags:
         end_paused(driver, tags, lease.check)
         publish_for_open_halves(run)
+        streaming = run.config.rollout.pipeline == "streaming"
         before = run.ledger.store.retries
         flow = subflow(
             one_iteration,
@@ -211,7 +213,10 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
             tags=tags,
             ends_in=end_of_iteration,
         )
-        with closing(pipeline.run(partial(flow, run.ledger.run), total)) as iterations:
+        with (
+            open_stream(run) if streaming else nullcontext(),
+            closing(pipeline.run(partial(flow, run.ledger.run), total)) as iterations,
+        ):
             for index, commits in iterations:
                 retries = run.ledger.store.retries
                 on_event(IterationDone(index, tuple(commits), retries - before))

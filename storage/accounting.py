@@ -52,7 +52,7 @@ class GroupCounts(Record):
     dropped: dict[str, int]
     """By reason."""
     open: int
-    """In the buffer, unfinished, or of an iteration whose batch is not full yet."""
+    """In the buffer, unfinished, of an iteration whose batch is not full yet, or in a stream."""
     retired: tuple[int, ...]
     """Iterations whose groups cannot be accounted for since the run does not keep their tables."""
     unreadable: tuple[int, ...]
@@ -123,6 +123,8 @@ class Accounting:
     def take(self, iteration: int, tables: Sequence[GroupTable], *, whole: bool) -> list[Finding]:
         """Account for the next iteration that has commits. `tables`: of its steps that tell of groups, `whole`: all of
         them."""
+        if not tables and whole:  # a stream has admitted prompts for it, and no more
+            return []
         if self._uncut is not None:  # a later one cannot begin without it
             self._pass_over(self._uncut[0], "unreadable")
         unread = {table.unread for table in tables}

@@ -43,6 +43,8 @@ from cairn.storage.records import Marker, Record
 class Step(StrEnum):
     """A node of the iteration's DAG, in the order in which data flows."""
 
+    ADMIT = "admit"
+    """Prompts of which samples are begun, where they are generated all the time."""
     ROLLOUT = "rollout"
     """Samples of a shard's prompts."""
     REWARD = "reward"

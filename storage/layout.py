@@ -8,6 +8,7 @@ runs/<run>/leases/<epoch>.renewed.json                      rewritten every few 
 runs/<run>/leases/<epoch>.end.json                          how the owner ended
 runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
 runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt of a step wrote
+runs/<run>/stream/<attempt>/…                               what a driver generated that no step has taken yet
 runs/<run>/decisions/<number>.json                          what a person decided, see `cairn.storage.decisions`
 runs/<run>/retired/<iteration>.<kind>.json                  whose files retention removed; the commits stay
 self-tests/<fingerprint>.json                               whether a kind of machine gives the same bits twice
@@ -229,6 +230,11 @@ def iterations(name: str) -> str:
 def iteration(name: str, number: int) -> str:
     """The folder of an iteration's commits and attempts."""
     return f"{iterations(name)}/{digits(number, 'iteration')}"
+
+
+def stream(name: str) -> str:
+    """The folder of the drivers' logs of what they generated: see `cairn.storage.stream_log`."""
+    return f"{run(name)}/stream"
 
 
 def retirements(name: str) -> str:

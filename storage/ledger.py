@@ -141,9 +141,9 @@ class Ledger:
 
     @property
     def lag(self) -> int:
-        """Iterations that are open besides the newest: collected while that one's weights are made."""
+        """Iterations that are open besides the newest: sampled for while that one's weights are made."""
         rollout: Any = self.manifest.config.get("rollout", {})
-        return lag_of(rollout.get("pipeline", "sync"), rollout.get("lag"))
+        return lag_of(rollout.get("pipeline", "sync"), rollout.get("lag"), rollout.get("max_age"))
 
     def owner(self, iteration: int) -> "Ledger":
         """The ledger that holds an iteration: this one, or that of a parent."""

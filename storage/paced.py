@@ -63,6 +63,11 @@ class PacedWriter:
             self._urgent |= urgent
             self._changed.notify()
 
+    @property
+    def broken(self) -> bool:
+        """Whether an error has stopped the writer: nothing more becomes durable."""
+        return self._error is not None
+
     def close(self) -> None:
         """Return when everything appended is durable. Raises StoreError if that takes longer than the deadline."""
         with self._changed:

@@ -43,6 +43,7 @@ from cairn.storage.redacted import without_text
 from cairn.storage.retention import brought_back_from, forks, needed_iterations, newest_checkpoint
 from cairn.storage.schemas import IMAGES
 from cairn.storage.snapshots import read_bytes
+from cairn.storage.stream_log import prompts_in_stream
 from cairn.storage.write_ahead import waiting_prompts
 
 _ORDER = (Step.EVAL, Step.ADVANTAGE, Step.SCORE, Step.REWARD, Step.ROLLOUT)
@@ -164,6 +165,8 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
         done = {commit.shard for commit in ledger.commits(iteration) if commit.step is Step.ROLLOUT}
         if found.prompt in waiting_prompts(ledger.store, ledger.run, iteration, done):
             raise ValueError(f"{place} yet: samples of it are being generated in iteration {iteration}")
+    if found.prompt in prompts_in_stream(ledger.store, ledger.run):
+        raise ValueError(f"{place} yet: samples of it are generated, and no iteration has taken them")
     for one in _with_forks(ledger):
         clash = sorted(found.iterations & _needed_for_recovery(one))
         if clash:

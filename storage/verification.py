@@ -2,13 +2,15 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from cairn.storage import canonical, layout
 from cairn.storage.accounting import Accounting, GroupCounts, GroupTable, tells_of_groups
-from cairn.storage.commits import Commit, OutputFile
+from cairn.storage.admitted import Admitted
+from cairn.storage.commits import Commit, OutputFile, Step
 from cairn.storage.decision_kinds import RedactedFile, Redaction
 from cairn.storage.decisions import Decision, read_decision, redacted_files
 from cairn.storage.errors import Damaged
@@ -25,6 +27,7 @@ _Found = Finding | Literal["retired", "redacted"] | None
 """What reading a file again found; None: what was committed."""
 _Redactions = Mapping[str, tuple[tuple[Decision, RedactedFile], ...]]
 _GROUPS = "groups"
+Item = TypeVar("Item")
 _COMMIT_NAME = re.compile(r"\d{6}/")
 
 
@@ -62,12 +65,10 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
         accounting, contradictions = Accounting(store, readers), list[Finding]()
         # Newest first: a driver that is at work commits what is read before what is made from it.
         markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
-        for iteration, paths in reversed(markers):
+        history = _read_all(store, reversed(markers), readers, digests)
+        admitted = Admitted()
+        for iteration, paths, commits in _ahead(ledger.lag, history):
             tables: list[GroupTable] = []
-            commits = list(readers.map(lambda path: _read_commit(store, path), paths))
-            for commit in commits:
-                if isinstance(commit, Commit):
-                    digests[commit.name] = commit.digest
             for path, commit in zip(paths, commits, strict=True):
                 if isinstance(commit, Finding):
                     yield Verified(name=_name(path), files=1, bytes=0, findings=(commit,))
@@ -80,6 +81,8 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                 redacted = [found for found in read if found == _REDACTED]
                 there = [output for output, found in zip(commit.outputs, read, strict=True) if found != _RETIRED]
                 faults = [found for found in read if isinstance(found, Finding)]
+                admitted.take(commit)
+                _look_again(ledger, commit, digests, admitted)
                 tables += _group_tables(commit, read, redactions[commit.run])
                 yield Verified(
                     name=commit.name,
@@ -92,7 +95,42 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
             damaged = [_name(path) for path, commit in zip(paths, commits, strict=True) if isinstance(commit, Finding)]
             whole = not any(tells_of_groups(name) for name in damaged)
             contradictions += accounting.take(iteration, tables, whole=whole)
-    yield Verified(name=_GROUPS, files=0, bytes=0, findings=tuple(contradictions), groups=accounting.groups())
+        contradictions += admitted.findings()
+    groups = accounting.groups()
+    groups = groups.model_copy(update={"open": groups.open + admitted.open()})
+    yield Verified(name=_GROUPS, files=0, bytes=0, findings=tuple(contradictions), groups=groups)
+
+
+def _look_again(ledger: Ledger, commit: Commit, digests: dict[str, str], admitted: Admitted) -> None:
+    """Read admissions that a commit was made from and that were not there yet when their iteration was listed: a
+    stream's lie in later iterations than its own."""
+    for name in commit.inputs.keys() - digests.keys():
+        iteration, _, rest = name.partition("/")
+        step, _, shard = rest.partition(".")
+        if step == Step.ADMIT and (found := ledger.find(int(iteration), Step.ADMIT, shard)) is not None:
+            digests[name] = found.digest
+            admitted.take(found)
+
+
+def _read_all(
+    store: Store, markers: Iterable[tuple[int, list[str]]], readers: ThreadPoolExecutor, digests: dict[str, str]
+) -> Iterator[tuple[int, list[str], list[Commit | Finding]]]:
+    """The commits of each iteration, with their paths; their digests are added by their names."""
+    for iteration, paths in markers:
+        commits = list(readers.map(lambda path: _read_commit(store, path), paths))
+        digests |= {commit.name: commit.digest for commit in commits if isinstance(commit, Commit)}
+        yield iteration, paths, commits
+
+
+def _ahead(count: int, items: Iterator[Item]) -> Iterator[Item]:
+    """The same, each when `count` more have been read: what a stream admits for later iterations, an earlier one may
+    take."""
+    waiting: deque[Item] = deque()
+    for item in items:
+        waiting.append(item)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _name(path: str) -> str:

@@ -48,7 +48,7 @@ def waiting_groups(store: Store, run: str, iteration: int, committed: Collection
         if attempt is None or (shard := layout.attempt_shard(attempt)) in committed:
             continue
         for path in _parts(store, f"{folder}/{attempt}"):
-            table = _read_part(store, path)
+            table = read_any_part(store, path)
             if table is not None:
                 found |= {(shard, group, sample) for group, sample in _samples(table)}
     finished = Counter((shard, group) for shard, group, _ in found)
@@ -64,7 +64,7 @@ def waiting_prompts(store: Store, run: str, iteration: int, committed: Collectio
         if attempt is None or layout.attempt_shard(attempt) in committed:
             continue
         for path in _parts(store, f"{folder}/{attempt}"):
-            table = _read_part(store, path)
+            table = read_any_part(store, path)
             if table is not None:
                 found |= set(table["prompt_index"].to_pylist())
     return found
@@ -81,7 +81,7 @@ def _parts(store: Store, attempt: str) -> list[str]:
     return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".arrow")]
 
 
-def _read_part(store: Store, path: str) -> pa.Table | None:
+def read_any_part(store: Store, path: str) -> pa.Table | None:
     """The rows of a part with its schema's metadata; None if it is torn, or has gone with its shard's commit."""
     try:
         data = store.read(path)
@@ -173,7 +173,7 @@ def part_bytes(table: pa.Table, inputs_digest: str) -> tuple[str, bytes]:
 def read_part(store: Store, path: str, schema: pa.Schema, accepted: Collection[bytes]) -> pa.Table | None:
     """The rows of a part, with the columns that the schema has got since; None where it is torn, is gone, or was made
     from other inputs than those of the digests that are accepted."""
-    table = _read_part(store, path)
+    table = read_any_part(store, path)
     if table is None:
         return None
     metadata = table.schema.metadata or {}

@@ -34,6 +34,7 @@ from cairn.tasks.rules import untold
 
 if TYPE_CHECKING:
     from cairn.engines.fleet.fleet import Fleet
+    from cairn.tasks.streaming.stream import Stream
 
 
 class RunContext(RecordedRun):
@@ -70,6 +71,8 @@ class RunContext(RecordedRun):
         """Set when the driver ends before its time: no step is to begin, or to be tried again."""
         self.suspects_lock = threading.Lock()
         """Held while a group that may end its engine is generated alone."""
+        self.stream: Stream | None = None
+        """What generates samples all the time, where the run streams."""
         self.side_by_side = False
         """Whether one thread learns while another collects."""
         self.failed_generations: Counter[tuple[str, int]] = Counter()

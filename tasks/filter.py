@@ -37,7 +37,7 @@ from cairn.tasks.sample_filters import removed_by
 from cairn.tasks.sample_metrics import generated_metrics
 from cairn.tasks.selection import number
 from cairn.tasks.step import Outcome, StepCall, durable
-from cairn.tasks.versions import sampled_as_newest
+from cairn.tasks.versions import sampled_as_newest, sampled_from
 
 AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for which groups that the filter kept are dropped."""
@@ -78,9 +78,10 @@ def filter_groups(
     newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
     for generated, graded in zip(rollouts, rewards, strict=True):
         assert generated.shard is not None
+        sampled = _sampled_from(step.run, generated)
         for group in _judged_groups(step.run, step.iteration, generated, graded):
             newest.pop(group.group_id, None)  # one that was continued comes where it was finished
-            newest[group.group_id] = _aged(step.run, step.iteration, group)
+            newest[group.group_id] = _aged(step.run, step.iteration, group, sampled=sampled.get(group.group_id))
     last_round = round + 1 >= config.max_refill_rounds
     groups = fill_batch(
         list(newest.values()),
@@ -186,9 +187,22 @@ def _left_over(run: RunContext, previous: Commit | None, iteration: int) -> list
     ]
 
 
-def _aged(run: RunContext, iteration: int, group: JudgedGroup, *, has_bound: bool = True) -> JudgedGroup:
-    """A group with its age in an iteration and the bound for its tokens."""
-    config, age = run.config.rollout, iteration - sampled_as_newest(run.ledger, group.iteration)
+def _sampled_from(run: RunContext, generated: Commit) -> dict[int, int]:
+    """Of the groups that a rollout took from a stream, the iteration whose newest weights sampled their newest
+    tokens; empty where it generated them itself, all with the same weights."""
+    ids, versions = generated.values.get("sampled", []), generated.values.get("newest", [])
+    assert isinstance(ids, list)
+    assert isinstance(versions, list)
+    iterations = {version: sampled_from(run.ledger, version) for version in set(versions)}  # type: ignore[arg-type]
+    return {id: iterations[version] for id, version in zip(ids, versions, strict=True)}  # type: ignore
+
+
+def _aged(
+    run: RunContext, iteration: int, group: JudgedGroup, *, has_bound: bool = True, sampled: int | None = None
+) -> JudgedGroup:
+    """A group with its age in an iteration and the bound for its tokens. `sampled`: see `_sampled_from`."""
+    config = run.config.rollout
+    age = iteration - (sampled_as_newest(run.ledger, group.iteration) if sampled is None else sampled)
     max_age = min(config.oldest_trained, age) if config.mask_offpolicy_in_partial_rollout else config.oldest_trained
     return replace(group, age=age, max_age=max_age if has_bound else None)
 

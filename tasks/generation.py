@@ -23,7 +23,7 @@ the weights that the step wants: an engine that serves others is an error.
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -119,12 +119,14 @@ def generate_samples(
     rows: Mapping[int, int],
     calls: Calls,
     enough: int | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[GeneratedSample]]:
     """Generate samples with the weights that `weights` left; yield each as it ends. Raises EngineError where a new try
     of the step may help. `rows`: of the data, by the group's id, from 0. `calls` logs those of the samples, and has
     what an earlier attempt logged of them.
 
-    After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came.
+    After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came. So
+    they are where somebody else aborts what the engine generates, while `interrupted` is true.
     """
     failures, casualties = step.run.failed_generations, step.run.casualties
     unfinished = _Unfinished(enough)
@@ -135,9 +137,9 @@ def generate_samples(
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     try:
         in_turn = others[:: -1 if casualties.times(step) % 2 else 1]
-        yield from _together(step, engine, weights, in_turn, params, unfinished, calls)
+        yield from _together(step, engine, weights, in_turn, params, unfinished, calls, interrupted)
         for id in suspects:
-            yield from _alone(step, engine, weights, groups[id], params, unfinished, calls)
+            yield from _alone(step, engine, weights, groups[id], params, unfinished, calls, interrupted)
     except (EngineDied, EngineTimeout) as error:
         raise type(error)(casualties.told(step, error, rows)) from error
 
@@ -150,8 +152,9 @@ def _together(
     params: SamplingParams,
     unfinished: _Unfinished,
     calls: Calls,
+    interrupted: Callable[[], bool],
 ) -> Iterator[list[GeneratedSample]]:
-    if not samples or unfinished.is_enough:
+    if not samples or unfinished.is_enough or interrupted():
         yield [GeneratedSample.aborted(sample) for sample in samples]
         return
     asked = {sample.key: sample for sample in samples}
@@ -163,8 +166,9 @@ def _together(
                 calls.take(told, engine.acknowledge)
                 continue
             generated = [_usable(step.run, asked[sample.key], sample) for sample in told]
+            may_abort = aborted or interrupted()
             for sample in generated:
-                _check(engine, asked[sample.key], sample, version_of(weights), may_abort=aborted)
+                _check(engine, asked[sample.key], sample, version_of(weights), may_abort=may_abort)
                 unfinished.take(sample)
             yield generated
             if unfinished.is_enough and unfinished.groups and not aborted:
@@ -190,11 +194,12 @@ def _alone(
     params: SamplingParams,
     unfinished: _Unfinished,
     calls: Calls,
+    interrupted: Callable[[], bool],
 ) -> Iterator[list[GeneratedSample]]:
     with step.run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
         serve(step.run, engine, weights)
         try:
-            generated = list(_together(step, engine, weights, group, params, unfinished, calls))
+            generated = list(_together(step, engine, weights, group, params, unfinished, calls, interrupted))
         except GenerationFailed as error:
             if step.run.failed_generations[_key(step, group[0].group_id)] < TOGETHER + ALONE:
                 raise

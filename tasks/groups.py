@@ -115,7 +115,18 @@ def unfinished_group(
         metadata=None if first["metadata"] is None else json.loads(first["metadata"]),
         images=row_images(first.get(IMAGES.name), images),
     )
-    parts = {
+    parts = sample_parts(samples)
+    recorded: Sequence[CallRecord] = ()
+    if calls is not None:
+        own = calls[0].filter(pc.field("group_id") == first["group_id"])
+        recorded = read_calls(own, calls[1], {part.key: part.trajectory.segments for part in parts.values()})
+    drawn = DrawnRow(first["group_id"], first["epoch"], row)
+    return Group(drawn, tuple(s["seed"] for s in samples), parts, recorded)
+
+
+def sample_parts(samples: Sequence[Mapping[str, Any]]) -> dict[int, GeneratedSample]:
+    """Of rows of a group in the rollout table: each sample as far as it came, by its index."""
+    return {
         sample["sample_index"]: GeneratedSample(
             sample["group_id"],
             sample["sample_index"],
@@ -125,16 +136,11 @@ def unfinished_group(
             prompts=_own_prompts(sample.get(TRAJECTORY_PROMPTS.name)),
             rewards=_optional_tuple(sample.get(TRAJECTORY_REWARDS.name)),
             roles=_optional_tuple(sample.get(TRAJECTORY_ROLES.name)),
+            error=sample["error"],
             retold=sample.get(RETOLD.name) or 0,
         )
         for sample in samples
     }
-    recorded: Sequence[CallRecord] = ()
-    if calls is not None:
-        own = calls[0].filter(pc.field("group_id") == first["group_id"])
-        recorded = read_calls(own, calls[1], {part.key: part.trajectory.segments for part in parts.values()})
-    drawn = DrawnRow(first["group_id"], first["epoch"], row)
-    return Group(drawn, tuple(s["seed"] for s in samples), parts, recorded)
 
 
 def _own_prompts(value: Sequence[Sequence[int] | None] | None) -> tuple[np.ndarray | None, ...] | None:

@@ -41,6 +41,12 @@ def weights_after(run: RunContext, iteration: int) -> Commit | None:
     return run.committed(iteration, Step.TRAIN) if iteration >= 0 else None
 
 
+def newest_trained(run: RunContext) -> int:
+    """The newest iteration that is trained; -1 where none is."""
+    total, first = run.config.rollout.num_rollout, oldest_open(run.ledger)
+    return next(i for i in itertools.count(first) if i == total or run.find(i, Step.TRAIN) is None) - 1
+
+
 def publish_for_open_halves(run: RunContext) -> None:
     """Publish the weights that open halves need and that learning will not publish any more: from the oldest up, so
     that the training engine never has to go back. In the `sync` pipeline those are the newest, which the rollout asks
@@ -58,8 +64,11 @@ def needed_weights(run: RunContext) -> set[int]:
     """The iterations that are trained and whose weights are yet to be sampled from; -1: the initial ones."""
     lag, total, first = run.config.rollout.weights_lag, run.config.rollout.num_rollout, oldest_open(run.ledger)
     collecting = next(i for i in itertools.count(first) if i == total or not is_collected(run, i))
-    trained = next(i for i in itertools.count(first) if i == total or run.find(i, Step.TRAIN) is None) - 1
-    behaviours = {max(-1, i - 1 - lag) for i in range(collecting, min(total, trained + lag + 2))}
+    trained = newest_trained(run)
+    if run.config.rollout.pipeline == "streaming":
+        behaviours = {trained} if collecting < total else set()
+    else:
+        behaviours = {max(-1, i - 1 - lag) for i in range(collecting, min(total, trained + lag + 2))}
     return behaviours | {i for i in range(first, trained + 1) if not _is_evaluated(run, i)}
 
 

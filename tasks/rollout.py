@@ -47,32 +47,35 @@ from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
 from cairn.tasks.versions import version_of
 
+READS = (
+    "seed",
+    "data",
+    "rollout.n_samples_per_prompt",
+    "rollout.partial_rollout",
+    "rollout.cut_tokens",
+    "rollout.rollout_max_prompt_len",
+    "rollout.rollout_max_response_len",
+    "rollout.rollout_temperature",
+    "rollout.rollout_top_p",
+    "rollout.rollout_top_k",
+    "rollout.rollout_stop_token_ids",
+    "rollout.rollout_stop",
+    "rollout.custom_generate_function_path",
+    "rollout.tools",
+    "rollout.tool_options",
+    "rollout.tool_call_format",
+    "rollout.max_turns",
+    "rollout.rollout_max_context_len",
+    "rollout.custom_generate_timeout",
+    "rollout.episode_timeout",
+    "algorithm.use_rollout_routing_replay",
+)
+"""What samples depend on."""
+
 
 @durable(
     Step.ROLLOUT,
-    reads=(
-        "seed",
-        "data",
-        "rollout.n_samples_per_prompt",
-        "rollout.partial_rollout",
-        "rollout.cut_tokens",
-        "rollout.rollout_max_prompt_len",
-        "rollout.rollout_max_response_len",
-        "rollout.rollout_temperature",
-        "rollout.rollout_top_p",
-        "rollout.rollout_top_k",
-        "rollout.rollout_stop_token_ids",
-        "rollout.rollout_stop",
-        "rollout.custom_generate_function_path",
-        "rollout.tools",
-        "rollout.tool_options",
-        "rollout.tool_call_format",
-        "rollout.max_turns",
-        "rollout.rollout_max_context_len",
-        "rollout.custom_generate_timeout",
-        "rollout.episode_timeout",
-        "algorithm.use_rollout_routing_replay",
-    ),
+    reads=READS,
     externals=("data", "model", "search"),
     engines=("rollout",),
 )
@@ -155,7 +158,7 @@ def rollout(
         tables = [recovered, log.appended(), *([encode(carried + aborted)] if carried or aborted else [])]
         ended = pa.concat_tables(tables)
         uncertain = {} if made is None else uncertain_effects(made)
-        samples = without_unused(_whole_groups(ended, by_id, encode, uncertain))
+        samples = without_unused(whole_groups(ended, by_id, encode, uncertain))
     run.response_lengths.add(samples)
     recovered_groups = len(errors) + usable
     aborted_groups = len(_unfinished(samples))
@@ -201,7 +204,7 @@ def resumed_groups(
     return unfinished_groups(run, earlier[-1])[:resumed][part::parts] if resumed else []
 
 
-def _whole_groups(
+def whole_groups(
     samples: pa.Table,
     groups: Mapping[int, Group],
     encode: Callable[[list[GeneratedSample]], pa.Table],

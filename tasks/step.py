@@ -46,6 +46,8 @@ class Outcome:
     """Parquet files to write, by name."""
     files: Sequence[OutputFile] = ()
     """Files that the body has already written into the attempt's folder."""
+    found: Sequence[Commit] = ()
+    """Commits that the body read besides its arguments, of the steps that it `finds`: inputs like these."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """Small results that later steps read, as JSON values."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -86,6 +88,9 @@ class DurableStep(Generic[Args]):
     `teacher_model` and `critic_model` where the run has them."""
     engines: tuple[str, ...]
     """Engines that the body calls, `rollout` and `training`: what they are made from is an input."""
+    finds: tuple[Step, ...] = ()
+    """Steps of which the body itself finds out, when it runs, which commits it reads: a matter of time, which its own
+    commit decides."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -124,7 +129,7 @@ class DurableStep(Generic[Args]):
             step=self.name,
             shard=shard,
             attempt=attempt,
-            inputs=dict(sorted(inputs.items())),
+            inputs=dict(sorted((inputs | {one.name: one.digest for one in outcome.found}).items())),
             config_digest=config_digest,
             outputs=tuple(outcome.files),
             weight_version_in=outcome.weight_version_in,
@@ -172,6 +177,15 @@ class DurableStep(Generic[Args]):
         reads = reads_under(config, self.reads)
         return Rules(reads=reads, externals=self.externals, plugins=self.plugins, engines=engines)
 
+    def circumstances(self, run: RunContext) -> str:
+        """Digest of all that its commits depend on besides its arguments."""
+        config_digest = self.config_digest(run.config, run.ledger.terms.plugin_digest)
+        return input_digest(self._external_inputs(run), config_digest)
+
+    def earlier_circumstances(self, run: RunContext) -> frozenset[str]:
+        """The same by the rules of earlier versions of the code that went on with the run."""
+        return self._earlier(run, {})
+
     def _reader(self, config: RunConfig) -> Reader:
         where = f"`reads` of {self.body.__name__} in {self.body.__module__}, or of your `cairn.plugin`"
         return Reader(f"step {self.name}", where, reads_under(config, self.options))
@@ -188,7 +202,8 @@ class DurableStep(Generic[Args]):
         terms = run.ledger.terms_of(commit)
         if not terms.same_as(run.ledger.terms):
             inputs, config_digest = {**given, **external_inputs(terms, self.name)}, recorded_config(terms, self.name)
-        require_fresh(commit, inputs, config_digest)
+        found = {name: digest for name, digest in commit.inputs.items() if step_of(name) in self.finds}
+        require_fresh(commit, {**inputs, **found}, config_digest)
 
     def _earlier(self, run: RunContext, given: Mapping[str, str]) -> frozenset[str]:
         return frozenset(
@@ -205,15 +220,26 @@ class DurableStep(Generic[Args]):
 
 
 def durable(
-    name: Step, *, reads: tuple[str, ...] = (), externals: tuple[str, ...] = (), engines: tuple[str, ...] = ()
+    name: Step,
+    *,
+    reads: tuple[str, ...] = (),
+    externals: tuple[str, ...] = (),
+    engines: tuple[str, ...] = (),
+    finds: tuple[Step, ...] = (),
 ) -> Callable[[Callable[Concatenate[StepCall, Args], Outcome]], DurableStep[Args]]:
     """Make a durable step of a body. Its Commit arguments become inputs; its other arguments must be JSON values. See
     `DurableStep` for the others."""
 
     def wrap(body: Callable[Concatenate[StepCall, Args], Outcome]) -> DurableStep[Args]:
-        return DurableStep(name, body, reads, externals, engines)
+        return DurableStep(name, body, reads, externals, engines, finds)
 
     return wrap
+
+
+def step_of(name: str) -> str | None:
+    """The step of an input, where it is a commit: `rollout` of `000042/rollout.00-000`."""
+    _, separator, rest = name.partition("/")
+    return rest.partition(".")[0] if separator else None
 
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, str]:

@@ -14,6 +14,8 @@ from cairn.tasks.reward import reward
 from cairn.tasks.rollout import rollout
 from cairn.tasks.score import score
 from cairn.tasks.step import DurableStep
+from cairn.tasks.streaming.admit import admit
+from cairn.tasks.streaming.take import take_groups
 from cairn.tasks.sync import sync
 from cairn.tasks.train import train
 
@@ -23,9 +25,14 @@ STEPS: dict[Step, DurableStep[Any]] = {
 GIVEN: dict[Step, DurableStep[Any]] = {step.name: step for step in (read_demonstrations, take_all)}
 """Those in their places where the data hold what is trained on."""
 
+STREAMED: dict[Step, DurableStep[Any]] = {step.name: step for step in (admit, take_groups)}
+"""Those before them, and in their places, where samples are generated all the time."""
+
 
 def steps_of(config: RunConfig) -> dict[Step, DurableStep[Any]]:
     """The steps of a run."""
+    if config.rollout.pipeline == "streaming":
+        return STEPS | STREAMED
     return STEPS if config.samples_responses else STEPS | GIVEN
 
 

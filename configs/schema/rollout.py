@@ -12,8 +12,11 @@ MOST_ITERATIONS = 1_000_000
 """`cairn.storage.layout.LAST_NUMBER` is that of the last."""
 
 
-def lag_of(pipeline: str, lag: int | None) -> int:
-    """`rollout.lag` with its default filled in, 0 in the `sync` pipeline."""
+def lag_of(pipeline: str, lag: int | None, max_age: int | None) -> int:
+    """Iterations that may be open besides the newest: 0 in the `sync` pipeline, the lag of the `lagged` one, the
+    greatest age of the `streaming` one, with their defaults filled in."""
+    if pipeline == "streaming":
+        return max_age or 1
     return (lag or 1) if pipeline == "lagged" else 0
 
 
@@ -75,10 +78,12 @@ class RolloutConfig(Section):
     """Prompts drawn in an iteration's first round, at least `rollout_batch_size` (the default). Later rounds draw
     in proportion to what is missing. slime: `--over-sampling-batch-size`."""
 
-    pipeline: Literal["sync", "lagged"] = "sync"
+    pipeline: Literal["sync", "lagged", "streaming"] = "sync"
     """Whether an iteration is collected while an earlier one is learned from. `sync`: one after the other, each with
     the weights that the one before has left. `lagged`: side by side, each with the weights of `lag` iterations before
-    those, whichever half is faster, so that nothing depends on time. slime: `train_async.py`."""
+    those, whichever half is faster, so that nothing depends on time. `streaming`: samples are generated all the time
+    with the newest weights, at most `max_age` publications ahead, and a batch is made of the groups that are complete
+    first; which these are is recorded before it is learned from. slime: `train_async.py`, `fully_async_rollout.py`."""
 
     lag: int | None = Field(None, ge=1)
     """Of the lagged pipeline, 1 by default: so many iterations older than the newest are the weights that an iteration
@@ -105,7 +110,8 @@ class RolloutConfig(Section):
 
     max_age: int | None = Field(None, ge=0)
     """Oldest tokens that are trained on, in publications: iterations between the weights that sampled a token and those
-    that are trained. By default the lag of the rollout, which is 0 in the `sync` pipeline: what over-sampling leaves
+    that are trained. By default 1 in the `streaming` pipeline, which begins samples only as fast as that allows, and
+    the lag of the rollout in the others, which is 0 in the `sync` pipeline: what over-sampling leaves
     over is then dropped, and tokens that older weights sampled before an abort are masked. A larger bound carries
     surplus groups over until they are too old, and needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which
     correct for the difference."""
@@ -316,6 +322,33 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_stream_takes_groups_as_they_come(self) -> "RolloutConfig":
+        if self.pipeline != "streaming":
+            return self
+        if self.max_age == 0:
+            raise ValueError(
+                "max_age is 0 and pipeline is streaming, which generates while it trains: set max_age to 1 or more, or "
+                "pipeline to sync"
+            )
+        for name in ("over_sampling_batch_size", "partial_rollout", "shards_per_round"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} has no effect while pipeline is streaming, which takes groups as they are complete and "
+                    "lets the others go on: leave it out"
+                )
+        if self.router is not None:
+            raise ValueError(
+                "pipeline is streaming, which brings engines to new weights one after the other, and the requests of "
+                "all go through router: leave router out, or set pipeline to lagged or sync"
+            )
+        if self.custom_generate_function_path != "single_turn":
+            raise ValueError(
+                f"pipeline is streaming and custom_generate_function_path is {self.custom_generate_function_path}: "
+                "episodes are not streamed yet; set pipeline to lagged or sync"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _there_are_older_tokens(self, info: ValidationInfo) -> "RolloutConfig":
         if self.oldest_trained < self.weights_lag:
             raise ValueError(
@@ -367,14 +400,15 @@ class RolloutConfig(Section):
 
     @property
     def weights_lag(self) -> int:
-        """`lag` with its default filled in: 0 in the `sync` pipeline."""
-        return lag_of(self.pipeline, self.lag)
+        """Iterations by which sampling may be ahead of learning: see `lag_of`."""
+        return lag_of(self.pipeline, self.lag, self.max_age)
 
     @model_validator(mode="after")
     def _a_lag_needs_its_pipeline(self) -> "RolloutConfig":
-        if self.lag is not None and self.pipeline == "sync":
+        if self.lag is not None and self.pipeline != "lagged":
             raise ValueError(
-                f"lag ({self.lag}) has no effect while pipeline is sync: set pipeline to lagged, or leave it out"
+                f"lag ({self.lag}) has no effect while pipeline is {self.pipeline}: set pipeline to lagged, or leave "
+                "it out"
             )
         return self
 

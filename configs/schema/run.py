@@ -206,11 +206,33 @@ class RunConfig(Section):
         corrects = self.algorithm.use_tis or self.algorithm.use_rollout_logprobs
         rollout = self.rollout
         if rollout.oldest_trained > 0 and not corrects:
-            option, value = ("max_age", rollout.max_age) if rollout.max_age else ("lag", rollout.weights_lag)
-            out = "leave rollout.max_age out" if option == "max_age" else "set rollout.pipeline=sync"
+            aged = rollout.max_age or rollout.pipeline == "streaming"
+            option, value = ("max_age", rollout.oldest_trained) if aged else ("lag", rollout.weights_lag)
+            leaves = option == "max_age" and rollout.pipeline != "streaming"
+            out = "leave rollout.max_age out" if leaves else "set rollout.pipeline=sync"
             raise ValueError(
                 f"rollout.{option} is {value}: tokens that older weights sampled are trained on, and nothing corrects "
                 f"for the difference; set algorithm.use_tis=true or algorithm.use_rollout_logprobs=true, or {out}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_draws_prompts_ahead(self) -> "RunConfig":
+        given = [name for name in ("get_samples_path",) if getattr(self.data, name) is not None]
+        given += ["curriculum.policy"] if self.data.curriculum.policy is not None else []
+        if self.rollout.pipeline == "streaming" and given:
+            raise ValueError(
+                f"rollout.pipeline is streaming, which draws prompts before the results of earlier ones are there, and "
+                f"data.{given[0]} chooses by these: leave it out, or set rollout.pipeline to lagged or sync"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_is_not_forked(self) -> "RunConfig":
+        if self.rollout.pipeline == "streaming" and self.recovery.on_divergence == "fork":
+            raise ValueError(
+                "recovery.on_divergence is fork and rollout.pipeline is streaming, of which there are no forks: set "
+                "on_divergence to stop, or rollout.pipeline to lagged or sync"
             )
         return self
 
@@ -238,8 +260,9 @@ class RunConfig(Section):
         shared = [name for name in ("colocate", "offload_train", "offload_rollout") if getattr(fleet, name)]
         if self.rollout.weights_lag and shared:
             raise ValueError(
-                f"rollout.pipeline is lagged, which generates while it trains, but with fleet.{shared[0]} only one of "
-                "the two has the memory at a time: set rollout.pipeline=sync, or leave it out"
+                f"rollout.pipeline is {self.rollout.pipeline}, which generates while it trains, but with "
+                f"fleet.{shared[0]} only one of the two has the memory at a time: set rollout.pipeline=sync, or leave "
+                "it out"
             )
         return self
 

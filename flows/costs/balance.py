@@ -58,7 +58,8 @@ class Balance(Record):
     """In which a rollout engine waits, the mean over engines."""
     trainer_wait: float
     neither: float
-    """In which neither side works: graders, steps without a device, orchestration."""
+    """In which neither side works: graders, steps without a device, orchestration. Of a run that streams it is known of
+    engines how long they worked, and not when: the least that it can be."""
     engines_apart: float
     """In which some rollout engines work and others have nothing left to do, the mean over engines."""
     steps: dict[Step, float]
@@ -123,12 +124,14 @@ def _balance(window: "_Window", own: Sequence[Commit], config: RunConfig, first:
     def share(steps: Collection[Step]) -> float:
         return window.busy(steps) / window.seconds
 
-    engines, trainer, rollout = fmean(window.engines(config)) / window.seconds, share(ON_TRAINING), share(_ON_ROLLOUT)
+    engines, trainer = fmean(window.engines(config)) / window.seconds, share(ON_TRAINING)
+    streams = config.rollout.pipeline == "streaming"  # whose rollout steps only wait
+    rollout = engines if streams else share(_ON_ROLLOUT)
     working = {
         Bottleneck.ROLLOUT: rollout,
         Bottleneck.TRAINER: trainer,
         Bottleneck.GRADERS: share({Step.REWARD}),
-        Bottleneck.DRIVER: 1 - share({*_ON_ROLLOUT, *ON_TRAINING, Step.REWARD}),
+        Bottleneck.DRIVER: 0.0 if streams else 1 - share({*_ON_ROLLOUT, *ON_TRAINING, Step.REWARD}),
     }
     collecting, learning = share(_COLLECTING), share({*ON_TRAINING, Step.ADVANTAGE})
     larger = max(collecting, learning)
@@ -139,7 +142,7 @@ def _balance(window: "_Window", own: Sequence[Commit], config: RunConfig, first:
         seconds=window.seconds,
         rollout_wait=1 - engines,
         trainer_wait=1 - trainer,
-        neither=1 - share({*_ON_ROLLOUT, *ON_TRAINING}),
+        neither=max(0.0, 1 - rollout - trainer) if streams else 1 - share({*_ON_ROLLOUT, *ON_TRAINING}),
         engines_apart=rollout - engines,
         steps={step: busy for step in Step if (busy := share({step})) > 0},
         bottleneck=max(working, key=lambda side: working[side]),
@@ -179,13 +182,15 @@ class _Window:
         return self._covered(commit for commit in self._commits if commit.step in steps)
 
     def engines(self, config: RunConfig) -> list[float]:
-        """Seconds in which each rollout engine was at work."""
+        """Seconds in which each rollout engine was at work; of a stream all have the mean."""
         shared = [commit for commit in self._commits if commit.step is Step.EVAL]
         own: list[list[Commit]] = [[] for _ in range(config.rollout.num_engines)]
         for commit in self._commits:
-            if commit.step is Step.ROLLOUT:
+            if commit.step is Step.ROLLOUT and "engines" not in commit.timings:
                 own[engine_of(commit, config)].append(commit)
-        return [self._covered([*shared, *commits]) for commits in own]
+        counted = [c for c in self._commits if "engines" in c.timings and self._start < c.committed_at <= self._end]
+        streamed = sum(commit.timings["engines"] for commit in counted) / config.rollout.num_engines
+        return [min(self.seconds, self._covered([*shared, *commits]) + streamed) for commits in own]
 
     def _covered(self, commits: Iterable[Commit]) -> float:
         return covered_seconds(self._cut((commit.started_at, commit.committed_at) for commit in commits))

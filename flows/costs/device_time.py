@@ -56,6 +56,8 @@ def device_seconds(commits: Iterable[Commit], config: RunConfig) -> float:
     commits = list(commits)
     if not commits:
         return 0.0
+    if any("engines" in commit.timings for commit in commits):  # of a stream, for which a step only waits
+        return sum(commit.timings.get("engines", 0.0) for commit in commits) * devices_of(commits[0], config)
     shares: dict[int, list[Commit]] = {}
     for commit in commits:
         engine = engine_of(commit, config) if commit.step is Step.ROLLOUT else 0

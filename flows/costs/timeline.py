@@ -41,6 +41,8 @@ def trace(commits: Sequence[Commit], config: RunConfig) -> dict[str, Any]:
 
 def _rows(commit: Commit, config: RunConfig) -> list[str]:
     """The names of all that worked on it."""
+    if "engines" in commit.timings:
+        return ["stream"]
     if commit.step is Step.ROLLOUT:
         return [f"rollout engine {engine_of(commit, config)}"]
     if commit.step is Step.EVAL:

@@ -93,9 +93,8 @@ def _changes(balance: Balance, config: RunConfig) -> Iterator[Change]:
     lag = config.rollout.weights_lag
     both_wait = min(balance.rollout_wait, balance.trainer_wait) >= NOTABLE
     if lag and both_wait and balance.bottleneck in (Bottleneck.ROLLOUT, Bottleneck.TRAINER):
-        yield {
-            "rollout.lag": lag + 1
-        }  # their times differ from one iteration to the next, which a longer row evens out
+        # Their times differ from one iteration to the next, which a longer row evens out.
+        yield {"rollout.max_age" if config.rollout.pipeline == "streaming" else "rollout.lag": lag + 1}
 
 
 def _for_rollout(balance: Balance, config: RunConfig) -> Iterator[Change]:

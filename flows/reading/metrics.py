@@ -92,6 +92,27 @@ METRICS: tuple[Metric, ...] = (
         "Given to the engine: of the generated samples' prompts, and of responses that were continued.",
         is_count=True,
     ),
+    Metric(
+        "rollout/open_groups",
+        "groups",
+        "rollout",
+        "In the `streaming` pipeline: admitted, and left for later rounds when the last one took its own.",
+    ),
+    Metric(
+        "rollout/interrupted_samples",
+        "samples",
+        "rollout",
+        "Likewise: how often samples were interrupted, to go on with newer weights or beside others, since the last "
+        "iteration's.",
+        is_count=True,
+    ),
+    Metric(
+        "rollout/recomputed_tokens",
+        "tokens",
+        "rollout",
+        "Likewise: response tokens that engines read again to go on after them.",
+        is_count=True,
+    ),
     Metric("rollout/cached_tokens", "tokens", "rollout", "Of them, found in a server's prefix cache.", is_count=True),
     Metric(
         "rollout/<engine>/running_requests_max",
@@ -494,8 +515,11 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
     rollout_time = _span([commit for commit in commits if commit.step in _ROLLOUT])
     performance["perf/rollout_time"] = rollout_time
     gpus = config.rollout.num_engines * (config.rollout.num_gpus_per_engine or 1)
-    if rollout_time > 0 and "rollout/response_tokens" in metrics:
-        performance["perf/tokens_per_gpu_per_sec"] = metrics["rollout/response_tokens"] / rollout_time / gpus
+    streamed = sum(commit.timings.get("engines", 0.0) for commit in commits) / config.rollout.num_engines
+    if (streamed or rollout_time) > 0 and "rollout/response_tokens" in metrics:
+        performance["perf/tokens_per_gpu_per_sec"] = (
+            metrics["rollout/response_tokens"] / (streamed or rollout_time) / gpus
+        )
     if kind_of(config.rollout.engine).caches_prefixes and metrics.get("rollout/prompt_tokens"):
         performance["perf/cache_hit_rate"] = metrics["rollout/cached_tokens"] / metrics["rollout/prompt_tokens"]
     if seconds.get(Step.TRAIN) and "train/tokens" in metrics:

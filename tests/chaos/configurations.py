@@ -13,6 +13,7 @@ tensor          two ranks of Megatron with half of every layer each
 joined          engines that outlive their driver, on a cluster that somebody else started
 long            the same over more iterations, for kills by the hundred
 fork            weights that only the parent's configuration makes, where the parent has no checkpoint
+streaming       samples of open groups, and which a batch was made of
 lagged          two open iterations, one collected while the other is learned from, and older weights
 single          one engine, whose deaths all strike the same groups
 mixed           `filtered`, `retained` and `critic` at once
@@ -112,6 +113,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "long": Configuration(
         {**_LESS, "rollout": {**_LESS["rollout"], "num_rollout": 16}, "checkpoint": {"save_interval": 4}}, joined=True
     ),
+    "streaming": Configuration({"rollout": {"pipeline": "streaming"}, "algorithm": _TIS}, repeatable=False),
     "lagged": Configuration({"rollout": {"pipeline": "lagged"}, "algorithm": _TIS}),
     "single": Configuration({"rollout": {"num_engines": 1}}),
     "sglang": Configuration({"rollout": _SGLANG, "fleet": {"call_timeout": 60}}, repeatable=False),

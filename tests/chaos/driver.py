@@ -15,9 +15,11 @@ from typing import Any
 import pyarrow as pa
 
 import cairn.tasks.rollout
+import cairn.tasks.streaming.stream
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.episodes.records import CallKind
-from cairn.engines.trajectories import SampleRequest
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import FinishReason
 from cairn.flows.cli.app import describe, exit_code
 from cairn.flows.driver.preemption import Preempted
 from cairn.flows.driver.signals import EXIT_CODE
@@ -27,9 +29,11 @@ from cairn.storage.call_log import CallLog
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.store import open_for_runs
+from cairn.storage.stream_log import StreamLog
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks.step import StepCall
 from tests.chaos.faults import Fault, Striker
+from tests.chaos.runs import STREAM
 
 
 def main(store: str, run: str, config_file: str, folder: str, faults: str, *flags: str) -> None:
@@ -61,6 +65,7 @@ def note_what_is_generated(file: Path) -> None:
     """Append the samples of every call to an engine, and each once it is finished, that is durable: what is asked for
     after that was generated twice."""
     generate, write = cairn.tasks.rollout.generate_samples, WriteAhead._write_part
+    write_stream = StreamLog._write_samples
 
     def note(iteration: int, shard: str | None, **samples: Any) -> None:
         with file.open("a") as noted:
@@ -78,6 +83,19 @@ def note_what_is_generated(file: Path) -> None:
         keys = zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
         note(attempt.iteration, attempt.shard, finished=list(keys))
 
+    def streaming(log: StreamLog, number: int, rows: Sequence[tuple[Any, Any, GeneratedSample]]) -> None:
+        write_stream(log, number, list(rows))
+        ended = [sample.key for *_, sample in rows if sample.finish_reason != FinishReason.ABORT]
+        note(*STREAM, finished=ended)
+
+    def asking_for_stream(
+        step: StepCall, engine: Any, weights: Any, samples: Sequence[SampleRequest], *args: Any, **options: Any
+    ) -> Iterator[Any]:
+        note(*STREAM, asked=[sample.key for sample in samples])
+        yield from generate(step, engine, weights, samples, *args, **options)
+
+    StreamLog._write_samples = streaming  # type: ignore[method-assign]
+    cairn.tasks.streaming.stream.generate_samples = asking_for_stream  # type: ignore[attr-defined]
     cairn.tasks.rollout.generate_samples = asking
     WriteAhead._write_part = writing  # type: ignore[method-assign]
 

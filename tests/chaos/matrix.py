@@ -15,7 +15,8 @@ from tests.chaos.beside import COMMANDS
 from tests.chaos.faults import FAILED, AnyVictim, Fault, Moment, RareMoment, Victim, outages_met
 from tests.chaos.runs import Disturbed
 
-STEPS = tuple(Step)
+STEPS = tuple(step for step in Step if step is not Step.ADMIT)
+"""Of a run that does not stream."""
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 VICTIMS: tuple[Victim, ...] = get_args(Victim)
 

@@ -60,6 +60,28 @@ LAGGED = Plan(
 )
 """Each half, wherever the other is at that time; weights that are published on the way up."""
 
+STREAMING = Plan(
+    "streaming",
+    (
+        Driver((case(0, Step.ADMIT, "uncommitted", "driver"),)),
+        Driver((case(0, Step.ROLLOUT, "during", "rollout"), case(0, Step.TRAIN, "uncommitted", "driver"))),
+        Driver((case(2, Step.ROLLOUT, "during", "driver"),)),
+        Driver((case(3, Step.ADMIT, "after", "driver"),)),
+        Driver((case(3, Step.ROLLOUT, "during", "notice"),)),
+        Driver((case(3, Step.TRAIN, "during", "training"),)),
+    ),
+    "streaming",
+)
+"""A stream whose driver, engine and trainer are lost; each moment is one that cannot have come before."""
+
+_AMID_ROLLOUTS = (
+    Driver((case(0, Step.ROLLOUT, "halfway", "driver"),)),
+    Driver((case(1, Step.ROLLOUT, "halfway", "rollout"), case(1, Step.FILTER, "after", "driver"))),
+    Driver((case(2, Step.ROLLOUT, "uncommitted", "driver"),)),
+    Driver((case(2, Step.TRAIN, "uncommitted", "training"), case(3, Step.FILTER, "before", "driver"))),
+    Driver(),
+)
+
 _AT_TRAINING = (
     Driver((case(0, Step.TRAIN, "during", "training"), case(0, Step.TRAIN, "uncommitted", "driver"))),
     Driver(
@@ -142,17 +164,8 @@ FURTHER: tuple[Plan, ...] = (
         ),
         "filtered",
     ),
-    Plan(
-        "partial",
-        (
-            Driver((case(0, Step.ROLLOUT, "halfway", "driver"),)),
-            Driver((case(1, Step.ROLLOUT, "halfway", "rollout"), case(1, Step.FILTER, "after", "driver"))),
-            Driver((case(2, Step.ROLLOUT, "uncommitted", "driver"),)),
-            Driver((case(2, Step.TRAIN, "uncommitted", "training"), case(3, Step.FILTER, "before", "driver"))),
-            Driver(),
-        ),
-        "partial",
-    ),
+    Plan("partial", _AMID_ROLLOUTS, "partial"),
+    Plan("cut", _AMID_ROLLOUTS, "cut"),
     Plan("critic", _AT_TRAINING, "critic"),
     Plan("ranks", _AT_TRAINING, "ranks"),
     Plan("tensor", _AT_TRAINING, "tensor"),
@@ -205,10 +218,10 @@ FURTHER: tuple[Plan, ...] = (
 """Victims and configurations beyond the plain ones."""
 
 
-CI_PLANS = (CI_SET, JOINED_PARTIAL, LAGGED)
+CI_PLANS = (CI_SET, JOINED_PARTIAL, LAGGED, STREAMING)
 """What the tests strike."""
 
 
 def whole() -> list[Plan]:
     """Everything: every step at every moment with every victim, and what goes beyond the plain configuration."""
-    return [*every_case(), *FURTHER, MIXED, JOINED_PARTIAL, LAGGED]
+    return [*every_case(), *FURTHER, MIXED, JOINED_PARTIAL, LAGGED, STREAMING]

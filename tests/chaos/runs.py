@@ -65,6 +65,9 @@ def chaos_config(assets: Path, **sections: dict[str, Any]) -> RunConfig:
     )
 
 
+STREAM = (-1, "stream")
+"""Where the samples of a stream are noted, in place of an iteration and a shard."""
+
 Driver = ForkedDriver | subprocess.Popen[bytes]
 
 
@@ -228,7 +231,8 @@ class Disturbed:
                     tokens = len(row["response_ids"])
                     found.samples += 1
                     found.tokens += tokens
-                    found.samples_twice += again[key]
+                    streamed = (*STREAM, row["group_id"], row["sample_index"])
+                    found.samples_twice += again[key] + again[streamed]
                     found.tokens_again += tokens * max(0, asked[key] - 1)
         return found
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import cairn.tasks.rollout
+import cairn.tasks.streaming.stream
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
@@ -20,6 +21,7 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.retention import retire
 from cairn.storage.snapshots import Attempt
+from cairn.storage.stream_log import StreamLog
 from cairn.storage.write_ahead import WriteAhead
 from cairn.tasks import recovery
 from cairn.tasks.checkpoint import checkpoint_due
@@ -131,6 +133,8 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """For what tests.chaos.driver notes: put back afterwards."""
     monkeypatch.setattr(cairn.tasks.rollout, "generate_samples", cairn.tasks.rollout.generate_samples)
     monkeypatch.setattr(WriteAhead, "_write_part", WriteAhead._write_part)
+    monkeypatch.setattr(cairn.tasks.streaming.stream, "generate_samples", cairn.tasks.streaming.stream.generate_samples)
+    monkeypatch.setattr(StreamLog, "_write_samples", StreamLog._write_samples)
     monkeypatch.setattr(Ledger, "commit", Ledger.commit)
     return monkeypatch
 

@@ -12,7 +12,7 @@ from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.faults import FurtherVictim
 from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, VICTIMS, every_case, execute
 from tests.chaos.oracle import differences
-from tests.chaos.plans import JOINED_PARTIAL, LAGGED, whole
+from tests.chaos.plans import JOINED_PARTIAL, LAGGED, STREAMING, whole
 from tests.chaos.runs import Disturbed
 from tests.chaos.standing import Standing
 from tests.faulty_s3 import proxy_process
@@ -81,5 +81,18 @@ def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(standing: S
             saved = "committed in one of the two alone: ['000002/checkpoint']"
             # By the driver that got notice, unless that came before it learned from iteration 2.
             assert set(differences(run, undisturbed, left_segments)) <= {saved}
+        finally:
+            run.kill_what_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_run_that_streams_loses_nothing_and_trains_on_what_was_decided_once(standing: Standing) -> None:
+    standing.warm = True
+    with watched_segments() as left_segments:
+        run = standing.run(STREAMING.name, STREAMING.configuration)
+        try:
+            assert execute(STREAMING, run) == []
+            assert differences(run, None, left_segments) == []
         finally:
             run.kill_what_is_left()

@@ -210,7 +210,7 @@ def test_what_cannot_be_forked_is_refused_before_anything_is_written(
 def test_every_step_makes_the_same_again(store: str, config: RunConfig, tmp_path: Path) -> None:
     before = {path: size for path, size in open_store(store).find("runs/a").items() if "/leases/" not in path}
     for step in Step:
-        if step is Step.SCORE:
+        if step in (Step.ADMIT, Step.SCORE):  # which this run has not
             continue
         with tiny_context(store, config, "a") as (run, _):
             runner = Replaying(run, {step}, None, open_store(str(tmp_path / step)))

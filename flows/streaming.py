@@ -1,0 +1,67 @@
+"""The halves of an iteration of a run that streams, which meet in the stream (`cairn.tasks.streaming`).
+
+    admit     prompts for the stream                             needs all of i-1-max_age
+    collect   rollout (takes what is complete) → reward → filter needs filter of i-1
+    learn     as in any run                                      needs train of i-1, filter of i
+
+What the filter drops is replaced: as many prompts are admitted as its batch lacks.
+"""
+
+import itertools
+from contextlib import nullcontext
+from typing import Any
+
+from cairn.flows.step_runner import StepRunner
+from cairn.storage.commits import Commit, Step
+from cairn.tasks.context import RunContext
+from cairn.tasks.filter import filter_groups
+from cairn.tasks.quarantine import passed_over
+from cairn.tasks.reward import reward
+from cairn.tasks.selection import last_selection, number
+from cairn.tasks.streaming.admit import admit, admitted_groups
+from cairn.tasks.streaming.take import take_groups, taken_ids
+
+
+def admit_prompts(run: RunContext, steps: StepRunner, index: int) -> Commit:
+    """Admit the prompts that an iteration adds to the stream."""
+    return _admit(run, steps, index, 0, run.config.rollout.rollout_batch_size)
+
+
+def collect_from_stream(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
+    """Take and select the batch of an iteration: rounds of rollout, reward and filter until it is full."""
+    previous = last_selection(run, index - 1) if index else None
+    taken: list[Commit] = []
+    graded: list[Commit] = []
+    admitted: list[Commit] = []
+    selection = previous
+    missing = run.config.rollout.rollout_batch_size
+    for round in itertools.count():
+        shard = f"{round:02d}-000"
+        if round:
+            admitted.append(_admit(run, steps, index, round, missing))
+        before = [selection] if selection else []
+        taken.append(steps.call(take_groups, index, shard, before, count=missing))
+        if run.stream is not None:
+            run.stream.forget(taken_ids(taken[-1]))
+        graded.append(steps.call(reward, index, shard, taken[-1]))
+        selection = steps.call(filter_groups, index, f"{round:02d}", previous, taken, graded, round=round)
+        if selection.values["full"]:
+            return [*admitted, *taken, *graded, selection]
+        missing = number(selection, "missing")
+    raise AssertionError("unreachable")
+
+
+def _admit(run: RunContext, steps: StepRunner, index: int, round: int, count: int) -> Commit:
+    """One after the other, whichever iteration wants it."""
+    shard, stream = f"{round:02d}", run.stream
+    place: dict[str, Any] = {"count": count, "without": passed_over(run.ledger, index) or None}
+    with stream.admitting if stream is not None else nullcontext():
+        previous = stream.newest_admission if stream is not None else None
+        done = run.find(index, Step.ADMIT, shard)
+        if done is not None:  # what it followed was a matter of time
+            before = next((name for name in done.inputs if "/" in name), None)
+            previous = None if before is None else run.input_commit(done, before)
+        admission = steps.call(admit, index, shard, previous, **place)
+        if stream is not None and stream.follows(admission):  # as one of another driver, which came late, may
+            stream.admit(admission, admitted_groups(run, admission))
+        return admission

@@ -1,0 +1,145 @@
+"""The log of a stream: samples as far as they came, durable though no step has taken them yet.
+
+A driver of a run that streams keps one from its start to its end:
+```
+runs/<run>/stream/000003-5f0c…/write_ahead/000000.<sha256>.arrow
+```
+A part is as `cairn.storage.write_ahead` has it, but for this: a sample may have several rows, one for each time that
+it was interrupted and one where it ended.
+
+| a later driver finds | meaning |
+|---|---|
+| a row with which a sample ended | that is how it ended; of several the first counts |
+| rows of a sample that did not end | it goes on from the newest |
+| a part that is torn, or made from other inputs | nobody's: it is removed |
+
+The rows of a group are of no use once the commit of a rollout step has them; a part goes when all of its groups have.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from cairn.storage import layout
+from cairn.storage.errors import StoreError
+from cairn.storage.paced import PacedWriter
+from cairn.storage.schemas import Status
+from cairn.storage.snapshots import PARTS, AttemptFolder
+from cairn.storage.store import Store
+from cairn.storage.write_ahead import READERS, part_bytes, read_any_part, read_part
+
+
+def prompts_in_stream(store: Store, run: str) -> set[int]:
+    """The prompts, as rows of the data set, of which samples lie in logs of a run's drivers."""
+    tables = (read_any_part(store, path) for path in _parts(store, run))
+    return {row for table in tables if table is not None for row in table["prompt_index"].to_pylist()}
+
+
+def _parts(store: Store, run: str, besides: str = "") -> list[str]:
+    """Store paths of the parts of all drivers but one."""
+    found = list[str]()
+    for name in map(layout.parse_attempt, store.list(layout.stream(run))):
+        if name is not None and name != besides:
+            folder = f"{layout.stream(run)}/{name}/{PARTS}"
+            found += [f"{folder}/{part}" for part in store.list(folder) if part.endswith(".arrow")]
+    return found
+
+
+class StreamLog(PacedWriter):
+    """That of one driver. A context manager, as the write-ahead log of a step's samples is."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        name: str,
+        inputs_digest: str,
+        *,
+        schema: pa.Schema,
+        encode: Callable[[list[Any]], pa.Table],
+        earlier_digests: Collection[str] = (),
+        deadline: float = 120.0,
+    ) -> None:
+        """
+        Args:
+            name: of the driver's attempt, as `layout.attempt_name` makes it.
+            inputs_digest: of everything the rows depend on; only parts made from the same are taken over.
+            schema: of the rows.
+            encode: makes rows of what was appended, in the log's own thread.
+            earlier_digests: of the same inputs by the rules of earlier versions of the code.
+            deadline: seconds that `close` may take.
+        """
+        self._run = run
+        self._folder = AttemptFolder(store, layout.stream(run), name, root=layout.run(run))
+        self._inputs_digest = inputs_digest
+        self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
+        self._schema = schema
+        self._encode = encode
+        self._groups: dict[str, set[int]] = {}
+        """Of which groups each part has rows that may still be of use. Of the writer's thread, once it has begun."""
+        super().__init__(self._write_samples, f"samples to {self._folder.folder}", deadline)
+
+    def recover(self, groups: Collection[int]) -> pa.Table:
+        """The rows of earlier drivers that samples of these groups go on from, or ended with: one a sample, in the
+        order in which they were written. Parts of no other groups are removed."""
+        store = self._folder.store
+        found = _parts(store, self._run, besides=self._folder.name)
+        tables = [self._schema.empty_table()]
+        with ThreadPoolExecutor(READERS) as readers:
+            read = readers.map(lambda path: read_part(store, path, self._schema, self._accepted), found)
+            for path, table in zip(found, read, strict=True):
+                ids = [] if table is None else table["group_id"].to_pylist()
+                self._groups[path] = {id for id in ids if id in groups}
+                if table is not None:
+                    tables.append(table.filter(pa.array([id in groups for id in ids], pa.bool_())))
+        self._remove_used_up()
+        rows = pa.concat_tables(tables)
+        return rows.take(pa.array(_newest(rows), pa.int64())).combine_chunks()
+
+    def forget(self, groups: Iterable[int]) -> None:
+        """A commit has these groups: their rows are of no use any more, nor those that are on their way."""
+        self.append(then=partial(self._forget, set(groups)))
+
+    def close(self) -> None:
+        """See `PacedWriter.close`."""
+        super().close()
+        with suppress(StoreError):
+            self._folder.store.remove_empty_folders(self._folder.beside)
+
+    def _forget(self, taken: set[int]) -> None:
+        for ids in self._groups.values():
+            ids -= taken
+        self._remove_used_up()
+
+    def _remove_used_up(self) -> None:
+        """In vain where the store does not answer: a later driver removes what is left."""
+        paths = [path for path, ids in self._groups.items() if not ids]
+        with suppress(StoreError):
+            for path in paths:
+                self._folder.store.delete(path)
+                del self._groups[path]
+
+    def _write_samples(self, number: int, samples: list[Any]) -> None:
+        table = self._encode(samples)
+        sha256, data = part_bytes(table, self._inputs_digest)
+        path = self._folder.path(f"{PARTS}/{number:06d}.{sha256}.arrow")
+        self._groups[path] = set(table["group_id"].to_pylist())
+        self._folder.store.write(path, data)
+
+
+def _newest(rows: pa.Table) -> list[int]:
+    """Of each sample the row that counts, in order."""
+    columns = zip(*(rows[name].to_pylist() for name in ("group_id", "sample_index", "status")), strict=True)
+    counts: dict[tuple[int, int], int] = {}
+    ended = set[tuple[int, int]]()
+    for row, (group, sample, status) in enumerate(columns):
+        if (group, sample) in ended:
+            continue
+        counts[group, sample] = row
+        if status != Status.ABORTED:
+            ended.add((group, sample))
+    return sorted(counts.values())

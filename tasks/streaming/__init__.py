@@ -1,0 +1,1 @@
+"""What a run whose `rollout.pipeline` is `streaming` does in place of a rollout that begins and ends."""

@@ -1,0 +1,101 @@
+"""The stream of a driver, opened where the ledger and the logs of the drivers before leave it."""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pyarrow as pa
+
+from cairn.storage import layout
+from cairn.storage.commits import Commit, Step
+from cairn.storage.stream_log import StreamLog
+from cairn.tasks.context import RunContext
+from cairn.tasks.groups import Group, sample_parts, sample_schema
+from cairn.tasks.halves import newest_trained, oldest_open, weights_after
+from cairn.tasks.step import StepCall
+from cairn.tasks.streaming.admit import admission_number, admitted_groups, admitted_ids
+from cairn.tasks.streaming.stream import Stream
+from cairn.tasks.streaming.take import encode_rows, take_groups
+
+
+@contextmanager
+def open_stream(run: RunContext) -> Iterator[None]:
+    """Have samples of a run generated all the time, within the block."""
+    ledger, iteration = run.ledger, oldest_open(run.ledger)
+    attempt, circumstances = ledger.attempt(iteration, Step.ROLLOUT, "stream"), take_groups.circumstances(run)
+
+    def open_log() -> StreamLog:
+        return StreamLog(
+            ledger.store,
+            ledger.run,
+            layout.attempt_name(None, layout.attempt_epoch(attempt.name), uuid.uuid4().hex[:12]),
+            circumstances,
+            schema=sample_schema(run, {}),
+            encode=partial(encode_rows, run),
+            earlier_digests=take_groups.earlier_circumstances(run),
+        )
+
+    call = StepCall(run, iteration, "stream", attempt, circumstances)
+    stream = Stream(call, weights_after(run, newest_trained(run)), open_log)
+    try:
+        newest, left = open_groups(run)
+        parts = _parts(stream.recover({id for _, ids in left for id in ids}))
+        for admission, ids in left:
+            groups = (group for group in admitted_groups(run, admission) if group.drawn.group_id in ids)
+            stream.admit(admission, [_gone_on(group, parts) for group in groups])
+        if newest is not None:
+            stream.admit(newest, [])
+        stream.begin()
+        run.stream = stream
+        yield
+    finally:
+        run.stream = None
+        stream.close()
+
+
+def open_groups(run: RunContext) -> tuple[Commit | None, list[tuple[Commit, list[int]]]]:
+    """The newest admission of a run, and of each the groups that no rollout step has taken, in the order of
+    admission."""
+    ledger = run.ledger
+    last, first = ledger.last_iteration(), ledger.first_iteration
+    found = dict[str, Commit]()
+    newest: Commit | None = None
+    left: dict[str, list[int]] = {}
+    for iteration in range(-1 if last is None else last, first - 1, -1):
+        commits = ledger.commits(iteration)
+        found |= {commit.name: commit for commit in commits if commit.step is Step.ADMIT}
+        takes = [commit for commit in commits if commit.step is Step.ROLLOUT]
+        if takes:  # the last of its rounds: what was admitted after it belongs to this iteration or a later one
+            take = max(takes, key=lambda commit: int((commit.shard or "0").partition("-")[0]))
+            newest = run.input_commit(take, str(take.values["admitted"]))
+            still = take.values["open"]
+            assert isinstance(still, dict)
+            left = {name: list(ids) for name, ids in still.items()}  # type: ignore[arg-type]
+            break
+    number = -1 if newest is None else admission_number(newest)
+    later = [one for one in found.values() if admission_number(one) > number]
+    left |= {one.name: admitted_ids(one) for one in later}
+    admissions = {name: found.get(name) or _committed(run, name) for name in left}
+    ordered = sorted(left, key=lambda name: admission_number(admissions[name]))
+    newest = max([*later, *([newest] if newest else [])], key=admission_number, default=None)
+    return newest, [(admissions[name], left[name]) for name in ordered]
+
+
+def _committed(run: RunContext, name: str) -> Commit:
+    iteration, _, rest = name.partition("/")
+    return run.committed(int(iteration), Step.ADMIT, rest.partition(".")[2])
+
+
+def _parts(rows: pa.Table) -> dict[int, list[dict[str, object]]]:
+    """Rows of the rollout table, by group."""
+    found: dict[int, list[dict[str, object]]] = {}
+    for row in rows.to_pylist():
+        found.setdefault(row["group_id"], []).append(row)
+    return found
+
+
+def _gone_on(group: Group, rows: dict[int, list[dict[str, object]]]) -> Group:
+    own = rows.get(group.drawn.group_id)
+    return group if own is None else replace(group, parts=sample_parts(own))

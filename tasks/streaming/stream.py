@@ -1,0 +1,345 @@
+"""The stream of a run whose `rollout.pipeline` is `streaming`: samples are generated all the time, whoever learns.
+
+    admit     prompts become open groups, at most `max_age` iterations ahead of learning
+    generate  each engine works on the samples of its groups with the newest weights there are; where these change, or
+              groups are admitted, what it has not finished is interrupted, and goes on from there
+    take      a rollout step takes the groups of its round: those that are complete, the first ones first
+
+What happens here depends on time and is nobody's until a rollout step commits which groups it took, with their samples.
+What an engine has made is durable before (`cairn.storage.stream_log`), so that the next driver goes on from it.
+
+A round takes a group that it would otherwise leave to be too old for the next iteration, and waits for it if it is not
+complete: a bound on age must not starve the prompts whose answers are long.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import numpy as np
+import pyarrow as pa
+
+from cairn.engines.errors import EngineError
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.types import FinishReason
+from cairn.storage.commits import Commit
+from cairn.storage.errors import Damaged
+from cairn.storage.stream_log import StreamLog
+from cairn.tasks.episodes import Calls
+from cairn.tasks.generation import generate_samples
+from cairn.tasks.groups import Group
+from cairn.tasks.rollout import sampling_params
+from cairn.tasks.step import StepCall
+from cairn.tasks.streaming.admit import admission_number
+from cairn.tasks.sync import serve
+from cairn.tasks.versions import weight_version_after
+
+_AGAIN = 0.02
+"""Seconds after which an engine that has not heard an interruption is told again."""
+
+
+@dataclass(frozen=True)
+class OpenGroup:
+    """One that is admitted, and that no rollout step has taken."""
+
+    group: Group
+    """With its samples as far as they came."""
+    admission: Commit
+    engine: int
+    """Which generates it."""
+    recovered: bool = False
+    """Whether an earlier driver completed it."""
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether nothing of it is to be generated any more: all of its samples have ended, or one has failed."""
+        failed = any(part.error is not None for part in self.group.parts.values())
+        return failed or not self.group.requests(besides=())
+
+    @cached_property
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest weight version of its tokens; None where it has none."""
+        parts = [part.trajectory.weight_versions for part in self.group.parts.values() if part.trajectory.segments]
+        found = [versions for versions in parts if len(versions)]
+        return (min(int(v.min()) for v in found), max(int(v.max()) for v in found)) if found else None
+
+
+@dataclass
+class Usage:
+    """What engines did."""
+
+    seconds: float = 0.0
+    """In which they were at work, all together."""
+    interrupted_samples: int = 0
+    """How often they left a sample unfinished, to go on with other weights or beside others."""
+    recomputed_tokens: int = 0
+    """Response tokens that they read again to go on after them."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The groups of a round, in the order in which they are taken."""
+
+    groups: tuple[OpenGroup, ...]
+    open: dict[str, list[int]]
+    """Those that are left, by the names of their admissions."""
+    newest: Commit
+    """The newest admission."""
+    usage: "Usage"
+    """What engines did since the round before."""
+    waited: float
+    """Seconds."""
+
+
+class Stream:
+    """That of one driver. Threads may share it."""
+
+    def __init__(self, call: StepCall, weights: Commit | None, open_log: Callable[[], StreamLog]) -> None:
+        """`call`: for whom it is generated; `weights`: the newest, None for the initial ones; `open_log` begins a log.
+        Use `open_stream`."""
+        self._run = run = call.run
+        self._call = call
+        self._weights = weights
+        self._changed = threading.Condition()
+        self._open: dict[int, OpenGroup] = {}
+        self._complete: list[int] = []
+        """In the order in which they came."""
+        self._newest: Commit | None = None
+        self._error: Exception | None = None
+        self._closed = False
+        self._pauses = 0
+        self._interrupted = [threading.Event() for _ in run.fleet.rollout]
+        self._told = set[int]()
+        """The engines that are just being told: what they begin now would be ended too."""
+        self._working = [False for _ in run.fleet.rollout]
+        self._since = [0.0 for _ in run.fleet.rollout]
+        """Until when the work of each is counted, if it works."""
+        self._usage = Usage()
+        self.admitting = threading.Lock()
+        """Held by who admits: each admission follows the one before."""
+        self._open_log = open_log
+        self._log = open_log()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def newest_admission(self) -> Commit | None:
+        """What the next one follows."""
+        return self._newest
+
+    def recover(self, groups: Collection[int]) -> pa.Table:
+        """See `StreamLog.recover`."""
+        return self._log.recover(groups)
+
+    def begin(self) -> None:
+        """Generate, from now on."""
+        work: list[Callable[[], None]] = [partial(self._generate, number) for number in range(len(self._working))]
+        for one in (*work, self._interrupt):
+            self._threads.append(threading.Thread(target=one, name="stream", daemon=True))
+            self._threads[-1].start()
+
+    def close(self) -> None:
+        """End what is generated; what has come is durable when this returns."""
+        with self._changed:
+            self._closed = True
+            self._interrupt_all()
+        for thread in self._threads:
+            thread.join()
+        if not self._log.broken:
+            self._log.close()
+
+    def follows(self, admission: Commit) -> bool:
+        """Whether an admission comes after all that are known. Raises Damaged where another one has its place."""
+        newest = self._newest
+        if newest is None:
+            return True
+        if newest.name != admission.name and admission_number(newest) == admission_number(admission):
+            raise Damaged(
+                f"{newest.name} and {admission.name} follow the same admission, made by two drivers: their prompts are "
+                "the same; start a new run from the weights of this one"
+            )
+        return admission_number(newest) < admission_number(admission)
+
+    def admit(self, admission: Commit, groups: Sequence[Group]) -> None:
+        """Open groups of an admission."""
+        with self._changed:
+            if self._newest is None or admission_number(admission) > admission_number(self._newest):
+                self._newest = admission
+            for group in groups:
+                loads = [sum(one.engine == n for one in self._open.values()) for n in range(len(self._working))]
+                one = OpenGroup(group, admission, int(np.argmin(loads)))
+                self._open[group.drawn.group_id] = one = replace(one, recovered=one.complete)
+                if one.complete:
+                    self._complete.append(group.drawn.group_id)
+            self._interrupt_all()
+
+    def publish(self, weights: Commit | None, *, interrupt: bool) -> None:
+        """These are the newest from now on. `interrupt`: at once, and not when an engine is interrupted next."""
+        with self._changed:
+            self._weights = weights
+            if interrupt:
+                self._interrupt_all()
+            self._changed.notify_all()
+
+    def take(self, iteration: int, count: int, tell: Callable[[int], None]) -> Taken:
+        """Wait until `count` groups can be taken by a round of an iteration, and say which. They stay until `forget`.
+        `tell` is told how many are complete. Raises what an engine raised: a new call lets it try again."""
+        began = time.monotonic()
+        end = began + self._run.config.rollout.timeout
+        bound = self._run.config.rollout.oldest_trained
+        oldest = weight_version_after(self._run.ledger, iteration - bound)  # that the next iteration trains on
+        with self._changed:
+            self._try_again()
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self._run.stopping.is_set():
+                    raise EngineError("what is generated was broken off: the driver ends")
+                tell(len(self._complete))
+                late = {id for id, one in self._open.items() if one.versions is not None and one.versions[0] < oldest}
+                awaited = [id for id in late if not self._open[id].complete] if time.monotonic() < end else []
+                if len(self._complete) >= count and not awaited:
+                    break
+                self._changed.wait(1.0)
+            ordered = sorted(self._complete, key=lambda id: id not in late)
+            chosen = ordered[:count]
+            left: dict[str, list[int]] = {}
+            for id, one in self._open.items():
+                if id not in chosen:
+                    left.setdefault(one.admission.name, []).append(id)
+            for number in range(len(self._working)):
+                self._count_work(number)
+            usage, self._usage = self._usage, Usage()
+            assert self._newest is not None
+            groups = tuple(self._open[id] for id in chosen)
+            return Taken(groups, left, self._newest, usage, time.monotonic() - began)
+
+    def forget(self, ids: Collection[int]) -> None:
+        """A rollout step has committed these groups."""
+        with self._changed:
+            for id in ids:
+                self._open.pop(id, None)
+            self._complete = [id for id in self._complete if id in self._open]
+            if not self._log.broken:
+                self._log.forget(ids)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have the engines to oneself."""
+        with self._changed:
+            self._pauses += 1
+            self._interrupt_all()
+            self._changed.wait_for(lambda: not any(self._working) and not self._told)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
+
+    def _interrupt_all(self) -> None:
+        for number, works in enumerate(self._working):
+            if works:
+                self._interrupted[number].set()
+        self._changed.notify_all()
+
+    def _interrupt(self) -> None:
+        """In a thread of its own: tell engines until they have heard. One that is told before it begins hears
+        nothing."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._to_be_told())
+                if self._closed and not any(self._working):
+                    return
+                self._told = self._to_be_told()
+            for number in list(self._told):
+                with suppress(Exception):  # the thread of the engine hears of it
+                    self._run.fleet.rollout[number].abort()
+                with self._changed:
+                    self._told.discard(number)
+                    self._changed.notify_all()
+            time.sleep(_AGAIN)
+
+    def _to_be_told(self) -> set[int]:
+        return {n for n, works in enumerate(self._working) if works and self._interrupted[n].is_set()}
+
+    def _generate(self, number: int) -> None:
+        """In a thread of its own: all that one engine does."""
+        run, engine = self._run, self._run.fleet.rollout[number]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._may_work(number) and self._samples_of(number)))
+                if self._closed:
+                    return
+                samples, weights = self._samples_of(number), self._weights
+                rows = {sample.group_id: self._open[sample.group_id].group.drawn.row.index for sample in samples}
+                samples = run.response_lengths.longest_first(samples, rows)
+                begun = [len(sample.begun) for sample in samples if sample.begun is not None]
+                self._usage.recomputed_tokens += sum(begun)
+                self._interrupted[number].clear()
+                self._working[number], self._since[number] = True, time.monotonic()
+            try:
+                serve(run, engine, weights)
+                call = replace(self._call, shard=f"stream-{number}")
+                for generated in generate_samples(
+                    call,
+                    engine,
+                    weights,
+                    samples,
+                    sampling_params(run.config, kept=run.records_kept),
+                    rows=rows,
+                    calls=Calls(call, records=False),
+                    interrupted=lambda: self._interrupted[number].is_set() or run.stopping.is_set(),
+                ):
+                    self._came(generated, engine.name)
+            except Exception as error:
+                with self._changed:
+                    self._error = self._error or error
+            finally:
+                with self._changed:
+                    self._count_work(number)
+                    self._working[number] = False
+                    self._changed.notify_all()
+
+    def _count_work(self, number: int) -> None:
+        now = time.monotonic()
+        if self._working[number]:
+            self._usage.seconds += now - self._since[number]
+            self._since[number] = now
+
+    def _may_work(self, number: int) -> bool:
+        ready = not self._pauses and number not in self._told
+        return ready and self._error is None and not self._run.stopping.is_set()
+
+    def _try_again(self) -> None:
+        """After an error. A log that could not be written is begun anew, with all that is open."""
+        self._error = None
+        if self._log.broken:
+            self._log = self._open_log()
+            names = [engine.name for engine in self._run.fleet.rollout]
+            for one in self._open.values():
+                self._log.append(*((names[one.engine], one.group, part) for part in one.group.parts.values()))
+        self._changed.notify_all()
+
+    def _samples_of(self, number: int) -> list[SampleRequest]:
+        groups = [one.group for one in self._open.values() if one.engine == number and not one.complete]
+        return [sample for group in groups for sample in group.requests(besides=())]
+
+    def _came(self, samples: Sequence[GeneratedSample], engine: str) -> None:
+        """Some have ended, or were interrupted."""
+        with self._changed:
+            for sample in samples:
+                one = self._open.get(sample.group_id)
+                if one is None or one.complete:  # another sample of the group has failed, or it was taken
+                    continue
+                if sample.finish_reason == FinishReason.ABORT:
+                    self._usage.interrupted_samples += 1
+                if len(sample.trajectory.segments) or sample.error is not None:
+                    self._log.append((engine, one.group, sample))
+                one = replace(one, group=replace(one.group, parts={**one.group.parts, sample.index: sample}))
+                self._open[sample.group_id] = one
+                if one.complete:
+                    self._complete.append(sample.group_id)
+            self._changed.notify_all()

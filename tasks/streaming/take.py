@@ -1,0 +1,100 @@
+"""`rollout` of a run that streams: a round takes the groups that are complete.
+
+Which they are is a matter of time, and decided by the commit of this step, before anything is made of them.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cairn.engines.trajectories import GeneratedSample
+from cairn.storage.commits import Commit, Step
+from cairn.storage.layout import IMAGES_FILE
+from cairn.tasks.context import RunContext
+from cairn.tasks.events import GroupsGenerated
+from cairn.tasks.failures import failure_metrics
+from cairn.tasks.groups import Group, image_table, sample_schema, sample_table, without_unused
+from cairn.tasks.rollout import READS, token_count, whole_groups
+from cairn.tasks.shard_progress import INTERVAL
+from cairn.tasks.step import Outcome, StepCall, durable
+
+
+@durable(
+    Step.ROLLOUT,
+    reads=(*READS, "rollout.pipeline", "rollout.lag", "rollout.max_age"),
+    externals=("data", "model"),
+    engines=("rollout",),
+    finds=(Step.ADMIT,),
+)
+def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Outcome:
+    """Take `count` groups from the stream, when as many are complete. `earlier`: the filter step before."""
+    run = step.run
+    assert run.stream is not None
+
+    told = float("-inf")
+
+    def tell(complete: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= INTERVAL:
+            told = time.monotonic()
+            run.emit(GroupsGenerated(step.iteration, step.shard, min(complete, count), count))
+
+    taken = run.stream.take(step.iteration, count, tell)
+    groups = {one.group.drawn.group_id: one.group for one in taken.groups}
+    names = [engine.name for engine in run.fleet.rollout]
+    rows = [(names[one.engine], one.group, part) for one in taken.groups for part in one.group.finished()]
+
+    def encode(samples: list[GeneratedSample]) -> pa.Table:
+        return encode_rows(run, [("", groups[sample.group_id], sample) for sample in samples])
+
+    ended = encode_rows(run, rows)
+    samples = without_unused(whole_groups(ended, groups, encode, {}))
+    run.response_lengths.add(samples)
+    images = image_table(groups.values())
+    versions = [one.versions for one in taken.groups if one.versions is not None]
+    newest = {id: one.versions[1] for id, one in zip(groups, taken.groups, strict=True) if one.versions is not None}
+    admissions = {one.admission.name: one.admission for one in taken.groups}
+    return Outcome(
+        tables={"samples.parquet": samples.combine_chunks(), **({} if images is None else {IMAGES_FILE: images})},
+        found=list({**admissions, taken.newest.name: taken.newest}.values()),
+        values={
+            "cursor": taken.newest.values["cursor"],
+            "groups": list(groups),
+            "newest": list(newest.values()),
+            "sampled": list(newest),
+            "open": taken.open,
+            "admitted": taken.newest.name,
+            "batch_invariant": False,
+        },
+        metrics={
+            "samples": samples.num_rows,
+            "generated_groups": sum(not one.recovered for one in taken.groups),
+            "recovered_groups": sum(one.recovered for one in taken.groups),
+            "open_groups": sum(map(len, taken.open.values())),
+            "prompt_tokens": token_count(samples, "prompt_ids"),
+            "response_tokens": token_count(samples, "response_ids"),
+            "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
+            "interrupted_samples": taken.usage.interrupted_samples,
+            "recomputed_tokens": taken.usage.recomputed_tokens,
+            **failure_metrics(ended),
+        },
+        timings={"wait": taken.waited, "engines": taken.usage.seconds},
+        weight_version_in=min((oldest for oldest, _ in versions), default=None),
+        weight_version_out=max((newest for _, newest in versions), default=None),
+        environment=run.fleet.generating_environment(run.fleet.rollout[0]),
+    )
+
+
+def taken_ids(taken: Commit) -> list[int]:
+    """The groups of such a step."""
+    groups = taken.values["groups"]
+    assert isinstance(groups, list)
+    return groups  # type: ignore[return-value]
+
+
+def encode_rows(run: RunContext, rows: Iterable[tuple[str, Group, GeneratedSample]]) -> pa.Table:
+    """Rows of the rollout table, of (engine, group, sample)."""
+    tables = [sample_table(run, engine, {group.drawn.group_id: group}, [sample]) for engine, group, sample in rows]
+    return pa.concat_tables([sample_schema(run, {}).empty_table(), *tables])

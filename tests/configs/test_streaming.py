@@ -1,0 +1,45 @@
+"""What a stream bounds, and what it does not go with."""
+
+from typing import Any
+
+import pytest
+
+from cairn.configs.errors import ConfigError
+from cairn.configs.loader import parse
+from tests.configs.test_lag import config
+
+STREAMING = {"pipeline": "streaming"}
+CORRECTED = {"use_tis": True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"algorithm": {}}, "rollout.max_age is 1: tokens that older weights sampled .* set rollout.pipeline=sync"),
+        ({"rollout": {"max_age": 0}}, "max_age is 0 and pipeline is streaming, which generates while it trains"),
+        ({"rollout": {"lag": 1}}, r"lag \(1\) has no effect while pipeline is streaming: set pipeline to lagged"),
+        (
+            {"rollout": {"over_sampling_batch_size": 4}},
+            "over_sampling_batch_size has no effect while pipeline is strea",
+        ),
+        ({"rollout": {"shards_per_round": 2}}, "shards_per_round has no effect while pipeline is streaming"),
+        ({"rollout": {"router": {}, "engine": "sglang"}}, "requests of all go through router: leave router out"),
+        ({"rollout": {"custom_generate_function_path": "a.py:b"}}, "episodes are not streamed yet"),
+        ({"data": {"path": "d", "curriculum": {"policy": "difficulty"}}}, "data.curriculum.policy chooses by these"),
+        ({"recovery": {"on_divergence": "fork"}}, "of which there are no forks: set on_divergence to stop"),
+        (
+            {"fleet": {"colocate": True}},
+            "rollout.pipeline is streaming, which generates while it trains, but with fleet",
+        ),
+    ],
+)
+def test_what_a_stream_does_not_go_with_is_refused_by_a_sentence(sections: dict[str, Any], says: str) -> None:
+    given = {"algorithm": CORRECTED, **sections, "rollout": {**STREAMING, **sections.get("rollout", {})}}
+    with pytest.raises(ConfigError, match=says):
+        parse(config(**given))
+
+
+@pytest.mark.parametrize(("given", "age"), [({}, 1), ({"max_age": 3}, 3)])
+def test_its_greatest_age_is_how_far_sampling_may_be_ahead(given: dict[str, int], age: int) -> None:
+    rollout = parse(config(rollout={**STREAMING, **given}, algorithm=CORRECTED)).rollout
+    assert (rollout.weights_lag, rollout.oldest_trained) == (age, age)

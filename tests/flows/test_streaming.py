@@ -1,0 +1,337 @@
+"""Runs that stream: what a batch is made of is decided by commits, and survives the driver."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.errors import EngineError
+from cairn.engines.rollout.transformers.loop import DecodeLoop
+from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, Segment, Trajectory
+from cairn.engines.types import FinishReason
+from cairn.flows.iteration import collect, learn
+from cairn.flows.pipeline import Pipeline
+from cairn.flows.replay import Replaying, _EndOfLedger, _walk
+from cairn.flows.streaming import admit_prompts
+from cairn.storage.commits import Commit, Step
+from cairn.storage.errors import StoreError
+from cairn.storage.ledger import Ledger
+from cairn.storage.schemas import ROLLOUT
+from cairn.storage.store import open_store
+from cairn.storage.stream_log import StreamLog
+from cairn.tasks.context import RunContext
+from cairn.tasks.groups import Group
+from cairn.tasks.halves import oldest_open, publish_for_open_halves, weights_after
+from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.step import DurableStep, StepCall
+from cairn.tasks.streaming.admit import admit, admitted_groups
+from cairn.tasks.streaming.opening import open_stream
+from cairn.tasks.streaming.stream import Stream, Taken
+from cairn.tasks.streaming.take import encode_rows
+from tests.forks import FORKS
+from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+from tests.waiting import wait_for
+
+ITERATIONS = 5
+
+
+def streaming(assets: Path, max_age: int, **sections: dict[str, Any]) -> RunConfig:
+    rollout = {
+        "num_rollout": ITERATIONS,
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 4,
+        "rollout_max_response_len": 8,
+        "pipeline": "streaming",
+        "max_age": max_age,
+    }
+    return tiny_config(assets, rollout=rollout, **sections)
+
+
+def drive(run: RunContext, steps: DirectSteps) -> list[int]:
+    """What `cairn.flows.train.drive` does, without Prefect."""
+    publish_for_open_halves(run)
+    pipeline = Pipeline(run, steps, oldest_open(run.ledger), learned=lambda index: None, stop=run.stopping.set)
+    with open_stream(run), closing(pipeline.run(pipeline.iterate, ITERATIONS)) as iterations:
+        return [index for index, _ in iterations]
+
+
+@pytest.mark.parametrize("max_age", [1, 2])
+def test_every_admitted_group_is_taken_once_and_trained_on_no_older_than_may_be(
+    max_age: int, tiny_assets: Path, tmp_path: Path
+) -> None:
+    with tiny_context(str(tmp_path), streaming(tiny_assets, max_age)) as (run, _):
+        assert drive(run, DirectSteps(run)) == list(range(ITERATIONS))
+        admitted = [run.committed(index, Step.ADMIT, "00").values["groups"] for index in range(ITERATIONS)]
+        assert list(chain(*admitted)) == list(range(2 * ITERATIONS))
+        taken = [run.committed(index, Step.ROLLOUT, "00-000").values["groups"] for index in range(ITERATIONS)]
+        assert sorted(chain(*taken)) == list(range(2 * ITERATIONS))
+        for index in range(ITERATIONS):
+            assert run.committed(index, Step.ADVANTAGE).metrics["age/max"] <= max_age
+            assert run.committed(index, Step.TRAIN).weight_version_in == index
+
+
+class EndingAt(DirectSteps):
+    """Ends the driver before, or after, one of its steps."""
+
+    def __init__(self, run: RunContext, index: int, step: Step, moment: str, end: Callable[[], None]) -> None:
+        super().__init__(run)
+        self._place, self._moment, self._end = (index, step), moment, end
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        if (index, step.name) == self._place and self._moment == "before":
+            self._end()
+        commit = super().call(step, index, shard, *args, **kwargs)
+        if (index, step.name) == self._place:
+            self._end()
+        return commit
+
+
+def be_killed(store: str, config: RunConfig, index: int, step: Step, moment: str) -> None:
+    with tiny_context(store, config) as (run, _):
+        drive(run, EndingAt(run, index, step, moment, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+PLACES = [
+    (0, Step.ADMIT, "after"),
+    (2, Step.ADMIT, "before"),
+    (1, Step.ROLLOUT, "before"),
+    (2, Step.ROLLOUT, "after"),
+    (2, Step.FILTER, "before"),
+    (1, Step.TRAIN, "before"),
+    (2, Step.TRAIN, "after"),
+]
+
+
+@pytest.mark.parametrize(("index", "step", "moment"), PLACES, ids=lambda value: str(value))
+def test_a_killed_run_loses_nothing_that_was_admitted_and_trains_on_nothing_twice(
+    index: int, step: Step, moment: str, tiny_assets: Path, tmp_path: Path
+) -> None:
+    config = streaming(tiny_assets, 1 + index % 2, checkpoint={"save_interval": 2})
+    driver = FORKS.Process(target=be_killed, args=(str(tmp_path), config, index, step, moment))
+    driver.start()
+    driver.join(200)
+    assert driver.exitcode == -signal.SIGKILL
+    ledger = Ledger.open(open_store(str(tmp_path)), "tiny")
+    before = {commit.name: commit for number in ledger.iterations() for commit in ledger.commits(number)}
+    logged = rows_that_ended(tmp_path)
+    with tiny_context(str(tmp_path), config) as (run, events):
+        drive(run, DirectSteps(run))
+        assert not set(events.executed()) & set(before)
+        takes = [run.committed(number, Step.ROLLOUT, "00-000") for number in range(ITERATIONS)]
+        assert sorted(chain(*(take.values["groups"] for take in takes))) == list(range(2 * ITERATIONS))
+        tokens = {
+            (row["group_id"], row["sample_index"]): row["response_ids"]
+            for take in takes
+            for row in run.read(take).to_pylist()
+        }
+    assert {key: tokens[key] for key in logged} == logged, "what had ended was generated again"
+    assert not rows_that_ended(tmp_path), "the log keeps what commits have"
+    with tiny_context(str(tmp_path), config) as (run, _):  # every update again, from what was committed
+        restore_trainer(run, run.committed(ITERATIONS - 1, Step.TRAIN))
+
+
+def rows_that_ended(folder: Path) -> dict[tuple[int, int], list[int]]:
+    """The responses in the logs of drivers that are gone."""
+    found = {}
+    for path in sorted((folder / "runs/tiny/stream").rglob("*.arrow")):
+        for row in pa.ipc.open_file(path).read_all().to_pylist():
+            if row["status"] != "aborted":
+                found[row["group_id"], row["sample_index"]] = row["response_ids"]
+    return found
+
+
+def test_what_the_filter_drops_is_replaced_by_prompts_that_are_admitted_for_it(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "odd.py").write_text(
+        "calls = []\n\n"
+        "def odd(rewards):\n"
+        '    """Drops the second group that it is shown."""\n'
+        "    calls.append(1)\n"
+        "    return len(calls) != 2\n"
+    )
+    filtered = {"dynamic_sampling_filter": f"{tmp_path}/odd.py:odd"}
+    config = streaming(tiny_assets, 1)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=filtered)})
+    with tiny_context(str(tmp_path / "store"), config) as (run, _):
+        drive(run, DirectSteps(run))
+        second = run.committed(0, Step.ADMIT, "01")
+        assert len(second.values["groups"]) == 1
+        assert run.committed(0, Step.ROLLOUT, "01-000").metrics["samples"] == 4
+        commits = [commit for number in range(ITERATIONS) for commit in run.ledger.commits(number)]
+        admitted = chain(*(commit.values["groups"] for commit in commits if commit.step is Step.ADMIT))
+        taken = chain(*(commit.values["groups"] for commit in commits if commit.step is Step.ROLLOUT))
+        assert sorted(admitted) == sorted(taken) == list(range(2 * ITERATIONS + 1))
+
+
+class TryingAgain(DirectSteps):
+    """Tries steps again, as often as they fail by what that can mend."""
+
+    def __init__(self, run: RunContext) -> None:
+        super().__init__(run)
+        self.errors: list[str] = []
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        try:
+            return super().call(step, index, shard, *args, **kwargs)
+        except (EngineError, StoreError) as error:
+            self.errors.append(f"{step.name} {error}")
+            return self.call(step, index, shard, *args, **kwargs)
+
+
+def test_an_engine_that_fails_is_asked_again_by_the_next_try(tiny_assets: Path, tmp_path: Path) -> None:
+    with tiny_context(str(tmp_path), streaming(tiny_assets, 1)) as (run, _):
+        engine = run.fleet.rollout[0]
+        generate, failures = engine.generate_samples, iter([True, False, True])
+
+        def failing(*args: Any) -> Any:
+            if next(failures, False):
+                raise EngineError("it is gone")
+            return generate(*args)
+
+        engine.generate_samples = failing  # type: ignore[method-assign]
+        steps = TryingAgain(run)
+        drive(run, steps)
+        assert next(failures, None) is None, "it was not asked again"
+        assert set(steps.errors) <= {"rollout it is gone"}  # none where nobody was waiting
+        assert taken_groups(run) == list(range(2 * ITERATIONS))
+
+
+def test_a_log_that_could_not_be_written_is_begun_anew(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_context(str(tmp_path), streaming(tiny_assets, 1)) as (run, _):
+        write, failures = run.ledger.store.write, iter([False, True, False, True])
+
+        def failing(path: str, data: bytes) -> None:
+            if "/stream/" in path and next(failures, False):
+                raise StoreError("no answer")
+            write(path, data)
+
+        monkeypatch.setattr(run.ledger.store, "write", failing)
+        steps = TryingAgain(run)
+        drive(run, steps)
+        assert next(failures, None) is None, "it was never written again"
+        assert set(steps.errors) <= {"rollout no answer"}
+        assert taken_groups(run) == list(range(2 * ITERATIONS))
+
+
+def test_samples_go_on_with_newer_weights_where_they_were_interrupted(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_step, steps, held = DecodeLoop._step, 5, threading.Event()
+    go_on = threading.Event()
+
+    def holding(loop: DecodeLoop) -> None:
+        nonlocal steps
+        if not go_on.is_set():
+            steps -= 1
+            if steps < 0:
+                held.set()
+                assert go_on.wait(60)
+        take_step(loop)
+
+    with tiny_context(str(tmp_path), streaming(tiny_assets, 2)) as (run, _), open_stream(run):
+        assert run.stream is not None
+        direct = DirectSteps(run)
+        publish_for_open_halves(run)
+        admit_prompts(run, direct, 0)
+        collect(run, direct, 0)
+        monkeypatch.setattr(DecodeLoop, "_step", holding)
+        admit_prompts(run, direct, 1)
+        assert held.wait(60)
+        learn(run, direct, 0)
+        run.stream.publish(weights_after(run, 0), interrupt=True)
+        wait_for(lambda: run.fleet.rollout[0].engine._loop._aborting, 60)
+        go_on.set()
+        collect(run, direct, 1)
+        take = run.committed(1, Step.ROLLOUT, "00-000")
+        rows = run.read(take).to_pylist()
+        assert any(len(row["weight_versions"]) > 5 for row in rows)
+        for row in rows:
+            assert row["weight_versions"] == [0] * min(5, len(row["response_ids"])) + [1] * (
+                len(row["response_ids"]) - 5
+            )
+        went_on = [row for row in rows if len(row["response_ids"]) > 5]
+        assert take.metrics["interrupted_samples"] == len(went_on)
+        assert take.metrics["recomputed_tokens"] == 5 * len(went_on)
+
+
+def test_a_run_that_was_stopped_is_replayed_as_far_as_it_came(tiny_assets: Path, tmp_path: Path) -> None:
+    config = streaming(tiny_assets, 2)
+    with tiny_context(str(tmp_path / "store"), config) as (run, _):
+
+        def interrupt() -> None:
+            wait_for(lambda: run.find(4, Step.ADMIT, "00") is not None, 60)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            drive(run, EndingAt(run, 2, Step.ROLLOUT, "before", interrupt))
+    with tiny_context(str(tmp_path / "store"), config) as (run, _):
+        replayed = []
+        for index in run.ledger.iterations():
+            runner = Replaying(run, {Step.ADMIT, Step.ROLLOUT, Step.TRAIN}, None, open_store(str(tmp_path / "again")))
+            with suppress(_EndOfLedger):
+                _walk(run, runner, index)
+            replayed += runner.replayed
+        assert [again.name for again in replayed if again.name.endswith("train")] == ["000000/train", "000001/train"]
+        assert [again.name for again in replayed if again.skipped] == ["000000/rollout.00-000", "000001/rollout.00-000"]
+        assert not [again.name for again in replayed if again.differences]
+
+
+def taken_groups(run: RunContext) -> list[int]:
+    commits = [commit for number in range(ITERATIONS) for commit in run.ledger.commits(number)]
+    return sorted(chain(*(commit.values["groups"] for commit in commits if commit.step is Step.ROLLOUT)))
+
+
+def test_a_group_that_the_next_iteration_would_find_too_old_is_waited_for_and_taken_first(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    with tiny_context(str(tmp_path), streaming(tiny_assets, 1)) as (run, _):
+        admission = admit(run, 0, "00", None, count=3)
+        attempt = run.ledger.attempt(0, Step.ROLLOUT, "stream")
+        stream = Stream(StepCall(run, 0, "stream", attempt, "inputs"), None, log_of(run))
+        fresh, also, old = admitted_groups(run, admission)
+        stream.admit(admission, [sampled(fresh, 1, 4), sampled(also, 1, 4), sampled(old, 0, 3)])
+        taken: list[Taken] = []
+        waiting = threading.Thread(target=lambda: taken.append(stream.take(1, 2, lambda complete: None)), daemon=True)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive(), "iteration 2 could not train on tokens of version 0"
+        stream.admit(admission, [sampled(old, 0, 4)])
+        waiting.join(60)
+        (found,) = taken
+        assert [one.group.drawn.group_id for one in found.groups] == [old.drawn.group_id, fresh.drawn.group_id]
+        assert found.open == {admission.name: [also.drawn.group_id]}
+        # Nothing is too old for iteration 1 yet, so that iteration 0 waits for nobody.
+        assert len(stream.take(0, 3, lambda complete: None).groups) == 3
+
+
+def sampled(group: Group, version: int, finished: int) -> Group:
+    """The group, with so many of its samples at their end, and another begun where there is one."""
+    parts = {}
+    for index in range(min(finished + 1, len(group.seeds))):
+        reason = FinishReason.STOP if index < finished else FinishReason.ABORT
+        tokens = np.asarray([5, 6], np.int32)
+        segment = Segment(
+            tokens, np.ones(2, np.uint8), FIRST_CALL, np.zeros(2, np.float32), tokens * 0 + version, 1, reason
+        )
+        parts[index] = GeneratedSample(group.drawn.group_id, index, Trajectory((segment,)), reason)
+    return replace(group, parts=parts)
+
+
+def log_of(run: RunContext) -> Callable[[], StreamLog]:
+    return lambda: StreamLog(
+        run.ledger.store, "tiny", "000001-ab", "inputs", schema=ROLLOUT, encode=partial(encode_rows, run)
+    )

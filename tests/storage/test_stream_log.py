@@ -1,0 +1,69 @@
+"""What a stream keeps of samples that no step has taken: one row a sample, until a commit has its group."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from cairn.storage.schemas import ROLLOUT
+from cairn.storage.store import Store, open_store
+from cairn.storage.stream_log import StreamLog, prompts_in_stream
+
+
+def rows(*samples: tuple[int, int, str, list[int]]) -> pa.Table:
+    """Of (group, sample, status, tokens)."""
+    values = {"group_id": 0, "sample_index": 1, "status": 2, "response_ids": 3, "prompt_index": 0}
+    columns = {
+        field.name: [sample[values[field.name]] if field.name in values else None for sample in samples]
+        for field in ROLLOUT
+    }
+    return pa.table({name: pa.array(column, ROLLOUT.field(name).type) for name, column in columns.items()}, ROLLOUT)
+
+
+def log(store: Store, number: int, inputs: str = "same") -> StreamLog:
+    return StreamLog(store, "run", f"{number:06d}-ab", inputs, schema=ROLLOUT, encode=pa.concat_tables)
+
+
+def parts(folder: Path) -> Sequence[Path]:
+    return sorted((folder / "runs/run/stream").rglob("*.arrow"))
+
+
+def test_a_sample_goes_on_from_its_newest_row_or_has_ended_with_the_first_that_says_so(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with log(store, 1) as first:
+        first.append(rows((7, 0, "aborted", [1]), (7, 1, "completed", [5]), (8, 0, "aborted", [9])))
+    with log(store, 2) as second:
+        second.append(rows((7, 0, "aborted", [1, 2]), (7, 1, "completed", [6]), (9, 0, "completed", [3])))
+    assert prompts_in_stream(store, "run") == {7, 8, 9}
+    with log(store, 3) as third:
+        found = third.recover({7, 8}).select(["group_id", "sample_index", "response_ids"]).to_pylist()
+    assert sorted(tuple(row.values()) for row in found) == [(7, 0, [1, 2]), (7, 1, [5]), (8, 0, [9])]
+
+
+def test_what_was_made_from_other_inputs_or_is_torn_is_nobodys_and_goes(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with log(store, 1, "others") as first:
+        first.append(rows((7, 0, "completed", [1])))
+    with log(store, 2) as second:
+        second.append(rows((7, 1, "completed", [1])))
+    (torn,) = [part for part in parts(tmp_path) if "000002-ab" in str(part)]
+    torn.write_bytes(torn.read_bytes()[:-1])
+    with log(store, 3) as third:
+        assert third.recover({7}).num_rows == 0
+    assert not parts(tmp_path)
+
+
+def test_a_part_goes_when_commits_have_all_of_its_groups_written_before_or_after(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with log(store, 1) as first:
+        first.append(rows((1, 0, "completed", [1]), (2, 0, "aborted", [1])))
+    with log(store, 2) as second:
+        second.recover({1, 2})
+        second.append(rows((1, 1, "completed", [4])))
+        second.forget([1])
+    assert [part.parts[-3] for part in parts(tmp_path)] == ["000001-ab"]
+    with log(store, 3) as third:
+        third.recover({2})
+        third.forget([2])
+    assert not parts(tmp_path)
+    assert not list((tmp_path / "runs/run/stream").glob("*"))
