@@ -194,7 +194,7 @@ def _sampled_from(run: RunContext, generated: Commit) -> dict[int, int]:
     assert isinstance(ids, list)
     assert isinstance(versions, list)
     iterations = {version: sampled_from(run.ledger, version) for version in set(versions)}  # type: ignore[arg-type]
-    return {id: iterations[version] for id, version in zip(ids, versions, strict=True)}  # type: ignore
+    return {id: iterations[version] for id, version in zip(ids, versions, strict=True)}  # type: ignore[misc]
 
 
 def _aged(

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import pytest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError
 from cairn.engines.rollout.transformers.loop import DecodeLoop
-from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, Segment, Trajectory
+from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason
 from cairn.flows.iteration import collect, learn
 from cairn.flows.pipeline import Pipeline
@@ -99,7 +99,18 @@ class EndingAt(DirectSteps):
 
 def be_killed(store: str, config: RunConfig, index: int, step: Step, moment: str) -> None:
     with tiny_context(store, config) as (run, _):
-        drive(run, EndingAt(run, index, step, moment, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+        def logged() -> bool:
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                return any(group not in taken_groups(run) for group, _ in rows_that_ended(Path(store)))
+            return False
+
+        def die() -> None:
+            if (step, moment) == (Step.ROLLOUT, "before"):
+                wait_for(logged, 60)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        drive(run, EndingAt(run, index, step, moment, die))
 
 
 PLACES = [
@@ -125,8 +136,18 @@ def test_a_killed_run_loses_nothing_that_was_admitted_and_trains_on_nothing_twic
     ledger = Ledger.open(open_store(str(tmp_path)), "tiny")
     before = {commit.name: commit for number in ledger.iterations() for commit in ledger.commits(number)}
     logged = rows_that_ended(tmp_path)
+    assert logged or (step, moment) != (Step.ROLLOUT, "before")
     with tiny_context(str(tmp_path), config) as (run, events):
+        engine = run.fleet.rollout[0]
+        generate, asked = engine.generate_samples, set[tuple[int, int]]()
+
+        def asking(samples: Sequence[SampleRequest], *rest: Any) -> Any:
+            asked.update(sample.key for sample in samples)
+            return generate(samples, *rest)
+
+        engine.generate_samples = asking  # type: ignore[method-assign]
         drive(run, DirectSteps(run))
+        assert not asked & logged.keys(), "what had ended was generated again"
         assert not set(events.executed()) & set(before)
         takes = [run.committed(number, Step.ROLLOUT, "00-000") for number in range(ITERATIONS)]
         assert sorted(chain(*(take.values["groups"] for take in takes))) == list(range(2 * ITERATIONS))
@@ -135,7 +156,7 @@ def test_a_killed_run_loses_nothing_that_was_admitted_and_trains_on_nothing_twic
             for take in takes
             for row in run.read(take).to_pylist()
         }
-    assert {key: tokens[key] for key in logged} == logged, "what had ended was generated again"
+    assert {key: tokens[key] for key in logged} == logged
     assert not rows_that_ended(tmp_path), "the log keeps what commits have"
     with tiny_context(str(tmp_path), config) as (run, _):  # every update again, from what was committed
         restore_trainer(run, run.committed(ITERATIONS - 1, Step.TRAIN))
