@@ -128,6 +128,7 @@ class Sandbox:
             read = told = -1
             feeding = asyncio.gather(_feed(process, stdin), asyncio.to_thread(_put, write, file))
             write = -1
+            clearing = asyncio.create_task(_clear(process, group))
             bound = config.file_size
             output, errors = bytearray(), bytearray()
             late = False
@@ -145,6 +146,7 @@ class Sandbox:
                 feeding.cancel()
                 with suppress(asyncio.CancelledError, OSError):
                     await feeding
+                await clearing
         finally:
             for fd in (read, write, told):
                 if fd >= 0:
@@ -248,6 +250,23 @@ async def _take(
         into += data
         if len(into) > bound:
             _kill(process, None)
+
+
+async def _clear(process: asyncio.subprocess.Process, group: "_Cgroup | None") -> None:
+    """End what outlives the sandbox: killed while it begins, it leaves a process that does not yet die with it, waits
+    for it for ever, and holds its pipes (for which `process.wait` would wait)."""
+    with suppress(ProcessLookupError), os.fdopen(os.pidfd_open(process.pid)) as ended:
+        gone = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ended, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(ended)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    if group is not None:
+        group.kill()
 
 
 def _kill(process: asyncio.subprocess.Process, group: "_Cgroup | None") -> None:

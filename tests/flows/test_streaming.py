@@ -22,6 +22,7 @@ from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleReques
 from cairn.engines.types import FinishReason
 from cairn.flows.iteration import collect, learn
 from cairn.flows.pipeline import Pipeline
+from cairn.flows.reading.metrics import iteration_metrics
 from cairn.flows.replay import Replaying, _EndOfLedger, _walk
 from cairn.flows.streaming import admit_prompts
 from cairn.storage.commits import Commit, Step
@@ -287,6 +288,10 @@ def test_samples_go_on_with_newer_weights_where_they_were_interrupted(
         went_on = [row for row in rows if len(row["response_ids"]) > 5]
         assert take.metrics["interrupted_samples"] == len(went_on)
         assert take.metrics["recomputed_tokens"] == 5 * len(went_on)
+        shown = iteration_metrics([take], run.config)
+        assert shown["rollout/interrupted_samples"] == len(went_on)
+        assert shown["rollout/recomputed_tokens"] == 5 * len(went_on)
+        assert "rollout/open_groups" in shown
 
 
 def test_a_run_that_was_stopped_is_replayed_as_far_as_it_came(tiny_assets: Path, tmp_path: Path) -> None:

@@ -203,6 +203,19 @@ def test_a_sandbox_that_is_killed_runs_its_program_again(bwrap):
     assert found == "done"
 
 
+def test_a_sandbox_that_is_killed_while_it_begins_leaves_nobody_to_wait_for(bwrap, tmp_path):
+    """bubblewrap's child waits for its parent to map users before it asks to die with it."""
+    orphaned = tmp_path / "orphaned"
+    begins = tmp_path / "bwrap"
+    begins.write_text(f'#!/bin/sh\nif rm "{orphaned}" 2>&-; then sleep 60 & kill -9 $$; fi\nexec "{bwrap}" "$@"\n')
+    begins.chmod(0o755)
+    python = tools("python", python={"bwrap": str(begins), "timeout": 30})["python"]
+    assert run(python, code="print(1)") == "1"
+    orphaned.touch()
+    assert run(python, code="print('done')") == "done"
+    assert not orphaned.exists()
+
+
 PASSAGES = [
     {"title": "Herring", "contents": "A small fish that swims in shoals in the cold sea."},
     {"title": "Larch", "contents": "A tree that loses its needles in winter."},

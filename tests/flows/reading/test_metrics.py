@@ -185,10 +185,10 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     )
     episodes = {metric.name for metric in METRICS if metric.name.startswith(of_episodes)}
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
+    streams = {f"rollout/{name}" for name in ("open_groups", "interrupted_samples", "recomputed_tokens")}
     asked_for |= {metric.name for metric in METRICS if metric.source == "waits"}  # tests.flows.costs.test_balance
-    assert {
-        metric.name for metric in METRICS
-    } - written - families - asked_for - servers - experts - workers - demonstrations - episodes - failures == set()
+    others = families | servers | experts | workers | demonstrations | episodes | failures | streams
+    assert {metric.name for metric in METRICS} - written - asked_for - others == set()
 
 
 def test_utilization_is_the_work_per_second_of_what_a_device_can_do(tmp_path: Path) -> None:
