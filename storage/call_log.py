@@ -61,6 +61,7 @@ class CallLog(PacedWriter):
         self._inputs_digest = inputs_digest
         self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
         self._encode = encode
+        self._written = [CALLS.empty_table()]
         before = self._others()
         self._number = 1 + max((number for parts in before.values() for number, _, _ in parts), default=-1)
         self._write_part(0, CALLS.empty_table())
@@ -68,7 +69,6 @@ class CallLog(PacedWriter):
         self._known = frozenset(found)
         self.recovered = self._recover(found)
         """Rows of earlier attempts, those of a sample in the order in which they were answered, intents last."""
-        self._written = [CALLS.empty_table()]
         super().__init__(self._write_calls, f"calls of samples to {attempt.folder}", deadline)
 
     def appended(self) -> pa.Table:
@@ -107,12 +107,13 @@ class CallLog(PacedWriter):
 
     def _recover(self, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:
         paths = [path for name, parts in sorted(found.items(), key=lambda item: _age(*item)) for _, _, path in parts]
-        self._attempt.superseded += paths
         attempts = {path: name for name, parts in found.items() for _, _, path in parts}
         with ThreadPoolExecutor(READERS) as readers:
             read = readers.map(lambda path: read_part(self._attempt.store, path, CALLS, self._accepted), paths)
-            tables = [(attempts[path], table) for path, table in zip(paths, read, strict=True) if table is not None]
-        return _of_newest(tables)
+            tables = dict(zip(paths, read, strict=True))
+        for path, table in tables.items():
+            self._recovered_part(path, table)
+        return _of_newest([(attempts[path], table) for path, table in tables.items() if table is not None])
 
     def _write_calls(self, number: int, calls: list[Any]) -> None:
         table = self._encode(calls)
@@ -125,6 +126,14 @@ class CallLog(PacedWriter):
         sha256, data = part_bytes(table, self._inputs_digest)
         path = self._attempt.path(f"{FOLDER}/{self._number:04d}-{number:06d}.{sha256}.arrow")
         self._attempt.store.write(path, data)
+        self._wrote_part(path, table)
+
+    def _recovered_part(self, path: str, table: pa.Table | None) -> None:
+        """There is a part of an earlier attempt; None where nothing in it counts."""
+        self._attempt.superseded.append(path)
+
+    def _wrote_part(self, path: str, table: pa.Table) -> None:
+        """There is a part of this attempt."""
         self._attempt.superseded.append(path)
 
 

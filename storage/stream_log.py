@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from cairn.storage import layout
 from cairn.storage.errors import StoreError
+from cairn.storage.group_parts import GroupParts
 from cairn.storage.paced import PacedWriter
 from cairn.storage.schemas import Status
 from cairn.storage.snapshots import PARTS, AttemptFolder
@@ -54,9 +55,8 @@ class StreamLog(PacedWriter):
 
     def __init__(
         self,
-        store: Store,
+        folder: AttemptFolder,
         run: str,
-        name: str,
         inputs_digest: str,
         *,
         schema: pa.Schema,
@@ -66,7 +66,7 @@ class StreamLog(PacedWriter):
     ) -> None:
         """
         Args:
-            name: of the driver's attempt, as `layout.attempt_name` makes it.
+            folder: of the driver.
             inputs_digest: of everything the rows depend on; only parts made from the same are taken over.
             schema: of the rows.
             encode: makes rows of what was appended, in the log's own thread.
@@ -74,13 +74,13 @@ class StreamLog(PacedWriter):
             deadline: seconds that `close` may take.
         """
         self._run = run
-        self._folder = AttemptFolder(store, layout.stream(run), name, root=layout.run(run))
+        self._folder = folder
         self._inputs_digest = inputs_digest
         self._accepted = {digest.encode() for digest in (inputs_digest, *earlier_digests)}
         self._schema = schema
         self._encode = encode
-        self._groups: dict[str, set[int]] = {}
-        """Of which groups each part has rows that may still be of use. Of the writer's thread, once it has begun."""
+        self._parts = GroupParts(folder.store)
+        """Of the writer's thread, once it has begun."""
         super().__init__(self._write_samples, f"samples to {self._folder.folder}", deadline)
 
     def recover(self, groups: Collection[int]) -> pa.Table:
@@ -93,16 +93,16 @@ class StreamLog(PacedWriter):
             read = readers.map(lambda path: read_part(store, path, self._schema, self._accepted), found)
             for path, table in zip(found, read, strict=True):
                 ids = [] if table is None else table["group_id"].to_pylist()
-                self._groups[path] = {id for id in ids if id in groups}
+                self._parts.add(path, {id for id in ids if id in groups})
                 if table is not None:
                     tables.append(table.filter(pa.array([id in groups for id in ids], pa.bool_())))
-        self._remove_used_up()
+        self._parts.remove_used_up()
         rows = pa.concat_tables(tables)
         return rows.take(pa.array(_newest(rows), pa.int64())).combine_chunks()
 
     def forget(self, groups: Iterable[int]) -> None:
         """A commit has these groups: their rows are of no use any more, nor those that are on their way."""
-        self.append(then=partial(self._forget, set(groups)))
+        self.append(then=partial(self._parts.forget, set(groups)))
 
     def close(self) -> None:
         """See `PacedWriter.close`."""
@@ -110,24 +110,11 @@ class StreamLog(PacedWriter):
         with suppress(StoreError):
             self._folder.store.remove_empty_folders(self._folder.beside)
 
-    def _forget(self, taken: set[int]) -> None:
-        for ids in self._groups.values():
-            ids -= taken
-        self._remove_used_up()
-
-    def _remove_used_up(self) -> None:
-        """In vain where the store does not answer: a later driver removes what is left."""
-        paths = [path for path, ids in self._groups.items() if not ids]
-        with suppress(StoreError):
-            for path in paths:
-                self._folder.store.delete(path)
-                del self._groups[path]
-
     def _write_samples(self, number: int, samples: list[Any]) -> None:
         table = self._encode(samples)
         sha256, data = part_bytes(table, self._inputs_digest)
         path = self._folder.path(f"{PARTS}/{number:06d}.{sha256}.arrow")
-        self._groups[path] = set(table["group_id"].to_pylist())
+        self._parts.add(path, table["group_id"].to_pylist())
         self._folder.store.write(path, data)
 
 

@@ -19,50 +19,18 @@ from cairn.tasks.groups import row_segments
 from cairn.tasks.step import StepCall
 
 
-class Calls:
-    """The calls of the samples that a step generates. A context manager, like the log of its finished samples, within
-    whose own it is to be."""
+class LoggedCalls:
+    """Those of some samples, with their log where the samples' code records anything. Threads may share it."""
 
-    def __init__(self, step: StepCall, *, records: bool, scope: str = "") -> None:
-        """`records`: whether the samples' code records anything. `scope`: see `Origin`."""
-        identity = step.run.ledger.manifest.identity
-        self._origin = Origin(identity, step.iteration, scope, step.attempt.name)
-        self._replayed: list[CallRecord] | None = None
-        """Of a step that is committed, and done again to be held against it."""
-        self._recorded: dict[SampleKey, list[CallRecord]] = {}
-        self._log: CallLog | None = None
-        if records:
-            self._log = CallLog(
-                step.attempt, step.input_digest, encode=call_table, earlier_digests=step.earlier_digests
-            )
-            committed = step.run.find(step.iteration, Step(step.attempt.step), step.shard)
-            if committed is not None and (calls := step.run.calls(committed)) is not None:
-                samples = step.run.read(committed).to_pylist() if committed.step is Step.ROLLOUT else []
-                segments = {(row["group_id"], row["sample_index"]): row_segments(row) for row in samples}
-                self._replayed = read_calls(*calls, segments)
-            found = call_records(self._log.recovered) if self._replayed is None else self._replayed
-            self._recorded = by_sample(found)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._log is not None:
-            self._log.__exit__(kind, error, trace)
+    def __init__(self, log: CallLog | None) -> None:
+        self._log = log
 
     def given(self, samples: Iterable[SampleRequest]) -> list[SampleRequest]:
         """The samples with what was logged of them."""
         return [self._given(sample) for sample in samples] if self._log is not None else list(samples)
 
     def _given(self, sample: SampleRequest) -> SampleRequest:
-        logged = self._recorded.get(sample.key, ())
-        if self._replayed is None:
-            return replace(sample, origin=self._origin, recorded=(*sample.recorded, *logged))
-        carried = {record.call for record in sample.recorded}
-        asked = {record.call for record in logged if record.kind is CallKind.SAMPLE} - carried
-        return replace(sample, origin=self._origin, recorded=tuple(logged), resampled=frozenset(asked))
+        raise NotImplementedError
 
     def take(self, recorded: Recorded, acknowledge: Callable[[int], None]) -> None:
         """Log what came from an engine, and acknowledge it there where that is awaited."""
@@ -76,6 +44,47 @@ class Calls:
             then()
         else:
             self._log.append(then=then)
+
+
+class Calls(LoggedCalls):
+    """The calls of the samples that a step generates. A context manager, like the log of its finished samples, within
+    whose own it is to be."""
+
+    def __init__(self, step: StepCall, *, records: bool, scope: str = "") -> None:
+        """`records`: whether the samples' code records anything. `scope`: see `Origin`."""
+        identity = step.run.ledger.manifest.identity
+        self._origin = Origin(identity, step.iteration, scope, step.attempt.name)
+        self._replayed: list[CallRecord] | None = None
+        """Of a step that is committed, and done again to be held against it."""
+        self._recorded: dict[SampleKey, list[CallRecord]] = {}
+        log: CallLog | None = None
+        if records:
+            log = CallLog(step.attempt, step.input_digest, encode=call_table, earlier_digests=step.earlier_digests)
+            committed = step.run.find(step.iteration, Step(step.attempt.step), step.shard)
+            if committed is not None and (calls := step.run.calls(committed)) is not None:
+                samples = step.run.read(committed).to_pylist() if committed.step is Step.ROLLOUT else []
+                segments = {(row["group_id"], row["sample_index"]): row_segments(row) for row in samples}
+                self._replayed = read_calls(*calls, segments)
+            found = call_records(log.recovered) if self._replayed is None else self._replayed
+            self._recorded = by_sample(found)
+        super().__init__(log)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._log is not None:
+            self._log.__exit__(kind, error, trace)
+
+    def _given(self, sample: SampleRequest) -> SampleRequest:
+        logged = self._recorded.get(sample.key, ())
+        if self._replayed is None:
+            return replace(sample, origin=self._origin, recorded=(*sample.recorded, *logged))
+        carried = {record.call for record in sample.recorded}
+        asked = {record.call for record in logged if record.kind is CallKind.SAMPLE} - carried
+        return replace(sample, origin=self._origin, recorded=tuple(logged), resampled=frozenset(asked))
 
     def table(self, carried: Sequence[CallRecord] = ()) -> pa.Table | None:
         """Rows of CALLS: all of `carried`, of earlier attempts and of this one, answered or not. Returns when they are

@@ -38,7 +38,7 @@ from cairn.engines.types import FinishReason, SamplingParams
 from cairn.storage.commits import Commit
 from cairn.storage.layout import commit_name
 from cairn.tasks.context import RunContext
-from cairn.tasks.episodes import Calls
+from cairn.tasks.episodes import LoggedCalls
 from cairn.tasks.plugin_sources import digest_of_all, source_digest
 from cairn.tasks.step import StepCall
 from cairn.tasks.sync import serve
@@ -117,7 +117,7 @@ def generate_samples(
     params: SamplingParams,
     *,
     rows: Mapping[int, int],
-    calls: Calls,
+    calls: LoggedCalls,
     enough: int | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[GeneratedSample]]:
@@ -151,7 +151,7 @@ def _together(
     samples: Sequence[SampleRequest],
     params: SamplingParams,
     unfinished: _Unfinished,
-    calls: Calls,
+    calls: LoggedCalls,
     interrupted: Callable[[], bool],
 ) -> Iterator[list[GeneratedSample]]:
     if not samples or unfinished.is_enough or interrupted():
@@ -193,7 +193,7 @@ def _alone(
     group: Sequence[SampleRequest],
     params: SamplingParams,
     unfinished: _Unfinished,
-    calls: Calls,
+    calls: LoggedCalls,
     interrupted: Callable[[], bool],
 ) -> Iterator[list[GeneratedSample]]:
     with step.run.suspects_lock:  # one suspect at a time, so that each answers for its own failures

@@ -184,7 +184,7 @@ def rollout(
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
             "response_tokens": token_count(samples, "response_ids") - sum(group.carried_tokens() for group in groups),
             "passed_over_prompts": draw.passed_over if part == 0 else 0,
-            **(_retold(samples) if "." in run.config.rollout.custom_generate_function_path else {}),
+            **retold_metrics(run.config, samples),
             **episode_metrics(samples, beside.get(CALLS_FILE)),
             **failure_metrics(ended),
             **{f"{engine.name.replace(':', '_')}/{name}": value for name, value in engine.usage().items()},
@@ -252,8 +252,10 @@ def _given_tokens(samples: pa.Table, groups: Mapping[int, Group], cut_tokens: in
     return given
 
 
-def _retold(samples: pa.Table) -> dict[str, int]:
-    """Tokens that the policy sampled, and those of them that a later prompt tells in other tokens."""
+def retold_metrics(config: RunConfig, samples: pa.Table) -> dict[str, int]:
+    """Tokens that the policy sampled, and those of them that a later prompt of user code tells in other tokens."""
+    if "." not in config.rollout.custom_generate_function_path:
+        return {}
     segments, retold = with_optional(samples, ["segments", RETOLD.name]).columns
     lengths = pc.list_value_length(samples.column("response_ids")).to_pylist()
     sampled = 0

@@ -341,11 +341,6 @@ class RolloutConfig(Section):
                 "pipeline is streaming, which brings engines to new weights one after the other, and the requests of "
                 "all go through router: leave router out, or set pipeline to lagged or sync"
             )
-        if self.custom_generate_function_path != "single_turn":
-            raise ValueError(
-                f"pipeline is streaming and custom_generate_function_path is {self.custom_generate_function_path}: "
-                "episodes are not streamed yet; set pipeline to lagged or sync"
-            )
         return self
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """The stream of a driver, opened where the ledger and the logs of the drivers before leave it."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,8 +10,12 @@ import pyarrow as pa
 
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
+from cairn.storage.snapshots import AttemptFolder
+from cairn.storage.stream_calls import StreamCallLog
 from cairn.storage.stream_log import StreamLog
+from cairn.tasks.calls import call_table
 from cairn.tasks.context import RunContext
+from cairn.tasks.generation import generate_function
 from cairn.tasks.groups import Group, sample_parts, sample_schema
 from cairn.tasks.halves import newest_trained, oldest_open, weights_after
 from cairn.tasks.step import StepCall
@@ -26,22 +30,28 @@ def open_stream(run: RunContext) -> Iterator[None]:
     ledger, iteration = run.ledger, oldest_open(run.ledger)
     attempt, circumstances = ledger.attempt(iteration, Step.ROLLOUT, "stream"), take_groups.circumstances(run)
 
-    def open_log() -> StreamLog:
-        return StreamLog(
-            ledger.store,
+    def open_logs(groups: Collection[int]) -> tuple[StreamLog, StreamCallLog | None]:
+        name = layout.attempt_name(None, layout.attempt_epoch(attempt.name), uuid.uuid4().hex[:12])
+        folder = AttemptFolder(ledger.store, layout.stream(ledger.run), name, root=layout.run(ledger.run))
+        earlier = take_groups.earlier_circumstances(run)
+        samples = StreamLog(
+            folder,
             ledger.run,
-            layout.attempt_name(None, layout.attempt_epoch(attempt.name), uuid.uuid4().hex[:12]),
             circumstances,
             schema=sample_schema(run, {}),
             encode=partial(encode_rows, run),
-            earlier_digests=take_groups.earlier_circumstances(run),
+            earlier_digests=earlier,
         )
+        if not generate_function(run).records:
+            return samples, None
+        return samples, StreamCallLog(folder, circumstances, groups, encode=call_table, earlier_digests=earlier)
 
     call = StepCall(run, iteration, "stream", attempt, circumstances)
-    stream = Stream(call, weights_after(run, newest_trained(run)), open_log)
+    newest, left = open_groups(run)
+    open_ids = {id for _, ids in left for id in ids}
+    stream = Stream(call, weights_after(run, newest_trained(run)), open_logs, open_ids)
     try:
-        newest, left = open_groups(run)
-        parts = _parts(stream.recover({id for _, ids in left for id in ids}))
+        parts = _parts(stream.recover(open_ids))
         for admission, ids in left:
             groups = (group for group in admitted_groups(run, admission) if group.drawn.group_id in ids)
             stream.admit(admission, [_gone_on(group, parts) for group in groups])

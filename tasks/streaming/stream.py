@@ -22,18 +22,20 @@ from functools import cached_property, partial
 import numpy as np
 import pyarrow as pa
 
+from cairn.engines.episodes.records import CallRecord
 from cairn.engines.errors import EngineError
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
 from cairn.engines.types import FinishReason
 from cairn.storage.commits import Commit
 from cairn.storage.errors import Damaged
+from cairn.storage.stream_calls import StreamCallLog
 from cairn.storage.stream_log import StreamLog
-from cairn.tasks.episodes import Calls
 from cairn.tasks.generation import generate_samples
 from cairn.tasks.groups import Group
 from cairn.tasks.rollout import sampling_params
 from cairn.tasks.step import StepCall
 from cairn.tasks.streaming.admit import admission_number
+from cairn.tasks.streaming.calls import StreamCalls
 from cairn.tasks.sync import serve
 from cairn.tasks.versions import weight_version_after
 
@@ -54,8 +56,8 @@ class OpenGroup:
     """Whether an earlier driver completed it."""
 
     @cached_property
-    def complete(self) -> bool:
-        """Whether nothing of it is to be generated any more: all of its samples have ended, or one has failed."""
+    def decided(self) -> bool:
+        """Whether nothing of it is to be begun any more: all of its samples have ended, or one has failed."""
         failed = any(part.error is not None for part in self.group.parts.values())
         return failed or not self.group.requests(besides=())
 
@@ -88,6 +90,8 @@ class Taken:
     """Those that are left, by the names of their admissions."""
     newest: Commit
     """The newest admission."""
+    calls: list[CallRecord] | None
+    """What the code of their samples was given; None where that is not recorded."""
     usage: "Usage"
     """What engines did since the round before."""
     waited: float
@@ -97,9 +101,16 @@ class Taken:
 class Stream:
     """That of one driver. Threads may share it."""
 
-    def __init__(self, call: StepCall, weights: Commit | None, open_log: Callable[[], StreamLog]) -> None:
-        """`call`: for whom it is generated; `weights`: the newest, None for the initial ones; `open_log` begins a log.
-        Use `open_stream`."""
+    def __init__(
+        self,
+        call: StepCall,
+        weights: Commit | None,
+        open_logs: Callable[[Collection[int]], tuple[StreamLog, StreamCallLog | None]],
+        groups: Collection[int],
+    ) -> None:
+        """`call`: for whom it is generated; `weights`: the newest, None for the initial ones; `open_logs` begins
+        those of some open groups: of samples and, where their code records calls, of these. `groups` are open now. Use
+        `open_stream`."""
         self._run = run = call.run
         self._call = call
         self._weights = weights
@@ -115,13 +126,16 @@ class Stream:
         self._told = set[int]()
         """The engines that are just being told: what they begin now would be ended too."""
         self._working = [False for _ in run.fleet.rollout]
+        self._running: list[set[SampleKey]] = [set() for _ in run.fleet.rollout]
+        """The samples that each is at."""
         self._since = [0.0 for _ in run.fleet.rollout]
         """Until when the work of each is counted, if it works."""
         self._usage = Usage()
         self.admitting = threading.Lock()
         """Held by who admits: each admission follows the one before."""
-        self._open_log = open_log
-        self._log = open_log()
+        self._open_logs = open_logs
+        self._log, calls = open_logs(groups)
+        self._calls = StreamCalls(calls, run.ledger.manifest.identity, call.attempt.name)
         self._threads: list[threading.Thread] = []
 
     @property
@@ -147,8 +161,7 @@ class Stream:
             self._interrupt_all()
         for thread in self._threads:
             thread.join()
-        if not self._log.broken:
-            self._log.close()
+        self._close_logs()
 
     def follows(self, admission: Commit) -> bool:
         """Whether an admission comes after all that are known. Raises Damaged where another one has its place."""
@@ -167,12 +180,12 @@ class Stream:
         with self._changed:
             if self._newest is None or admission_number(admission) > admission_number(self._newest):
                 self._newest = admission
+            self._calls.admit((group.drawn.group_id for group in groups), admission.iteration)
             for group in groups:
                 loads = [sum(one.engine == n for one in self._open.values()) for n in range(len(self._working))]
                 one = OpenGroup(group, admission, int(np.argmin(loads)))
-                self._open[group.drawn.group_id] = one = replace(one, recovered=one.complete)
-                if one.complete:
-                    self._complete.append(group.drawn.group_id)
+                self._open[group.drawn.group_id] = replace(one, recovered=one.decided)
+                self._look_whether_complete(group.drawn.group_id)
             self._interrupt_all()
 
     def publish(self, weights: Commit | None, *, interrupt: bool) -> None:
@@ -198,8 +211,8 @@ class Stream:
                 if self._run.stopping.is_set():
                     raise EngineError("what is generated was broken off: the driver ends")
                 tell(len(self._complete))
-                late = {id for id, one in self._open.items() if one.versions is not None and one.versions[0] < oldest}
-                awaited = [id for id in late if not self._open[id].complete] if time.monotonic() < end else []
+                late = {id for id, one in self._open.items() if self._oldest_version(one, oldest) < oldest}
+                awaited = [id for id in late if id not in self._complete] if time.monotonic() < end else []
                 if len(self._complete) >= count and not awaited:
                     break
                 self._changed.wait(1.0)
@@ -214,7 +227,7 @@ class Stream:
             usage, self._usage = self._usage, Usage()
             assert self._newest is not None
             groups = tuple(self._open[id] for id in chosen)
-            return Taken(groups, left, self._newest, usage, time.monotonic() - began)
+            return Taken(groups, left, self._newest, self._calls.of(chosen), usage, time.monotonic() - began)
 
     def forget(self, ids: Collection[int]) -> None:
         """A rollout step has committed these groups."""
@@ -222,8 +235,9 @@ class Stream:
             for id in ids:
                 self._open.pop(id, None)
             self._complete = [id for id in self._complete if id in self._open]
-            if not self._log.broken:
-                self._log.forget(ids)
+            if not (self._log.broken or self._calls.broken):
+                self._calls.after(partial(self._log.forget, ids))
+                self._calls.forget(ids)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -279,6 +293,7 @@ class Stream:
                 begun = [len(sample.begun) for sample in samples if sample.begun is not None]
                 self._usage.recomputed_tokens += sum(begun)
                 self._interrupted[number].clear()
+                self._running[number] = {sample.key for sample in samples}
                 self._working[number], self._since[number] = True, time.monotonic()
             try:
                 serve(run, engine, weights)
@@ -290,7 +305,7 @@ class Stream:
                     samples,
                     sampling_params(run.config, kept=run.records_kept),
                     rows=rows,
-                    calls=Calls(call, records=False),
+                    calls=self._calls,
                     interrupted=lambda: self._interrupted[number].is_set() or run.stopping.is_set(),
                 ):
                     self._came(generated, engine.name)
@@ -301,6 +316,9 @@ class Stream:
                 with self._changed:
                     self._count_work(number)
                     self._working[number] = False
+                    ran, self._running[number] = self._running[number], set()
+                    for id in {id for id, _ in ran}:
+                        self._look_whether_complete(id)
                     self._changed.notify_all()
 
     def _count_work(self, number: int) -> None:
@@ -316,30 +334,54 @@ class Stream:
     def _try_again(self) -> None:
         """After an error. A log that could not be written is begun anew, with all that is open."""
         self._error = None
-        if self._log.broken:
-            self._log = self._open_log()
+        if self._log.broken or self._calls.broken:
+            self._close_logs()
+            self._log, calls = self._open_logs(self._open.keys())
+            self._calls.begin_anew(calls)
             names = [engine.name for engine in self._run.fleet.rollout]
             for one in self._open.values():
                 self._log.append(*((names[one.engine], one.group, part) for part in one.group.parts.values()))
         self._changed.notify_all()
 
+    def _close_logs(self) -> None:
+        self._calls.close()  # what it does at last is to write to the other
+        if not self._log.broken:
+            self._log.close()
+
     def _samples_of(self, number: int) -> list[SampleRequest]:
-        groups = [one.group for one in self._open.values() if one.engine == number and not one.complete]
+        groups = [one.group for one in self._open.values() if one.engine == number and not one.decided]
         return [sample for group in groups for sample in group.requests(besides=())]
 
     def _came(self, samples: Sequence[GeneratedSample], engine: str) -> None:
         """Some have ended, or were interrupted."""
         with self._changed:
+            rows = []
             for sample in samples:
                 one = self._open.get(sample.group_id)
-                if one is None or one.complete:  # another sample of the group has failed, or it was taken
+                if one is None:  # it was taken
                     continue
                 if sample.finish_reason == FinishReason.ABORT:
                     self._usage.interrupted_samples += 1
                 if len(sample.trajectory.segments) or sample.error is not None:
-                    self._log.append((engine, one.group, sample))
+                    rows.append((engine, one.group, sample))
                 one = replace(one, group=replace(one.group, parts={**one.group.parts, sample.index: sample}))
                 self._open[sample.group_id] = one
-                if one.complete:
-                    self._complete.append(sample.group_id)
+                self._running[one.engine].discard(sample.key)
+                self._look_whether_complete(sample.group_id)
+            self._calls.after(partial(self._log.append, *rows))  # raises where the calls cannot be logged
             self._changed.notify_all()
+
+    def _look_whether_complete(self, id: int) -> None:
+        """A group is, when nothing of it is to be begun, nor is running: what a sample does when another one has
+        failed is of its group, too."""
+        one = self._open.get(id)
+        if one is None or not one.decided or id in self._complete:
+            return
+        if not any(key[0] == id for key in self._running[one.engine]):
+            self._complete.append(id)
+
+    def _oldest_version(self, one: OpenGroup, least: int) -> int:
+        """Of the weights that its tokens were sampled from; `least` where it has none."""
+        sampled = None if one.versions is None else one.versions[0]
+        recorded = self._calls.oldest_version(one.group.drawn.group_id)
+        return min((version for version in (sampled, recorded) if version is not None), default=least)

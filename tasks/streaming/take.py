@@ -11,12 +11,14 @@ import pyarrow.compute as pc
 
 from cairn.engines.trajectories import GeneratedSample
 from cairn.storage.commits import Commit, Step
-from cairn.storage.layout import IMAGES_FILE
+from cairn.storage.layout import CALLS_FILE, IMAGES_FILE
+from cairn.tasks.calls import call_table, call_tables, uncertain_effects
 from cairn.tasks.context import RunContext
+from cairn.tasks.episode_metrics import episode_metrics
 from cairn.tasks.events import GroupsGenerated
 from cairn.tasks.failures import failure_metrics
 from cairn.tasks.groups import Group, image_table, sample_schema, sample_table, without_unused
-from cairn.tasks.rollout import READS, token_count, whole_groups
+from cairn.tasks.rollout import READS, retold_metrics, token_count, whole_groups
 from cairn.tasks.shard_progress import INTERVAL
 from cairn.tasks.step import Outcome, StepCall, durable
 
@@ -24,7 +26,7 @@ from cairn.tasks.step import Outcome, StepCall, durable
 @durable(
     Step.ROLLOUT,
     reads=(*READS, "rollout.pipeline", "rollout.lag", "rollout.max_age"),
-    externals=("data", "model"),
+    externals=("data", "model", "search"),
     engines=("rollout",),
     finds=(Step.ADMIT,),
 )
@@ -50,14 +52,21 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
         return encode_rows(run, [("", groups[sample.group_id], sample) for sample in samples])
 
     ended = encode_rows(run, rows)
-    samples = without_unused(whole_groups(ended, groups, encode, {}))
+    made = None if taken.calls is None else call_table(taken.calls)
+    uncertain = {} if made is None else uncertain_effects(made)
+    samples = without_unused(whole_groups(ended, groups, encode, uncertain))
     run.response_lengths.add(samples)
     images = image_table(groups.values())
+    beside = {} if made is None else call_tables(made, samples)
     versions = [one.versions for one in taken.groups if one.versions is not None]
     newest = {id: one.versions[1] for id, one in zip(groups, taken.groups, strict=True) if one.versions is not None}
     admissions = {one.admission.name: one.admission for one in taken.groups}
     return Outcome(
-        tables={"samples.parquet": samples.combine_chunks(), **({} if images is None else {IMAGES_FILE: images})},
+        tables={
+            "samples.parquet": samples.combine_chunks(),
+            **({} if images is None else {IMAGES_FILE: images}),
+            **beside,
+        },
         found=list({**admissions, taken.newest.name: taken.newest}.values()),
         values={
             "cursor": taken.newest.values["cursor"],
@@ -78,6 +87,8 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             "cached_tokens": pc.sum(samples.column("cached_tokens")).as_py() or 0,
             "interrupted_samples": taken.usage.interrupted_samples,
             "recomputed_tokens": taken.usage.recomputed_tokens,
+            **retold_metrics(run.config, samples),
+            **episode_metrics(samples, beside.get(CALLS_FILE)),
             **failure_metrics(ended),
         },
         timings={"wait": taken.waited, "engines": taken.usage.seconds},

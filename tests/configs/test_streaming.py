@@ -24,7 +24,6 @@ CORRECTED = {"use_tis": True}
         ),
         ({"rollout": {"shards_per_round": 2}}, "shards_per_round has no effect while pipeline is streaming"),
         ({"rollout": {"router": {}, "engine": "sglang"}}, "requests of all go through router: leave router out"),
-        ({"rollout": {"custom_generate_function_path": "a.py:b"}}, "episodes are not streamed yet"),
         ({"data": {"path": "d", "curriculum": {"policy": "difficulty"}}}, "data.curriculum.policy chooses by these"),
         ({"recovery": {"on_divergence": "fork"}}, "of which there are no forks: set on_divergence to stop"),
         (

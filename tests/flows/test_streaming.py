@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -25,10 +25,12 @@ from cairn.flows.pipeline import Pipeline
 from cairn.flows.reading.metrics import iteration_metrics
 from cairn.flows.replay import Replaying, _EndOfLedger, _walk
 from cairn.flows.streaming import admit_prompts
+from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import StoreError
 from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import ROLLOUT
+from cairn.storage.snapshots import AttemptFolder
 from cairn.storage.store import open_store
 from cairn.storage.stream_log import StreamLog
 from cairn.tasks.context import RunContext
@@ -63,7 +65,7 @@ def drive(run: RunContext, steps: DirectSteps) -> list[int]:
     """What `cairn.flows.train.drive` does, without Prefect."""
     publish_for_open_halves(run)
     pipeline = Pipeline(run, steps, oldest_open(run.ledger), learned=lambda index: None, stop=run.stopping.set)
-    with open_stream(run), closing(pipeline.run(pipeline.iterate, ITERATIONS)) as iterations:
+    with open_stream(run), closing(pipeline.run(pipeline.iterate, run.config.rollout.num_rollout)) as iterations:
         return [index for index, _ in iterations]
 
 
@@ -327,7 +329,7 @@ def test_a_group_that_the_next_iteration_would_find_too_old_is_waited_for_and_ta
     with tiny_context(str(tmp_path), streaming(tiny_assets, 1)) as (run, _):
         admission = admit(run, 0, "00", None, count=3)
         attempt = run.ledger.attempt(0, Step.ROLLOUT, "stream")
-        stream = Stream(StepCall(run, 0, "stream", attempt, "inputs"), None, log_of(run))
+        stream = Stream(StepCall(run, 0, "stream", attempt, "inputs"), None, logs_of(run), ())
         fresh, also, old = admitted_groups(run, admission)
         stream.admit(admission, [sampled(fresh, 1, 4), sampled(also, 1, 4), sampled(old, 0, 3)])
         taken: list[Taken] = []
@@ -357,7 +359,6 @@ def sampled(group: Group, version: int, finished: int) -> Group:
     return replace(group, parts=parts)
 
 
-def log_of(run: RunContext) -> Callable[[], StreamLog]:
-    return lambda: StreamLog(
-        run.ledger.store, "tiny", "000001-ab", "inputs", schema=ROLLOUT, encode=partial(encode_rows, run)
-    )
+def logs_of(run: RunContext) -> Callable[[Collection[int]], tuple[StreamLog, None]]:
+    folder = AttemptFolder(run.ledger.store, layout.stream("tiny"), "000001-ab", root=layout.run("tiny"))
+    return lambda groups: (StreamLog(folder, "tiny", "inputs", schema=ROLLOUT, encode=partial(encode_rows, run)), None)

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from cairn.storage import layout
 from cairn.storage.schemas import ROLLOUT
+from cairn.storage.snapshots import AttemptFolder
 from cairn.storage.store import Store, open_store
 from cairn.storage.stream_log import StreamLog, prompts_in_stream
 
@@ -21,7 +23,8 @@ def rows(*samples: tuple[int, int, str, list[int]]) -> pa.Table:
 
 
 def log(store: Store, number: int, inputs: str = "same") -> StreamLog:
-    return StreamLog(store, "run", f"{number:06d}-ab", inputs, schema=ROLLOUT, encode=pa.concat_tables)
+    folder = AttemptFolder(store, layout.stream("run"), f"{number:06d}-ab", root=layout.run("run"))
+    return StreamLog(folder, "run", inputs, schema=ROLLOUT, encode=pa.concat_tables)
 
 
 def parts(folder: Path) -> Sequence[Path]:
