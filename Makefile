@@ -15,7 +15,9 @@ SLIME_COMMIT ?= $(shell git -C $(SLIME) rev-parse --short HEAD 2>/dev/null || ec
 STAMP := $(VENV)/.installed
 # A worker that crashed is not replaced: --dist loadfile would wait for its tests for ever.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 15
-# One environment is made on each of two cores: pip works on one.
+# What is never imported need not be compiled, and most of what is installed never is.
+INSTALL := install --quiet --disable-pip-version-check --no-compile
+# One environment is made on each of two cores: pip works on one. The longest way goes first: .venv, then mypy.
 BESIDE := $(MAKE) --jobs 2
 KILLS ?= 100
 ROOMS := flows tasks engines storage configs
@@ -34,31 +36,31 @@ help: ## Show this list
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Cairn needs Python 3.11 or 3.12, found {sys.version.split()[0]}; try make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/pip $(INSTALL) -c constraints.txt torch
+	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[test]'
 	@touch $(STAMP)
 
 setup: $(STAMP) ## Make .venv with everything in it
 
 $(SGLANG)/.installed: engines/rollout/sglang/requirements.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check -r engines/rollout/sglang/requirements.txt
-	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 sglang==0.5.21
+	$(SGLANG)/bin/pip $(INSTALL) torch==2.13.0
+	$(SGLANG)/bin/pip $(INSTALL) -r engines/rollout/sglang/requirements.txt
+	$(SGLANG)/bin/pip $(INSTALL) --no-deps torchvision==0.28.0 sglang==0.5.21
 	@touch $@
 
 sglang-env: $(SGLANG)/.installed ## Make .venv-sglang: SGLang on a machine without a GPU
 
 $(LM_EVAL)/.installed: $(PEERS)/requirements.txt
 	test -x $(LM_EVAL)/bin/python || $(PYTHON) -m venv $(LM_EVAL)
-	$(LM_EVAL)/bin/pip install --quiet --disable-pip-version-check -r $(PEERS)/requirements.txt
+	$(LM_EVAL)/bin/pip $(INSTALL) -r $(PEERS)/requirements.txt
 	@touch $@
 
 lm-eval-env: $(LM_EVAL)/.installed ## Make .venv-lm-eval: lm-evaluation-harness, which scores are held to
 
 $(INSPECT)/.installed: tests/flows/evaluation/inspect_logs/requirements.txt
 	test -x $(INSPECT)/bin/python || $(PYTHON) -m venv $(INSPECT)
-	$(INSPECT)/bin/pip install --quiet --disable-pip-version-check -r tests/flows/evaluation/inspect_logs/requirements.txt
+	$(INSPECT)/bin/pip $(INSTALL) -r tests/flows/evaluation/inspect_logs/requirements.txt
 	@touch $@
 
 inspect-env: $(INSPECT)/.installed ## Make .venv-inspect: Inspect, which reads the logs that are written for it
@@ -66,17 +68,17 @@ inspect-env: $(INSPECT)/.installed ## Make .venv-inspect: Inspect, which reads t
 # Without what its command line and its web page need, which is most of it.
 $(OPENENV)/.installed: tests/engines/environments/requirements.txt
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/pip install --quiet --disable-pip-version-check -r tests/engines/environments/requirements.txt
-	$(OPENENV)/bin/pip install --quiet --disable-pip-version-check --no-deps openenv==0.10.0
+	$(OPENENV)/bin/pip $(INSTALL) -r tests/engines/environments/requirements.txt
+	$(OPENENV)/bin/pip $(INSTALL) --no-deps openenv==0.10.0
 	@touch $@
 
 openenv-env: $(OPENENV)/.installed ## Make .venv-openenv: OpenEnv, whose servers are spoken to
 
 $(VERL)/.installed: $(PARITY)/requirements.txt
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check -r $(PARITY)/requirements.txt
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	$(VERL)/bin/pip $(INSTALL) torch==2.13.0
+	$(VERL)/bin/pip $(INSTALL) -r $(PARITY)/requirements.txt
+	$(VERL)/bin/pip $(INSTALL) --no-deps verl==0.9.1
 	@touch $@
 
 parity: setup $(VERL)/.installed ## Record what verl, TRL and the slime at SLIME=DIR make of tests/parity's batch
@@ -102,11 +104,11 @@ lint: setup types ## Lint and check types
 	$(BIN)/mypy
 
 test: ## Lint, check types, run all tests but the long ones
-	$(BESIDE) sglang-env lint
+	$(BESIDE) lint sglang-env
 	$(PYTEST) -m "not slow"
 
 test-all: ## The same with the long ones, then test-ceph: what continuous integration runs
-	$(BESIDE) sglang-env lm-eval-env inspect-env openenv-env lint
+	$(BESIDE) lint sglang-env lm-eval-env inspect-env openenv-env
 	$(PYTEST)
 	$(MAKE) test-ceph
 
