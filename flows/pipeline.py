@@ -13,7 +13,8 @@ With a lag of k an iteration is collected with weights k iterations older than t
 With `streaming` and a greatest age k it is the same, but for this: samples are generated all the time
 (`cairn.flows.streaming`), and instead of being collected an iteration is first admitted and then collected:
 
-    admit of i      all of iteration i-1-k: its samples can be k publications old at most when they are trained on
+    admit of i      all of iteration i-1-k: its samples can be k publications old at most when they are trained on;
+                    and that engines would not have enough to do (`cairn.tasks.streaming.pacing`)
     collect of i    what it admitted, and the batch of i-1
 
 Before an iteration is collected, or admitted, somebody may have to let it begin (`cairn.flows.driver.approval`); halves
@@ -35,10 +36,11 @@ from cairn.flows.driver.approval import Withheld
 from cairn.flows.iteration import admit, collect, evaluate_after, learn
 from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.step_runner import StepRunner
-from cairn.storage.commits import Commit
+from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due
-from cairn.tasks.halves import weights_after
+from cairn.tasks.halves import newest_sampled, weights_after
+from cairn.tasks.streaming.pacing import Pacing
 
 Iterate = Callable[[int], list[Commit]]
 """Executes an iteration by its number."""
@@ -74,12 +76,17 @@ class Pipeline:
         """The newest iteration of which that much is done."""
         self._failed: BaseException | None = None
         self._first = first
+        self._pacing = Pacing(run.config.rollout, first)
 
     def iterate(self, index: int) -> list[Commit]:
         """Execute one iteration, each half when it may begin. The body of its flow run."""
         run, steps = self._run, self._steps
         collected = self._collected(index) if run.stream is None else self._streamed(index)
+        waited = self._last["learn"] == index - 1
         with self._half("learn", index, after={"learn": index - 1}):
+            if run.stream is not None:
+                self._pacing.learns(index, waited=waited)
+                run.stream.look_again()
             learned = learn(run, steps, index)
             if run.stream is not None:
                 self._tell_stream(index)
@@ -94,18 +101,34 @@ class Pipeline:
                 return collect(self._run, self._steps, index)
 
     def _streamed(self, index: int) -> list[Commit]:
-        with self._half("admit", index, after={"admit": index - 1, "all": index - 1 - self._lag}):
+        stream = self._run.stream
+        assert stream is not None
+        with self._half("admit", index, after={"admit": index - 1, "all": self._published_for(index)}):
             self._begin(index)
+            if self._run.find(index, Step.ADMIT, "00") is None:
+                stream.wait_until(self._pacing.wants_more)
+                self._wait({}, f"admit of iteration {index}")  # the driver may have ended that
             admitted = admit(self._run, self._steps, index)
         with self._half("collect", index, after={"collect": index - 1}):
             return [*admitted, *collect(self._run, self._steps, index)]
 
     def _tell_stream(self, index: int) -> None:
-        """Of new weights; where prompts are to be admitted now, engines are interrupted once for both."""
-        run = self._run
+        """Of new weights, every `update_weights_interval` iterations; where prompts are to be admitted now, engines are
+        interrupted once for both."""
+        run, config = self._run, self._run.config.rollout
         assert run.stream is not None
-        last = index + 1 + self._lag >= run.config.rollout.num_rollout
-        run.stream.publish(weights_after(run, index), interrupt=last)
+        if newest_sampled(config, index) != index:
+            return
+        following = self._last["admit"] + 1
+        held = following < config.num_rollout and self._published_for(following) == index
+        admits = held and self._pacing.wants_more(run.stream.backlog)
+        run.stream.publish(weights_after(run, index), interrupt=not admits)
+
+    def _published_for(self, index: int) -> int:
+        """The oldest iteration whose weights samples of an admission may have: what engines sample with may not be
+        older from then on."""
+        interval = self._run.config.rollout.update_weights_interval
+        return newest_sampled(self._run.config.rollout, index - 2 - self._lag + interval)
 
     def _evaluated(self, index: int) -> list[Commit]:
         run = self._run

@@ -1,6 +1,6 @@
 """The halves of an iteration of a run that streams, which meet in the stream (`cairn.tasks.streaming`).
 
-    admit     prompts for the stream                             needs all of i-1-max_age
+    admit     prompts for the stream                             needs all of i-1-max_age, and that more is wanted
     collect   rollout (takes what is complete) → reward → filter needs filter of i-1
     learn     as in any run                                      needs train of i-1, filter of i
 
@@ -42,7 +42,7 @@ def collect_from_stream(run: RunContext, steps: StepRunner, index: int) -> list[
         before = [selection] if selection else []
         taken.append(steps.call(take_groups, index, shard, before, count=missing))
         if run.stream is not None:
-            run.stream.forget(taken_ids(taken[-1]))
+            run.stream.forget(taken_ids(taken[-1]), index)
         graded.append(steps.call(reward, index, shard, taken[-1]))
         selection = steps.call(filter_groups, index, f"{round:02d}", previous, taken, graded, round=round)
         if selection.values["full"]:

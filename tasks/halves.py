@@ -6,6 +6,7 @@ before n-k are complete: collecting n began when iteration n-1-k was.
 
 import itertools
 
+from cairn.configs.schema.rollout import RolloutConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
@@ -34,6 +35,13 @@ def learning_steps(config: RunConfig, iteration: int, *, scored: bool | None = N
 def oldest_open(ledger: Ledger) -> int:
     """The oldest iteration that may have a half to be done."""
     return max((ledger.last_iteration() or 0) - ledger.lag, ledger.first_iteration)
+
+
+def newest_sampled(config: RolloutConfig, trained: int) -> int:
+    """Of a stream: the newest iteration up to `trained` whose weights engines sample with; -1 for the initial ones.
+    They take those of every `update_weights_interval`-th."""
+    interval = config.update_weights_interval
+    return (trained + 1) // interval * interval - 1
 
 
 def weights_after(run: RunContext, iteration: int) -> Commit | None:
@@ -66,7 +74,7 @@ def needed_weights(run: RunContext) -> set[int]:
     collecting = next(i for i in itertools.count(first) if i == total or not is_collected(run, i))
     trained = newest_trained(run)
     if run.config.rollout.pipeline == "streaming":
-        behaviours = {trained} if collecting < total else set()
+        behaviours = {newest_sampled(run.config.rollout, trained)} if collecting < total else set()
     else:
         behaviours = {max(-1, i - 1 - lag) for i in range(collecting, min(total, trained + lag + 2))}
     return behaviours | {i for i in range(first, trained + 1) if not _is_evaluated(run, i)}

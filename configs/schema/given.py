@@ -19,6 +19,8 @@ _OF_SAMPLED: dict[str, tuple[str, ...]] = {
         "lag",
         "partial_rollout",
         "max_age",
+        "async_buffer_size",
+        "update_weights_interval",
         "buffer_filter_path",
         "buffer_key",
         "dynamic_sampling_filter",

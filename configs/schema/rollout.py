@@ -116,6 +116,15 @@ class RolloutConfig(Section):
     surplus groups over until they are too old, and needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which
     correct for the difference."""
 
+    async_buffer_size: int | None = Field(None, ge=1)
+    """Of the streaming pipeline: complete groups that may wait to be learned from before no more prompts are admitted,
+    by default those of one batch. Fewer keep samples younger, more spare learning a wait for long answers; `max_age`
+    bounds it in any case. As long as learning waits for nothing, only the next batch is admitted."""
+
+    update_weights_interval: int = Field(1, ge=1)
+    """Of the streaming pipeline: engines take the weights of every so-manieth iteration, at most `max_age`, and are not
+    interrupted by those between. slime: `--update-weights-interval`."""
+
     buffer_filter_path: str = "youngest_first"
     """Which groups are used first where there are more than a batch has room for, and which of those that wait
     unfinished go on first: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
@@ -324,11 +333,29 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _a_stream_takes_groups_as_they_come(self) -> "RolloutConfig":
         if self.pipeline != "streaming":
+            for name in ("async_buffer_size", "update_weights_interval"):
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} ({value}) has no effect while pipeline is {self.pipeline}: set pipeline to streaming, "
+                        "or leave it out"
+                    )
             return self
         if self.max_age == 0:
             raise ValueError(
                 "max_age is 0 and pipeline is streaming, which generates while it trains: set max_age to 1 or more, or "
                 "pipeline to sync"
+            )
+        interval, buffer, batch = self.update_weights_interval, self.async_buffer_size, self.rollout_batch_size
+        if interval > self.weights_lag:
+            raise ValueError(
+                f"update_weights_interval ({interval}) is above max_age ({self.weights_lag}): the tokens of an engine "
+                "would be too old before it has other weights; raise max_age, or lower update_weights_interval"
+            )
+        if buffer is not None and buffer > self.weights_lag * batch:
+            raise ValueError(
+                f"async_buffer_size ({buffer}) has no effect above max_age × rollout_batch_size "
+                f"({self.weights_lag} × {batch}), groups that ever wait: lower it, or raise max_age"
             )
         for name in ("over_sampling_batch_size", "partial_rollout", "shards_per_round"):
             if getattr(self, name):
@@ -392,6 +419,11 @@ class RolloutConfig(Section):
     def oldest_trained(self) -> int:
         """`max_age` with its default filled in."""
         return self.weights_lag if self.max_age is None else self.max_age
+
+    @property
+    def most_waiting(self) -> int:
+        """`async_buffer_size` with its default filled in."""
+        return self.async_buffer_size or self.rollout_batch_size
 
     @property
     def weights_lag(self) -> int:

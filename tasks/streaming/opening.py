@@ -17,7 +17,7 @@ from cairn.tasks.calls import call_table
 from cairn.tasks.context import RunContext
 from cairn.tasks.generation import generate_function
 from cairn.tasks.groups import Group, sample_parts, sample_schema
-from cairn.tasks.halves import newest_trained, oldest_open, weights_after
+from cairn.tasks.halves import newest_sampled, newest_trained, oldest_open, weights_after
 from cairn.tasks.step import StepCall
 from cairn.tasks.streaming.admit import admission_number, admitted_groups, admitted_ids
 from cairn.tasks.streaming.stream import Stream
@@ -49,7 +49,8 @@ def open_stream(run: RunContext) -> Iterator[None]:
     call = StepCall(run, iteration, "stream", attempt, circumstances)
     newest, left = open_groups(run)
     open_ids = {id for _, ids in left for id in ids}
-    stream = Stream(call, weights_after(run, newest_trained(run)), open_logs, open_ids)
+    sampled = newest_sampled(run.config.rollout, newest_trained(run))
+    stream = Stream(call, weights_after(run, sampled), open_logs, open_ids)
     try:
         parts = _parts(stream.recover(open_ids))
         for admission, ids in left:

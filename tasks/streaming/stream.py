@@ -1,6 +1,7 @@
 """The stream of a run whose `rollout.pipeline` is `streaming`: samples are generated all the time, whoever learns.
 
-    admit     prompts become open groups, at most `max_age` iterations ahead of learning
+    admit     prompts become open groups, at most `max_age` iterations ahead of learning, as few as do
+              (`cairn.tasks.streaming.pacing`)
     generate  each engine works on the samples of its groups with the newest weights there are; where these change, or
               groups are admitted, what it has not finished is interrupted, and goes on from there
     take      a rollout step takes the groups of its round: those that are complete, the first ones first
@@ -36,6 +37,7 @@ from cairn.tasks.rollout import sampling_params
 from cairn.tasks.step import StepCall
 from cairn.tasks.streaming.admit import admission_number
 from cairn.tasks.streaming.calls import StreamCalls
+from cairn.tasks.streaming.pacing import Backlog
 from cairn.tasks.sync import serve
 from cairn.tasks.versions import weight_version_after
 
@@ -118,6 +120,8 @@ class Stream:
         self._open: dict[int, OpenGroup] = {}
         self._complete: list[int] = []
         """In the order in which they came."""
+        self._taken = -1
+        """The newest iteration that has taken groups."""
         self._newest: Commit | None = None
         self._error: Exception | None = None
         self._closed = False
@@ -229,15 +233,35 @@ class Stream:
             groups = tuple(self._open[id] for id in chosen)
             return Taken(groups, left, self._newest, self._calls.of(chosen), usage, time.monotonic() - began)
 
-    def forget(self, ids: Collection[int]) -> None:
-        """A rollout step has committed these groups."""
+    def forget(self, ids: Collection[int], iteration: int) -> None:
+        """A rollout step of an iteration has committed these groups."""
         with self._changed:
+            self._taken = max(self._taken, iteration)
             for id in ids:
                 self._open.pop(id, None)
             self._complete = [id for id in self._complete if id in self._open]
             if not (self._log.broken or self._calls.broken):
                 self._calls.after(partial(self._log.forget, ids))
                 self._calls.forget(ids)
+            self._changed.notify_all()
+
+    @property
+    def backlog(self) -> Backlog:
+        """What is admitted, and not taken."""
+        with self._changed:
+            return Backlog(len(self._complete), len(self._open) - len(self._complete), self._taken)
+
+    def wait_until(self, wants_more: Callable[[Backlog], bool]) -> None:
+        """Return when it holds of the backlog, or the driver ends. It is asked again when that has changed, or by
+        `look_again`."""
+        with self._changed:
+            while not (self._closed or self._run.stopping.is_set() or wants_more(self.backlog)):
+                self._changed.wait(1.0)
+
+    def look_again(self) -> None:
+        """Something else has changed."""
+        with self._changed:
+            self._changed.notify_all()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -17,6 +17,19 @@ CORRECTED = {"use_tis": True}
     [
         ({"algorithm": {}}, "rollout.max_age is 1: tokens that older weights sampled .* set rollout.pipeline=sync"),
         ({"rollout": {"max_age": 0}}, "max_age is 0 and pipeline is streaming, which generates while it trains"),
+        (
+            {"rollout": {"update_weights_interval": 3, "max_age": 2}},
+            r"update_weights_interval \(3\) is above max_age \(2\): the tokens of an engine would be too old",
+        ),
+        (
+            {"rollout": {"pipeline": "lagged", "update_weights_interval": 2}},
+            r"update_weights_interval \(2\) has no effect while pipeline is lagged: set pipeline to streaming",
+        ),
+        (
+            {"rollout": {"pipeline": "lagged", "async_buffer_size": 2}},
+            r"async_buffer_size \(2\) has no effect while p",
+        ),
+        ({"rollout": {"async_buffer_size": 9}}, r"async_buffer_size \(9\) has no effect above max_age × rollout_batch"),
         ({"rollout": {"lag": 1}}, r"lag \(1\) has no effect while pipeline is streaming: set pipeline to lagged"),
         (
             {"rollout": {"over_sampling_batch_size": 4}},

@@ -37,6 +37,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.groups import Group
 from cairn.tasks.halves import oldest_open, publish_for_open_halves, weights_after
 from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.selection import is_collected
 from cairn.tasks.step import DurableStep, StepCall
 from cairn.tasks.streaming.admit import admit, admitted_groups
 from cairn.tasks.streaming.opening import open_stream
@@ -82,6 +83,41 @@ def test_every_admitted_group_is_taken_once_and_trained_on_no_older_than_may_be(
         for index in range(ITERATIONS):
             assert run.committed(index, Step.ADVANTAGE).metrics["age/max"] <= max_age
             assert run.committed(index, Step.TRAIN).weight_version_in == index
+
+
+def versions_of(run: RunContext, index: int) -> set[int]:
+    """Under which weights the tokens of a batch were sampled."""
+    rows = run.read(run.committed(index, Step.ROLLOUT, "00-000")).to_pylist()
+    return {version for row in rows for version in row["weight_versions"]}
+
+
+class LearningSlowly(DirectSteps):
+    """Trains on nothing before the next batch is there."""
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        if step.name is Step.TRAIN and index + 1 < ITERATIONS:
+            wait_for(lambda: is_collected(self._run, index + 1), 60)
+        return super().call(step, index, shard, *args, **kwargs)
+
+
+def test_where_learning_waits_for_nothing_samples_are_as_young_as_the_batch_before_allows(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    with tiny_context(str(tmp_path), streaming(tiny_assets, 4)) as (run, _):
+        drive(run, LearningSlowly(run))
+        ages = [run.committed(index, Step.ADVANTAGE).metrics["age/max"] for index in range(ITERATIONS)]
+        assert ages[3:] == [1, 1], "4 are allowed, and 1 is enough"
+
+
+def test_engines_take_the_weights_of_every_so_manieth_iteration(tiny_assets: Path, tmp_path: Path) -> None:
+    config = streaming(tiny_assets, 2)
+    rollout = config.rollout.model_copy(update={"update_weights_interval": 2})
+    with tiny_context(str(tmp_path), config.model_copy(update={"rollout": rollout})) as (run, _):
+        drive(run, DirectSteps(run))
+        versions = [versions_of(run, index) for index in range(ITERATIONS)]
+        assert set().union(*versions) <= {0, 2, 4}
+        assert all(index - min(found) <= 2 for index, found in enumerate(versions))
+        assert max(versions[-1]) >= 2, "they never had other weights"
 
 
 class EndingAt(DirectSteps):
@@ -301,7 +337,7 @@ def test_a_run_that_was_stopped_is_replayed_as_far_as_it_came(tiny_assets: Path,
     with tiny_context(str(tmp_path / "store"), config) as (run, _):
 
         def interrupt() -> None:
-            wait_for(lambda: run.find(4, Step.ADMIT, "00") is not None, 60)
+            wait_for(lambda: run.find(1, Step.SYNC) is not None, 60)
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
