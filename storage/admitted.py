@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
 from cairn.storage.findings import Fault, Finding
+from cairn.storage.ledger import Ledger
 
 
 class Admitted:
@@ -61,6 +62,26 @@ class Admitted:
 
     def _tell(self, commit: Commit, fault: Fault, message: str) -> None:
         self._found.append(_finding(commit, fault, message))
+
+
+def open_groups(ledger: Ledger) -> set[int]:
+    """The groups of a run that no rollout step has taken: those that the newest one left, and what was admitted after.
+    While a driver is at work, those of a moment ago. Reads the commits of the newest iterations."""
+    admissions: list[Commit] = []
+    for iteration in reversed(ledger.iterations()):
+        commits = ledger.commits(iteration)
+        admissions += [commit for commit in commits if commit.step is Step.ADMIT]
+        takes = [commit for commit in commits if commit.step is Step.ROLLOUT and "admitted" in commit.values]
+        if takes:
+            newest = takes[-1]
+            place, _, shard = str(newest.values["admitted"]).partition(f"/{Step.ADMIT}.")
+            last = ledger.find(int(place), Step.ADMIT, shard)
+            number = -1 if last is None else _number(last)
+            left = newest.values["open"]
+            assert isinstance(left, dict)
+            still: set[int] = {id for ids in left.values() for id in ids}  # type: ignore[union-attr, misc]
+            return still | {id for one in admissions if _number(one) > number for id in _ids(one)}
+    return {id for one in admissions for id in _ids(one)}
 
 
 def _ids(commit: Commit) -> list[int]:

@@ -7,6 +7,7 @@
 | a file that retention removes (`cairn.storage.retention`), between its marker and its removal | yes |
 | an attempt at a step without a commit, in an iteration that is open | no: a driver writes it or takes it over |
 | the same in an earlier iteration | yes, unless it is the live driver's |
+| a part of a stream's logs whose groups commits have (`stream_log`) | yes, unless it is the live driver's |
 | a write that did not end: a hidden temporary file, an upload in parts | yes, but a live driver's after a day only |
 
 A step's commit is final: the first three are garbage whoever drives the run, so removing them needs no lease. Nothing
@@ -18,12 +19,14 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from cairn.storage import layout
+from cairn.storage.admitted import open_groups
 from cairn.storage.commits import Step
 from cairn.storage.layout import Kind
 from cairn.storage.leases import newest_lease
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
 from cairn.storage.retention import remove, retired, shared_with_forks
+from cairn.storage.stream_log import groups_of_part, stream_parts
 
 _DAY = 24 * 3600.0
 
@@ -39,6 +42,8 @@ class Reason(StrEnum):
     """Its snapshot or checkpoint is retired."""
     ABANDONED = "abandoned"
     """The run has gone on without the step."""
+    TAKEN = "taken"
+    """A stream's, of groups that commits have."""
     UNFINISHED = "unfinished"
     """A write that did not end."""
 
@@ -66,6 +71,7 @@ def garbage(ledger: Ledger) -> Iterator[Garbage]:
         in_work = newest is None or iteration >= newest - ledger.lag
         kinds = {kind for kind in Kind if (iteration, kind) in gone and iteration > shared}
         yield from _of_iteration(ledger, iteration, in_work, live_epoch, kinds)
+    yield from _of_stream(ledger, live_epoch)
     # A driver may have begun since; one that begins after this look touches its files after it.
     looked_at = time.time()
     oldest = looked_at if _live_epoch(ledger) is None else looked_at - _DAY
@@ -82,6 +88,18 @@ def collect(ledger: Ledger, found: Iterable[Garbage]) -> None:
     for write in ledger.store.unfinished(layout.run(ledger.run)) if unfinished else ():
         if write.path in unfinished:
             ledger.store.discard(write)
+
+
+def _of_stream(ledger: Ledger, live_epoch: int | None) -> Iterator[Garbage]:
+    # Listed before the commits are read: of what a driver has written until then, all admissions are found.
+    parts = stream_parts(ledger.store, ledger.run)
+    open_ids = open_groups(ledger) if parts else set()
+    for path, size in parts.items():
+        attempt = layout.stream_attempt(ledger.run, path)
+        if attempt is not None and layout.attempt_epoch(attempt) != live_epoch:
+            groups = groups_of_part(ledger.store, path)
+            if groups and groups.isdisjoint(open_ids):
+                yield Garbage(path=path, bytes=size, reason=Reason.TAKEN)
 
 
 def _live_epoch(ledger: Ledger) -> int | None:

@@ -299,6 +299,12 @@ def parse_file(name: str, path: str) -> tuple[int, str, str] | None:
     return (int(match[1]), match[2], match[3]) if match else None
 
 
+def stream_attempt(name: str, path: str) -> str | None:
+    """The attempt of a driver whose log a store path belongs to; None if it belongs to none."""
+    attempt, _, rest = path.removeprefix(f"{stream(name)}/").partition("/")
+    return parse_attempt(f"{attempt}/") if rest.startswith("write_ahead/") else None
+
+
 def attempt_folder(path: str) -> str:
     """The folder of the attempt that a file belongs to, from its store path."""
     return "/".join(path.split("/")[:6])

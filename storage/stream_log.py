@@ -40,6 +40,18 @@ def prompts_in_stream(store: Store, run: str) -> set[int]:
     return {row for table in tables if table is not None for row in table["prompt_index"].to_pylist()}
 
 
+def stream_parts(store: Store, run: str) -> dict[str, int]:
+    """Store paths and sizes of the parts of all logs of a run's drivers, those of calls included."""
+    found = store.find(layout.stream(run))
+    return {path: size for path, size in found.items() if path.endswith(".arrow")}
+
+
+def groups_of_part(store: Store, path: str) -> set[int]:
+    """The groups that a part has rows of; empty if it is torn, or has gone meanwhile."""
+    table = read_any_part(store, path)
+    return set() if table is None else set(table["group_id"].to_pylist())
+
+
 def _parts(store: Store, run: str, besides: str = "") -> list[str]:
     """Store paths of the parts of all drivers but one."""
     found = list[str]()

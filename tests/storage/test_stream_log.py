@@ -6,10 +6,16 @@ from pathlib import Path
 import pyarrow as pa
 
 from cairn.storage import layout
+from cairn.storage.admitted import open_groups
+from cairn.storage.collector import Reason, collect, garbage
+from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import ROLLOUT
 from cairn.storage.snapshots import AttemptFolder
 from cairn.storage.store import Store, open_store
 from cairn.storage.stream_log import StreamLog, prompts_in_stream
+from cairn.storage.verification import verify
+from tests.storage.builders import CONFIG
+from tests.storage.test_admitted import admitted, taken
 
 
 def rows(*samples: tuple[int, int, str, list[int]]) -> pa.Table:
@@ -70,3 +76,28 @@ def test_a_part_goes_when_commits_have_all_of_its_groups_written_before_or_after
         third.forget([2])
     assert not parts(tmp_path)
     assert not list((tmp_path / "runs/run/stream").glob("*"))
+
+
+def test_what_commits_have_of_a_dead_driver_is_garbage_and_what_is_open_or_a_live_drivers_is_not(
+    tmp_path: Path,
+) -> None:
+    store = open_store(str(tmp_path))
+    ledger = Ledger.create(store, "run", {**CONFIG, "rollout": {"pipeline": "streaming", "max_age": 2}})
+    ledger.acquire()
+    first = admitted(ledger, 0, [1, 2], 0)
+    second = admitted(ledger, 1, [3], 1)
+    taken(ledger, 0, [1], first, {first.name: [2]})
+    with log(store, 1) as own:
+        own.append(rows((1, 1, "completed", [1])))
+    (live,) = parts(tmp_path)
+    for number, groups in enumerate([(1,), (1, 2), (3,)]):
+        with log(store, 2 + number) as dead:
+            dead.append(rows(*((group, 0, "completed", [1]) for group in groups)))
+    assert open_groups(ledger) == {2, *second.values["groups"]}
+    (found,) = garbage(ledger)
+    assert "/stream/000002-ab/" in found.path
+    assert found.reason is Reason.TAKEN
+    collect(ledger, [found])
+    assert live in parts(tmp_path)
+    assert len(parts(tmp_path)) == 3
+    assert not [finding for one in verify(ledger) for finding in one.findings]

@@ -34,6 +34,8 @@ UNREAD = CHANGES_NO_BITS | {
     "rollout.num_epoch": "how many iterations there are, which num_rollout says too where a run is made",
     "rollout.num_engines": "each serves what was published, and that it does is verified",
     "rollout.num_episode_workers": "each sample is the same whichever worker runs its code",
+    "rollout.async_buffer_size": "when prompts are admitted, and not which",
+    "rollout.update_weights_interval": "which weights sample a token; it is recorded with each",
     "rollout.over_sampling_batch_size": "an argument of the step: how many groups a shard has",
     "rollout.shards_per_round": "an argument of the step: how groups are cut into shards",
     "training.global_batch_size": "follows from the samples of a batch and num_steps_per_rollout",
