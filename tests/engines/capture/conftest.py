@@ -1,13 +1,14 @@
 """A tiny model that knows a few dialogues by heart, so that its replies call tools and have thoughts."""
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cairn.engines.capture.session import Session
 from cairn.engines.episodes import samples as episodes
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.tokenizers import read_tokenizer
@@ -51,6 +52,15 @@ CALLED = {"name": "add", "arguments": {"a": 2, "b": 3}}
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+@contextmanager
+def as_agents(session: Session) -> Iterator[None]:
+    """With the environment that the process of an agent has: clients know from it whom to ask."""
+    with pytest.MonkeyPatch.context() as shell:
+        for name, value in session.environment.items():
+            shell.setenv(name, value)
+        yield
 
 
 _AFTER_CALL = [

@@ -10,11 +10,12 @@ from openai import AsyncOpenAI, AuthenticationError, BadRequestError, NotFoundEr
 from cairn.engines.capture.session import Session, capture
 from cairn.engines.episodes.context import Context
 from cairn.engines.trajectories import SampleRequest, Trajectory
-from tests.engines.capture.conftest import ADD, CALL, Run, user
+from tests.engines.capture.conftest import ADD, CALL, Run, as_agents, user
 
 
 def client(session: Session) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+    with as_agents(session):
+        return AsyncOpenAI(max_retries=0)
 
 
 async def adds(openai: AsyncOpenAI, *, stream: bool = False) -> list[Any]:

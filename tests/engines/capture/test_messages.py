@@ -8,13 +8,14 @@ from anthropic import AsyncAnthropic, BadRequestError
 from cairn.engines.capture.session import Session, capture
 from cairn.engines.episodes.context import Context
 from cairn.engines.trajectories import SampleRequest, Trajectory
-from tests.engines.capture.conftest import ADD, CALL, Run, user
+from tests.engines.capture.conftest import ADD, CALL, Run, as_agents, user
 
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}
 
 
 def client(session: Session) -> AsyncAnthropic:
-    return AsyncAnthropic(base_url=session.url, api_key=session.api_key, max_retries=0)
+    with as_agents(session):
+        return AsyncAnthropic(max_retries=0)
 
 
 async def said(anthropic: AsyncAnthropic, messages: list[Any], *, stream: bool) -> Any:
