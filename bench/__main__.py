@@ -33,6 +33,7 @@ BENCHMARKS = {
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "learning": "bench.learning --seeds 1",
     "durability": "bench.durability",
+    "round_trips": "bench.round_trips",
     "pipeline": "bench.pipeline",
     "write_ahead": "bench.write_ahead",
     "invariance": "bench.invariance",

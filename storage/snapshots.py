@@ -3,6 +3,7 @@
 import hashlib
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pyarrow as pa
@@ -40,10 +41,13 @@ class AttemptFolder:
         return f"{self.folder}/{check_path(name)}"
 
     def write_table(self, name: str, table: pa.Table) -> OutputFile:
-        """Write a table as Parquet."""
-        data, content = tables.to_parquet(table), tables.content_digest(table)
-        self.store.write(self.path(name), data)
-        sha256 = hashlib.sha256(data).hexdigest()
+        """Write a table as Parquet. What it holds is digested meanwhile, which means to encode it a second time."""
+        with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
+            digesting = beside.submit(tables.content_digest, table)
+            data = tables.to_parquet(table)
+            self.store.write(self.path(name), data)
+            sha256 = hashlib.sha256(data).hexdigest()
+            content = digesting.result()
         return OutputFile(
             path=self._within_root(name), bytes=len(data), rows=table.num_rows, sha256=sha256, content=content
         )

@@ -41,7 +41,12 @@ def current_position(run: RunContext) -> Position | None:
 
 def prepare_trainer(run: RunContext, weights: Commit | None) -> None:
     """Make the training engine ready to work from the state that `weights` committed; see `restore_trainer`."""
-    restore_trainer(run, weights)
+    prepare_trainer_from(run, current_position(run), weights)
+
+
+def prepare_trainer_from(run: RunContext, position: Position | None, weights: Commit | None) -> None:
+    """The same for who has asked where the engine stands, and has it to himself since."""
+    _restore_from(run, position, weights)
     run.fleet.turns.for_training()
 
 
@@ -51,8 +56,11 @@ def restore_trainer(run: RunContext, weights: Commit | None) -> None:
 
     Callers hold `run.weights_lock`. Raises ReplayDiverged, Damaged, and EngineError where a new try may help.
     """
+    _restore_from(run, current_position(run), weights)
+
+
+def _restore_from(run: RunContext, position: Position | None, weights: Commit | None) -> None:
     version = version_of(weights)
-    position = current_position(run)
     if position is not None and position.weight_version == version:
         if weights is None or position.state_digest == weights.state_digest:
             return

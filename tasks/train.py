@@ -6,11 +6,11 @@ back to the committed weights first.
 """
 
 from cairn.engines.flops import model_size
-from cairn.engines.types import TrainResult
+from cairn.engines.types import Position, TrainResult
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.batch import train_batch
 from cairn.tasks.events import Message
-from cairn.tasks.recovery import current_position, prepare_trainer
+from cairn.tasks.recovery import current_position, prepare_trainer_from
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.versions import version_of
 
@@ -34,9 +34,10 @@ def train(
     run, num_steps, version = step.run, step.run.config.training.num_steps_per_rollout, version_of(weights)
     batch = train_batch(run, selection, rollouts, advantages, scores)
     with run.weights_lock:
-        result = _uncommitted_result(step, version + num_steps)
+        position = current_position(run)
+        result = _uncommitted_result(step, position, version + num_steps)
         if result is None:
-            prepare_trainer(run, weights)
+            prepare_trainer_from(run, position, weights)
             result = run.fleet.training.train(
                 batch,
                 num_steps=num_steps,
@@ -56,9 +57,8 @@ def train(
     )
 
 
-def _uncommitted_result(step: StepCall, version: int) -> TrainResult | None:
-    """The result of this very step, if the engine has done it and nobody committed it."""
-    position = current_position(step.run)
+def _uncommitted_result(step: StepCall, position: Position | None, version: int) -> TrainResult | None:
+    """The result of this very step, if the engine, which stands at `position`, has done it and nobody committed it."""
     if position is None or position.weight_version != version or position.last_input_digest != step.input_digest:
         return None
     step.run.emit(Message(f"Iteration {step.iteration}: the update had been done and not committed; it is adopted"))

@@ -1,0 +1,145 @@
+"""Where an iteration's fixed time goes: what a driver asks of Prefect, of Ray's actors and of its store, call by call.
+
+    python -m bench.round_trips [RECIPE] [--set a.b=c] [--iterations 20] [--smoke] [--json FILE]
+
+A durable run as `cairn train` drives it, in this process. For each kind of call: how often an iteration makes it, and
+the milliseconds from asking to the answer, the work that was asked for included. Some of them pass beside others: a
+flow run is made while the iteration before learns, and what a store does at once counts for each. Counts do not depend
+on what else the machine does; compare those first. `python -m bench.durability` has what all of it costs.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from bench.command import SMALL_RUN, parse, say
+from cairn.configs.loader import load
+from cairn.engines.fleet.fencing import Callee
+from cairn.engines.fleet.handles import EngineHandle
+from cairn.flows.events import Event, StepCommitted
+from cairn.flows.train import start
+from cairn.storage.commits import Step
+from cairn.storage.local import LocalStore
+from cairn.storage.store import open_for_runs
+
+WARM_UP = 3
+"""Iterations at each end that are not counted: at the last ones no flow run is made ahead any more."""
+
+STORE = ("read", "read_many", "write", "create", "exists", "list", "page", "find", "delete")
+
+_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}")
+
+
+class Calls:
+    """Calls by whom they ask and for what, while it counts. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[str, float] = {}
+        self.counting = False
+        self.milliseconds: dict[tuple[str, str], list[float]] = {}
+
+    def add(self, whom: str, what: str, began: float) -> None:
+        """One that has ended."""
+        if self.counting:
+            with self._lock:
+                self.milliseconds.setdefault((whom, what), []).append(1e3 * (time.perf_counter() - began))
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Have every call of this process counted for the length of the block."""
+        asked, asked_async = httpx.Client.send, httpx.AsyncClient.send
+        submit, wait = Callee.call, EngineHandle._result
+        calls = self
+
+        def send(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
+            began = time.perf_counter()
+            response = asked(client, request, **options)
+            calls.add("Prefect", _of(request), began)
+            return response
+
+        async def send_async(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+            began = time.perf_counter()
+            response = await asked_async(client, request, **options)
+            calls.add("Prefect", _of(request), began)
+            return response
+
+        def call(callee: Callee, method: str, *args: Any, **options: Any) -> Any:
+            began, ref = time.perf_counter(), submit(callee, method, *args, **options)
+            for one in ref if isinstance(ref, list) else [ref]:
+                if isinstance(one, ray.ObjectRef):  # a stream is no one call
+                    calls._begun[one.hex()] = began
+            return ref
+
+        def result(handle: EngineHandle, ref: Any, deadline: Any, actor: Any, method: str) -> Any:
+            began = calls._begun.pop(ref.hex(), time.perf_counter())
+            found = wait(handle, ref, deadline, actor, method)
+            calls.add("Ray", f"{handle.name} {method}", began)
+            return found
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(httpx.Client, "send", send))
+            stack.enter_context(patch.object(httpx.AsyncClient, "send", send_async))
+            stack.enter_context(patch.object(Callee, "call", call))
+            stack.enter_context(patch.object(EngineHandle, "_result", result))
+            for name in STORE:
+                stack.enter_context(patch.object(LocalStore, name, self._timed(name, getattr(LocalStore, name))))
+            yield
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.add("store", name, began)
+
+        return timed
+
+
+def _of(request: httpx.Request) -> str:
+    return f"{request.method} {_ID.sub('ID', request.url.path.removeprefix('/api'))}"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
+    parser.add_argument("--iterations", type=int, default=20, help="iterations, the first and last three do not count")
+    arguments = parse(parser, iterations=2 * WARM_UP + 1)
+    small = SMALL_RUN if arguments.smoke else ()
+    overrides = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *small, *arguments.set]
+    config, calls = load(arguments.recipe, overrides), Calls()
+
+    def tell(event: Event) -> None:
+        if isinstance(event, StepCommitted) and event.commit.step is Step.TRAIN:
+            say(f"iteration {event.commit.iteration}")
+            calls.counting = WARM_UP <= event.commit.iteration < arguments.iterations - WARM_UP
+
+    with tempfile.TemporaryDirectory() as folder, calls.counted():
+        start(open_for_runs(folder), "counted", config, on_event=tell)
+    counted = arguments.iterations - 2 * WARM_UP
+    table = Table("whom", "what", "an iteration", "ms an iteration")
+    for (whom, what), times in sorted(calls.milliseconds.items(), key=lambda one: (one[0][0], -sum(one[1]))):
+        table.add_row(whom, what, f"{len(times) / counted:.1f}", f"{sum(times) / counted:.1f}")
+    Console().print(table)
+    if arguments.json is not None:
+        found = {" ".join(name): times for name, times in calls.milliseconds.items()}
+        arguments.json.write_text(json.dumps({"iterations": counted, "milliseconds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
