@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cairn.engines.images import Image
-from cairn.engines.types import FinishReason, KeptTokens
+from cairn.engines.types import Completion, FinishReason, KeptTokens
 
 if TYPE_CHECKING:
     from cairn.engines.episodes.records import CallRecord
@@ -66,6 +66,23 @@ class Segment:
     def given(cls, ids: Sequence[int] | np.ndarray) -> "Segment":
         """Tokens that the world gave."""
         return cls(np.asarray(ids, np.int32), np.zeros(len(ids), np.uint8))
+
+    @classmethod
+    def sampled(cls, completion: Completion, call: str, seed: int) -> "Segment":
+        """What a call of `ctx.sample` sampled with a seed."""
+        return cls(
+            completion.response_ids,
+            np.ones(len(completion.response_ids), np.uint8),
+            call,
+            completion.log_probs,
+            completion.weight_versions,
+            seed,
+            completion.finish_reason,
+            completion.kept,
+            completion.routed_experts,
+            completion.seconds,
+            completion.cached_tokens,
+        )
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,7 +1,7 @@
 """The words that engines and tasks exchange. Plain values: numpy arrays and numbers, no engine's own types."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -119,6 +119,13 @@ class GenerateRequest:
     images: tuple[Image, ...] = ()
     """What the model sees at the first placeholders among its tokens, in order."""
 
+    def after(self, part: "Completion | None") -> "GenerateRequest":
+        """What asks for the rest, where a part of it has been generated."""
+        if part is None or not len(part.response_ids):
+            return self
+        tokens = np.concatenate([np.asarray(self.input_ids, np.int64), part.response_ids])
+        return replace(self, input_ids=tokens, position=self.position + len(part.response_ids))
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -157,6 +164,29 @@ class Completion:
             finish_reason=finish_reason,
             seconds=0.0,
             error=error,
+        )
+
+    def then(self, rest: "Completion") -> "Completion":
+        """This part of a response and the rest of it, generated later."""
+        kept, routes = None, rest.routed_experts
+        if self.kept is not None or rest.kept is not None:
+            kept = sum(
+                (KeptTokens.whole(len(o.response_ids)) if o.kept is None else o.kept for o in (self, rest)),
+                KeptTokens.whole(0),
+            )
+        if self.routed_experts is not None:  # each token has those with which it was read first
+            routes = self.routed_experts
+            if rest.routed_experts is not None:
+                routes = np.concatenate([routes, rest.routed_experts[len(routes) :]])
+        return replace(
+            rest,
+            response_ids=np.concatenate([self.response_ids, rest.response_ids]),
+            log_probs=np.concatenate([self.log_probs, rest.log_probs]),
+            weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
+            seconds=self.seconds + rest.seconds,
+            cached_tokens=self.cached_tokens + rest.cached_tokens,
+            kept=kept,
+            routed_experts=routes,
         )
 
 

@@ -114,16 +114,11 @@ class Pipeline:
             return [*admitted, *collect(self._run, self._steps, index)]
 
     def _tell_stream(self, index: int) -> None:
-        """Of new weights, every `update_weights_interval` iterations; where prompts are to be admitted now, engines are
-        interrupted once for both."""
-        run, config = self._run, self._run.config.rollout
+        """Of new weights, every `update_weights_interval` iterations."""
+        run = self._run
         assert run.stream is not None
-        if newest_sampled(config, index) != index:
-            return
-        following = self._last["admit"] + 1
-        held = following < config.num_rollout and self._published_for(following) == index
-        admits = held and self._pacing.wants_more(run.stream.backlog)
-        run.stream.publish(weights_after(run, index), interrupt=not admits)
+        if newest_sampled(run.config.rollout, index) == index:
+            run.stream.publish(weights_after(run, index))
 
     def _published_for(self, index: int) -> int:
         """The oldest iteration whose weights samples of an admission may have: what engines sample with may not be

@@ -120,6 +120,8 @@ def generate_samples(
     calls: LoggedCalls,
     enough: int | None = None,
     interrupted: Callable[[], bool] = lambda: False,
+    newest: Callable[[], Commit | None] | None = None,
+    joined: Callable[[], Sequence[SampleRequest]] = lambda: (),
 ) -> Iterator[list[GeneratedSample]]:
     """Generate samples with the weights that `weights` left; yield each as it ends. Raises EngineError where a new try
     of the step may help. `rows`: of the data, by the group's id, from 0. `calls` logs those of the samples, and has
@@ -127,7 +129,11 @@ def generate_samples(
 
     After `enough` groups that did not fail, the others are aborted: their samples are yielded as far as they came. So
     they are where somebody else aborts what the engine generates, while `interrupted` is true.
+
+    `newest`: what the engine was brought to meanwhile, where somebody does that while it generates. `joined`: the
+    samples that it was given to generate beside these, since the last time.
     """
+    brought = newest or (lambda: weights)
     failures, casualties = step.run.failed_generations, step.run.casualties
     unfinished = _Unfinished(enough)
     groups: dict[int, list[SampleRequest]] = defaultdict(list)
@@ -137,9 +143,10 @@ def generate_samples(
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     try:
         in_turn = others[:: -1 if casualties.times(step) % 2 else 1]
-        yield from _together(step, engine, weights, in_turn, params, unfinished, calls, interrupted)
+        how = (params, unfinished, calls, interrupted, joined)
+        yield from _together(step, engine, weights, brought, in_turn, *how)
         for id in suspects:
-            yield from _alone(step, engine, weights, groups[id], params, unfinished, calls, interrupted)
+            yield from _alone(step, engine, brought, groups[id], *how)
     except (EngineDied, EngineTimeout) as error:
         raise type(error)(casualties.told(step, error, rows)) from error
 
@@ -148,11 +155,13 @@ def _together(
     step: StepCall,
     engine: Engine,
     weights: Commit | None,
+    brought: Callable[[], Commit | None],
     samples: Sequence[SampleRequest],
     params: SamplingParams,
     unfinished: _Unfinished,
     calls: LoggedCalls,
     interrupted: Callable[[], bool],
+    joined: Callable[[], Sequence[SampleRequest]],
 ) -> Iterator[list[GeneratedSample]]:
     if not samples or unfinished.is_enough or interrupted():
         yield [GeneratedSample.aborted(sample) for sample in samples]
@@ -160,20 +169,29 @@ def _together(
     asked = {sample.key: sample for sample in samples}
     unfinished.add(samples)
     aborted = False
+
+    def take_joined() -> None:
+        others = joined()
+        unfinished.add(others)
+        asked.update({sample.key: sample for sample in others})
+
     try:
         for told in engine.generate_samples(samples, params, generate_function(step.run)):
             if isinstance(told, Recorded):
                 calls.take(told, engine.acknowledge)
                 continue
+            take_joined()
             generated = [_usable(step.run, asked[sample.key], sample) for sample in told]
             may_abort = aborted or interrupted()
             for sample in generated:
-                _check(engine, asked[sample.key], sample, version_of(weights), may_abort=may_abort)
+                versions = version_of(weights), version_of(brought())
+                _check(engine, asked[sample.key], sample, versions, may_abort=may_abort)
                 unfinished.take(sample)
             yield generated
             if unfinished.is_enough and unfinished.groups and not aborted:
                 aborted = True
                 engine.abort()
+        take_joined()
         generate_function(step.run)  # read before and after: so it is what was run
         if unfinished.groups:
             lost = ", ".join(f"{sorted(indices)} of group {id}" for id, indices in unfinished.groups.items())
@@ -189,23 +207,26 @@ def _together(
 def _alone(
     step: StepCall,
     engine: Engine,
-    weights: Commit | None,
+    brought: Callable[[], Commit | None],
     group: Sequence[SampleRequest],
     params: SamplingParams,
     unfinished: _Unfinished,
     calls: LoggedCalls,
     interrupted: Callable[[], bool],
+    joined: Callable[[], Sequence[SampleRequest]],
 ) -> Iterator[list[GeneratedSample]]:
     with step.run.suspects_lock:  # one suspect at a time, so that each answers for its own failures
+        weights = brought()
         serve(step.run, engine, weights)
+        how = (params, unfinished, calls, interrupted, joined)
         try:
-            generated = list(_together(step, engine, weights, group, params, unfinished, calls, interrupted))
+            generated = list(_together(step, engine, weights, brought, group, *how))
         except GenerationFailed as error:
             if step.run.failed_generations[_key(step, group[0].group_id)] < TOGETHER + ALONE:
                 raise
             generated = [[GeneratedSample.failed(sample, f"{type(error).__name__}: {error}") for sample in group]]
             unfinished.give_up(group[0].group_id)
-            serve(step.run, engine, weights)
+            serve(step.run, engine, brought())
     yield from generated
 
 
@@ -245,17 +266,22 @@ def _require_recorded_tools(run: RunContext) -> None:
         )
 
 
-def _check(engine: Engine, request: SampleRequest, sample: GeneratedSample, version: int, *, may_abort: bool) -> None:
-    """Raise EngineError for a sample of other weights, or one that was aborted by somebody else and not cut off."""
+def _check(
+    engine: Engine, request: SampleRequest, sample: GeneratedSample, versions: tuple[int, int], *, may_abort: bool
+) -> None:
+    """Raise EngineError for a sample of weights that are older or newer than those, or one that was aborted by somebody
+    else and not cut off."""
     carried = 0 if request.begun is None else len(request.begun)
     given = {record.call for record in request.recorded}
     sampled = set[int]()
     for segment in sample.trajectory.segments:
         if segment.weight_versions is not None and segment.call not in given:
             sampled |= {*segment.weight_versions[carried if segment.call == FIRST_CALL else 0 :].tolist()}
-    others = sorted(sampled - {version})
+    first, last = versions
+    others = sorted(version for version in sampled if not first <= version <= last)
     if others:
-        raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {version}")
+        wanted = first if first == last else f"{first} to {last}"
+        raise EngineError(f"{engine.name} sampled with the weights of version {others[0]}, not {wanted}")
     was_cut = request.cut_at is not None and len(sample.trajectory.response_ids) == request.cut_at
     if sample.finish_reason == FinishReason.ABORT and not (may_abort or was_cut):
         raise EngineError(f"{engine.name} gave up a sample of group {sample.group_id}, which nobody had aborted")

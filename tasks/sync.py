@@ -34,6 +34,13 @@ def publish(run: RunContext, weights: Commit | None) -> Publication:
         return run.fleet.publish(version_of(weights), keep=run.ledger.lag + 2)
 
 
+def update(run: RunContext, engine: Any, weights: Commit | None) -> float:
+    """Have an engine of `run.fleet.rollout` go on, with what it generates, with the weights that `weights` committed.
+    Returns for how many seconds it decoded nothing. Raises EngineError."""
+    seconds: float = run.fleet.update(engine, version_of(weights))
+    return seconds
+
+
 def serve(run: RunContext, engine: Any, weights: Commit | None) -> None:
     """Have an engine of `run.fleet.rollout` serve the weights that `weights` committed. They are published again where
     the engine needs them and they are not there any more, not yet in this driver, or not what was published.

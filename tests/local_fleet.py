@@ -133,6 +133,12 @@ class LocalRollout:
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         return self._samples.generate(samples, params, function)
 
+    def join(self, samples: Sequence[SampleRequest]) -> bool:
+        return self._samples.join(samples)
+
+    def retracted(self) -> list[Completion]:
+        return self.engine.retracted()
+
     def acknowledge(self, number: int) -> None:
         self._samples.acknowledge(number)
 
@@ -223,6 +229,19 @@ class LocalFleet:
 
     def published(self) -> set[int]:
         return set(self._published)
+
+    def updates_in_flight(self) -> bool:
+        return True
+
+    def update(self, handle: LocalRollout, version: int) -> float:
+        with handle.serving:
+            if version not in self._published:
+                raise PublicationGone(f"weight version {version} is not published any more")
+            handle.engine.begin_weight_update(version, in_flight=True)
+            for bucket in self._published[version]:
+                handle.engine.update_weights(bucket)
+            handle.engine.end_weight_update()
+            return 0.5
 
     def serve(self, handle: LocalRollout, version: int) -> None:
         with handle.serving:

@@ -311,20 +311,7 @@ class Context:
             request = GenerateRequest(id, before, seed, params, images=images)
         else:
             request = GenerateRequest(id, [*before, *begun.ids], seed, params, len(begun), images)
-        completion = await self._ask(request)
-        segment = Segment(
-            completion.response_ids,
-            np.ones(len(completion.response_ids), np.uint8),
-            call,
-            completion.log_probs,
-            completion.weight_versions,
-            seed,
-            completion.finish_reason,
-            completion.kept,
-            completion.routed_experts,
-            completion.seconds,
-            completion.cached_tokens,
-        )
+        segment = Segment.sampled(await self._ask(request), call, seed)
         segment = segment if begun is None else begun.then(segment)
         return segment if cut_at is None or len(segment) <= cut_at else segment.until(cut_at)
 

@@ -148,6 +148,11 @@ class Runner:
                 task.cancel()
 
     @property
+    def aborted(self) -> bool:
+        """Whether samples are given back."""
+        return self._aborted
+
+    @property
     def working(self) -> list[SampleKey]:
         """Samples that wait for something else than the engine, or are about to go on."""
         return [key for key in self._tasks if key not in self._asking]

@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
@@ -34,6 +35,7 @@ class SampleEngine:
         self._open = open
         self._abort = abort
         self._user_code: UserCode | None = None
+        self._beside: Beside | None = None
         self._aborted = False
 
     def generate(
@@ -49,7 +51,14 @@ class SampleEngine:
             yield from self._with_user_code(samples, params, function)
             return
         with closing(self._open()) as stream:
-            yield from beside(stream, samples, params, GENERATE.load(function.name))
+            self._beside = running = Beside(stream, params, GENERATE.load(function.name))
+            yield from running.generate(samples)
+
+    def join(self, samples: Sequence[SampleRequest]) -> bool:
+        """Have the running `generate` generate these too, from any thread. False where it does not: there is none, it
+        is about to end or was aborted, or samples run in a process of user code."""
+        running = self._beside
+        return running is not None and running.join(samples)
 
     def acknowledge(self, number: int) -> None:
         """What the running `generate` yielded with this number is durable, and all before it. From any thread."""
@@ -106,33 +115,69 @@ class SampleEngine:
         return self._user_code
 
 
+class Beside:
+    """Generates samples by a function that waits for nothing but the engine, in the thread that reads them."""
+
+    def __init__(self, stream: Stream, params: SamplingParams, function: Generate) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._runner = Runner(self._loop, function, params, _no_tokenizer)
+        self._asking = Asking(stream)
+        self._turn = threading.Lock()
+        """Held by the thread in which samples go on, or join."""
+        self._over = False
+
+    def generate(self, samples: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
+        """Generate samples, and those that join; yield each as it ends."""
+        runner = self._runner
+        try:
+            with self._turn:
+                runner.begin(samples)
+                ended = self._go_on()
+            while not self._over:
+                yield ended
+                answers = self._asking.answers() if runner.left else ()
+                with self._turn:
+                    for id, answer in answers:
+                        runner.answer(id, answer)
+                    ended = self._go_on()
+        finally:
+            with self._turn:
+                self._over = True
+                runner.close()
+
+    def join(self, samples: Sequence[SampleRequest]) -> bool:
+        """See `SampleEngine.join`."""
+        with self._turn:
+            if self._over or self._runner.aborted:
+                return False
+            self._runner.begin(samples)
+            self._settle()
+            return True
+
+    def _go_on(self) -> list[GeneratedSample]:
+        """Let samples go on until all of them wait for the engine. Returns those that have ended."""
+        self._settle()
+        ended, self._runner.ended = self._runner.ended, []
+        self._over = not ended and not self._runner.left
+        return ended
+
+    def _settle(self) -> None:
+        runner = self._runner
+        while runner.at_work or runner.asked:
+            while runner.at_work:
+                self._loop.call_soon(self._loop.stop)
+                self._loop.run_forever()
+            asked, runner.asked = runner.asked, []
+            for id, answer in self._asking.submit(asked):
+                runner.answer(id, answer)
+        runner.recorded()  # of which nobody makes anything
+
+
 def beside(
     stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams, function: Generate
 ) -> Iterator[list[GeneratedSample]]:
-    """Generate samples by a function that waits for nothing but the engine, in this thread."""
-    loop = asyncio.new_event_loop()
-    runner = Runner(loop, function, params, _no_tokenizer)
-    asking = Asking(stream)
-    try:
-        runner.begin(samples)
-        while _settled(loop, runner).left or runner.ended:
-            asked, runner.asked = runner.asked, []
-            for id, answer in asking.submit(asked) or (asking.answers() if runner.left else ()):
-                runner.answer(id, answer)
-            runner.recorded()  # of which nobody makes anything
-            _settled(loop, runner)
-            ended, runner.ended = runner.ended, []
-            yield ended
-    finally:
-        runner.close()
-
-
-def _settled(loop: asyncio.AbstractEventLoop, runner: Runner) -> Runner:
-    """Let the samples go on until all of them wait for the engine."""
-    while runner.at_work:
-        loop.call_soon(loop.stop)
-        loop.run_forever()
-    return runner
+    """Generate samples, where none are to join."""
+    return Beside(stream, params, function).generate(samples)
 
 
 def _no_tokenizer() -> None:

@@ -111,6 +111,10 @@ class RolloutActor(EngineActor):
         self._samples.abort()
         self._made.abort()
 
+    def join(self, samples: Sequence[SampleRequest]) -> bool:
+        """See `cairn.engines.episodes.samples.SampleEngine`."""
+        return self._samples.join(samples)
+
     def acknowledge(self, number: int) -> None:
         """What it streamed with this number is durable, and all before it."""
         self._samples.acknowledge(number)

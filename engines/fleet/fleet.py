@@ -86,6 +86,7 @@ class Fleet:
         """The reward model, None without one."""
         self.turns = turns
         """Who has the memory of GPUs that training and rollout share."""
+        self._config = config
         self._publications = publications
         self._serving = Serving(config, router, rollout, training, turns, publications)
         self._cluster = cluster
@@ -274,6 +275,20 @@ class Fleet:
             EngineError: an engine died, hung or refused.
         """
         self._serving.serve(engine, version)
+
+    def updates_in_flight(self) -> bool:
+        """Whether `update` can be told to be right: engines that tell no checksum generate to be compared."""
+        return not self._config.fleet.check_weight_update_equal or all(one.tells_checksum for one in self.rollout)
+
+    def update(self, engine: RolloutHandle, version: int) -> float:
+        """Have a rollout engine that serves another version go on with a published one, between two decoding steps:
+        what it generates is retracted and rests meanwhile, and does not end (`cairn.engines.rollout.base`). Returns for
+        how many seconds. Without a router.
+
+        Raises as `serve`. What the engine generates then rests until it is aborted, or the engine brought to another
+        version.
+        """
+        return self._serving.update(engine, version)
 
     def generating_environment(self, engine: RolloutHandle) -> Environment:
         """What computes the requests of a rollout engine: that engine, or all of them where a router deals them out."""

@@ -25,6 +25,9 @@ from cairn.storage.commits import Environment
 CONTROL = "control"
 """Concurrency group of the calls that an actor answers while it works: health, versions, abort."""
 
+UPDATING = "updating"
+"""That of the calls that replace a rollout engine's weights, which it may take while it generates."""
+
 SENDING = "sending"
 """That of broadcasts of weights that were copied: the trainer works on meanwhile."""
 

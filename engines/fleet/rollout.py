@@ -14,7 +14,7 @@ from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import EngineTimeout
 from cairn.engines.fleet.calls import Deadline, wait
 from cairn.engines.fleet.episodes import Episodes, EpisodeWorkerHandle
-from cairn.engines.fleet.handles import CONTROL, Actor, ModelHandle, log_of
+from cairn.engines.fleet.handles import CONTROL, UPDATING, Actor, ModelHandle, log_of
 from cairn.engines.fleet.router import TO_SAY_WHY, RouterHandle
 from cairn.engines.rollout.factory import kind_of
 from cairn.engines.rollout.plan import EnginePlan, Place
@@ -103,6 +103,17 @@ class RolloutHandle(ModelHandle):
             except GeneratorExit:
                 self._abort(stream)
                 raise
+
+    def join(self, samples: Sequence[SampleRequest]) -> bool:
+        """Have the running `generate_samples` generate these too; whether it does. From any thread."""
+        ref = self._actor.call("join", list(samples), concurrency_group=CONTROL)
+        joined: bool = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "join")
+        return joined
+
+    def retracted(self) -> list[Completion]:
+        """See `cairn.engines.rollout.base`."""
+        found: list[Completion] = self.call("retracted")
+        return found
 
     def acknowledge(self, number: int) -> None:
         """What the running `generate_samples` gave with this number is durable, and all before it. From any thread."""
@@ -202,8 +213,8 @@ class RolloutHandle(ModelHandle):
         return self.finish(self.submit(method, *args), method)
 
     def submit(self, method: str, *args: Any) -> "ray.ObjectRef[Any]":
-        """Begin a call that waits its turn behind those before it."""
-        return self._actor.call(method, *args)
+        """Begin a call that waits its turn behind those before it, and not for what is generated."""
+        return self._actor.call(method, *args, concurrency_group=UPDATING)
 
     def finish(self, ref: "ray.ObjectRef[Any]", method: str, deadline: Deadline | None = None) -> Any:
         """Wait for a call that was begun, for `fleet.call_timeout` seconds by default."""

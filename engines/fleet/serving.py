@@ -7,7 +7,8 @@ weights change, and when it comes back, those that are elsewhere are left out un
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from cairn.configs.schema.run import RunConfig
@@ -59,6 +60,20 @@ class Serving:
             self._route(engine, version)
             engine.looked = (looked, version)
 
+    def update(self, engine: RolloutHandle, version: int) -> float:
+        """See `cairn.engines.fleet.fleet.Fleet.update`."""
+        with engine.serving:
+            publication = self._publications.get(version)
+            engine.looked = (0.0, None)
+            began = time.monotonic()
+            engine.call("begin_weight_update", version, True)
+            self._publications.send(version, engine)
+            if engine.tells_checksum:
+                with self._dropped_where_wrong(version):
+                    verify_checksum(engine, version, publication.digest)
+            engine.call("end_weight_update")
+            return time.monotonic() - began
+
     def _bring(self, engine: RolloutHandle, version: int) -> None:
         publication = self._publications.get(version)
         self._leave(engine)
@@ -69,16 +84,25 @@ class Serving:
             engine.call("end_weight_update")
         self._turns.for_rollout(engine)
         try:
-            if engine.tells_checksum:
-                verify_checksum(engine, version, publication.digest)
-            elif self._config.fleet.check_weight_update_equal:
-                verify_log_probs(self._training, engine, self._config)
+            with self._dropped_where_wrong(version):
+                if engine.tells_checksum:
+                    verify_checksum(engine, version, publication.digest)
+                elif self._config.fleet.check_weight_update_equal:
+                    verify_log_probs(self._training, engine, self._config)
         except WeightsDiffer:
-            self._publications.drop(version)
             engine.call("begin_weight_update", version)  # and so it serves nothing
             raise
         if (found := engine.weight_version()) != version:
             raise EngineError(f"{engine.name} reports weight version {found} after an update to {version}")
+
+    @contextmanager
+    def _dropped_where_wrong(self, version: int) -> Iterator[None]:
+        """A publication with which an engine has other weights than were published is of no use."""
+        try:
+            yield
+        except WeightsDiffer:
+            self._publications.drop(version)
+            raise
 
     def _leave(self, engine: RolloutHandle) -> None:
         with self._routing:

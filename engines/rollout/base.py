@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from cairn.engines.rollout.streams import Stream
-from cairn.engines.types import GenerateRequest
+from cairn.engines.types import Completion, GenerateRequest
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.commits import Environment
 
@@ -15,7 +15,7 @@ from cairn.storage.commits import Environment
 class RolloutEngine(Protocol):
     """Samples responses with the current weights of the policy, for all who ask at the same time.
 
-    Nothing is generated while weights are being updated.
+    Nothing is decoded while weights are being updated.
     """
 
     def open(self) -> Stream:
@@ -35,8 +35,20 @@ class RolloutEngine(Protocol):
     def get_weight_version(self) -> int | None:
         """Optimizer steps since the run's initial weights; None between the begin and the end of an update."""
 
-    def begin_weight_update(self, version: int) -> None:
-        """Start to replace all weights. Beginning again discards what an unfinished update has sent."""
+    def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
+        """Start to replace all weights. Beginning again discards what an unfinished update has sent.
+
+        `in_flight`: what is generated does not end: it is retracted and rests, what is asked for meanwhile too, until
+        the update has ended, and goes on by reading all that there is of it again. Nothing of it is lost, and of its
+        tokens each has the version that it was sampled from. An abort gives back what rests.
+
+        Raises:
+            EngineError: something is generated, and the update is not in flight.
+        """
+
+    def retracted(self) -> list[Completion]:
+        """Of the samples that have not ended, what they had when an update in flight last retracted them, with finish
+        reason ABORT; without those that had nothing. From any thread."""
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         """Replace some weights, by their names in the Hugging Face model; any device and dtype.

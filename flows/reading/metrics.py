@@ -343,6 +343,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/log_probs_time", "s", "timings", "`score`."),
     Metric("perf/actor_train_time", "s", "timings", "`train`."),
     Metric("perf/save_model_time", "s", "timings", "`checkpoint`."),
+    Metric(
+        "perf/update_stall_time",
+        "s",
+        "timings",
+        "In the `streaming` pipeline: in which rollout engines decoded nothing because their weights were replaced "
+        "while they generated, all together, since the last iteration's.",
+    ),
     Metric("perf/update_weights_time", "s", "timings", "`sync`."),
     Metric("perf/eval_time", "s", "timings", "`eval`."),
     Metric("perf/snapshot_bytes", "bytes", "outputs", "Committed files of the iteration but its checkpoint's."),
@@ -505,6 +512,9 @@ def _performance(commits: Sequence[Commit], metrics: dict[str, float], config: R
     waits = sum(commit.timings.get(name, 0.0) for commit in commits for name in ("retry_wait", "grader_wait"))
     if waits:
         performance["perf/retry_wait_time"] = waits
+    stalls = [commit.timings["update_stall"] for commit in commits if "update_stall" in commit.timings]
+    if stalls:
+        performance["perf/update_stall_time"] = sum(stalls)
     whole = _span(commits)
     performance["perf/step_time"] = whole
     performance["perf/other_time"] = max(0.0, whole - busy_seconds(commits))

@@ -29,6 +29,11 @@ class StreamCalls(LoggedCalls):
             self._add(call_records(log.recovered))
 
     @property
+    def records(self) -> bool:
+        """Whether there are any calls to log."""
+        return self._stream_log is not None
+
+    @property
     def broken(self) -> bool:
         """Whether nothing more becomes durable."""
         return self._stream_log is not None and self._stream_log.broken

@@ -2,8 +2,8 @@
 
     admit     prompts become open groups, at most `max_age` iterations ahead of learning, as few as do
               (`cairn.tasks.streaming.pacing`)
-    generate  each engine works on the samples of its groups with the newest weights there are; where these change, or
-              groups are admitted, what it has not finished is interrupted, and goes on from there
+    generate  each engine works on the samples of its groups with the newest weights there are: it is brought to them
+              between two decoding steps, and given the samples of new groups, while it works
     take      a rollout step takes the groups of its round: those that are complete, the first ones first
 
 What happens here depends on time and is nobody's until a rollout step commits which groups it took, with their samples.
@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from cairn.engines.episodes.records import CallRecord
 from cairn.engines.errors import EngineError
-from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
+from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason
 from cairn.storage.commits import Commit
 from cairn.storage.errors import Damaged
@@ -38,8 +38,8 @@ from cairn.tasks.step import StepCall
 from cairn.tasks.streaming.admit import admission_number
 from cairn.tasks.streaming.calls import StreamCalls
 from cairn.tasks.streaming.pacing import Backlog
-from cairn.tasks.sync import serve
-from cairn.tasks.versions import weight_version_after
+from cairn.tasks.sync import serve, update
+from cairn.tasks.versions import version_of, weight_version_after
 
 _AGAIN = 0.02
 """Seconds after which an engine that has not heard an interruption is told again."""
@@ -81,6 +81,8 @@ class Usage:
     """How often they left a sample unfinished, to go on with other weights or beside others."""
     recomputed_tokens: int = 0
     """Response tokens that they read again to go on after them."""
+    stall: float = 0.0
+    """Seconds in which they decoded nothing because their weights were replaced, all together."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,17 @@ class Stream:
         self._told = set[int]()
         """The engines that are just being told: what they begin now would be ended too."""
         self._working = [False for _ in run.fleet.rollout]
-        self._running: list[set[SampleKey]] = [set() for _ in run.fleet.rollout]
+        self._running: list[dict[SampleKey, SampleRequest]] = [{} for _ in run.fleet.rollout]
         """The samples that each is at."""
+        self._serves: list[Commit | None] = [None for _ in run.fleet.rollout]
+        """The weights that each works with, or is being brought to."""
+        self._ready = [False for _ in run.fleet.rollout]
+        """Whether each works, and may be told of what is new."""
+        self._attended = set[int]()
+        """The engines that are just being told."""
+        self._joining = [threading.Lock() for _ in run.fleet.rollout]
+        self._joined: list[list[SampleRequest]] = [[] for _ in run.fleet.rollout]
+        """What each was given beside what it was at, and its thread has not heard of yet."""
         self._since = [0.0 for _ in run.fleet.rollout]
         """Until when the work of each is counted, if it works."""
         self._usage = Usage()
@@ -153,7 +164,10 @@ class Stream:
 
     def begin(self) -> None:
         """Generate, from now on."""
-        work: list[Callable[[], None]] = [partial(self._generate, number) for number in range(len(self._working))]
+        numbers = range(len(self._working))
+        work: list[Callable[[], None]] = [
+            partial(does, number) for does in (self._generate, self._attend) for number in numbers
+        ]
         for one in (*work, self._interrupt):
             self._threads.append(threading.Thread(target=one, name="stream", daemon=True))
             self._threads[-1].start()
@@ -190,14 +204,12 @@ class Stream:
                 one = OpenGroup(group, admission, int(np.argmin(loads)))
                 self._open[group.drawn.group_id] = replace(one, recovered=one.decided)
                 self._look_whether_complete(group.drawn.group_id)
-            self._interrupt_all()
+            self._changed.notify_all()
 
-    def publish(self, weights: Commit | None, *, interrupt: bool) -> None:
-        """These are the newest from now on. `interrupt`: at once, and not when an engine is interrupted next."""
+    def publish(self, weights: Commit | None) -> None:
+        """These are the newest from now on."""
         with self._changed:
             self._weights = weights
-            if interrupt:
-                self._interrupt_all()
             self._changed.notify_all()
 
     def take(self, iteration: int, count: int, tell: Callable[[int], None]) -> Taken:
@@ -269,7 +281,7 @@ class Stream:
         with self._changed:
             self._pauses += 1
             self._interrupt_all()
-            self._changed.wait_for(lambda: not any(self._working) and not self._told)
+            self._changed.wait_for(lambda: not any(self._working) and not self._told and not self._attended)
         try:
             yield
         finally:
@@ -317,10 +329,14 @@ class Stream:
                 begun = [len(sample.begun) for sample in samples if sample.begun is not None]
                 self._usage.recomputed_tokens += sum(begun)
                 self._interrupted[number].clear()
-                self._running[number] = {sample.key for sample in samples}
+                self._running[number] = {sample.key: sample for sample in samples}
+                self._serves[number], self._joined[number] = weights, []
                 self._working[number], self._since[number] = True, time.monotonic()
             try:
                 serve(run, engine, weights)
+                with self._changed:
+                    self._ready[number] = True
+                    self._changed.notify_all()
                 call = replace(self._call, shard=f"stream-{number}")
                 for generated in generate_samples(
                     call,
@@ -331,6 +347,8 @@ class Stream:
                     rows=rows,
                     calls=self._calls,
                     interrupted=lambda: self._interrupted[number].is_set() or run.stopping.is_set(),
+                    newest=lambda: self._serves[number],
+                    joined=lambda: self._take_joined(number),
                 ):
                     self._came(generated, engine.name)
             except Exception as error:
@@ -339,11 +357,95 @@ class Stream:
             finally:
                 with self._changed:
                     self._count_work(number)
-                    self._working[number] = False
-                    ran, self._running[number] = self._running[number], set()
+                    self._working[number] = self._ready[number] = False
+                    ran, self._running[number] = self._running[number], {}
                     for id in {id for id, _ in ran}:
                         self._look_whether_complete(id)
                     self._changed.notify_all()
+
+    def _attend(self, number: int) -> None:
+        """In a thread of its own: what one engine is told while it works."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._closed or self._is_behind(number) or (self._may_be_told(number) and self._new(number))
+                )
+                if self._closed:
+                    return
+                behind, weights = self._is_behind(number), self._weights
+                self._attended.add(number)
+            try:
+                if behind:
+                    self._update(number, weights)
+                else:
+                    self._join(number)
+            except Exception as error:
+                with self._changed:
+                    self._error = self._error or error
+                    self._interrupted[number].set()
+            finally:
+                with self._changed:
+                    self._attended.discard(number)
+                    self._changed.notify_all()
+
+    def _may_be_told(self, number: int) -> bool:
+        return self._ready[number] and not self._interrupted[number].is_set() and self._error is None
+
+    def _is_behind(self, number: int) -> bool:
+        return self._may_be_told(number) and version_of(self._serves[number]) != version_of(self._weights)
+
+    def _new(self, number: int) -> list[SampleRequest]:
+        return [sample for sample in self._samples_of(number) if sample.key not in self._running[number]]
+
+    def _update(self, number: int, weights: Commit | None) -> None:
+        """Have an engine go on with newer weights; what it had decoded until then is durable soon."""
+        run, engine = self._run, self._run.fleet.rollout[number]
+        if not run.fleet.updates_in_flight():
+            with self._changed:
+                self._interrupted[number].set()
+            return
+        with self._changed:
+            self._serves[number] = weights
+        seconds = update(run, engine, weights)
+        parts = engine.retracted()
+        with self._changed:
+            self._usage.stall += seconds
+            self._usage.interrupted_samples += len(parts)
+            self._usage.recomputed_tokens += sum(len(part.response_ids) for part in parts)
+            samples = []
+            for part in parts:
+                request = self._running[number].get(part.request_id[:2])
+                if request is None or self._calls.records:
+                    continue
+                segment = Segment.sampled(part, FIRST_CALL, request.seed)
+                if request.begun is not None:
+                    self._usage.recomputed_tokens += len(request.begun)
+                    segment = request.begun.then(segment)
+                samples.append(GeneratedSample(*request.key, Trajectory((segment,)), FinishReason.ABORT))
+            self._note(samples, engine.name)
+
+    def _join(self, number: int) -> None:
+        """Give an engine samples of new groups beside what it is at; where it takes none, it is interrupted."""
+        with self._joining[number]:
+            with self._changed:
+                samples = self._new(number)
+            if not samples:
+                return
+            if self._run.fleet.rollout[number].join(samples):
+                self._joined[number] += samples
+                with self._changed:
+                    self._running[number] |= {sample.key: sample for sample in samples}
+                    begun = [len(sample.begun) for sample in samples if sample.begun is not None]
+                    self._usage.recomputed_tokens += sum(begun)
+            else:
+                with self._changed:
+                    self._interrupted[number].set()
+                    self._changed.notify_all()
+
+    def _take_joined(self, number: int) -> list[SampleRequest]:
+        with self._joining[number]:
+            samples, self._joined[number] = self._joined[number], []
+            return samples
 
     def _count_work(self, number: int) -> None:
         now = time.monotonic()
@@ -352,7 +454,7 @@ class Stream:
             self._since[number] = now
 
     def _may_work(self, number: int) -> bool:
-        ready = not self._pauses and number not in self._told
+        ready = not self._pauses and number not in self._told and number not in self._attended
         return ready and self._error is None and not self._run.stopping.is_set()
 
     def _try_again(self) -> None:
@@ -379,21 +481,29 @@ class Stream:
     def _came(self, samples: Sequence[GeneratedSample], engine: str) -> None:
         """Some have ended, or were interrupted."""
         with self._changed:
-            rows = []
             for sample in samples:
                 one = self._open.get(sample.group_id)
                 if one is None:  # it was taken
                     continue
                 if sample.finish_reason == FinishReason.ABORT:
                     self._usage.interrupted_samples += 1
-                if len(sample.trajectory.segments) or sample.error is not None:
-                    rows.append((engine, one.group, sample))
-                one = replace(one, group=replace(one.group, parts={**one.group.parts, sample.index: sample}))
-                self._open[sample.group_id] = one
-                self._running[one.engine].discard(sample.key)
-                self._look_whether_complete(sample.group_id)
-            self._calls.after(partial(self._log.append, *rows))  # raises where the calls cannot be logged
+                self._running[one.engine].pop(sample.key, None)
+            self._note(samples, engine)
             self._changed.notify_all()
+
+    def _note(self, samples: Sequence[GeneratedSample], engine: str) -> None:
+        """How far some have come."""
+        rows = []
+        for sample in samples:
+            one = self._open.get(sample.group_id)
+            if one is None:
+                continue
+            if len(sample.trajectory.segments) or sample.error is not None:
+                rows.append((engine, one.group, sample))
+            one = replace(one, group=replace(one.group, parts={**one.group.parts, sample.index: sample}))
+            self._open[sample.group_id] = one
+            self._look_whether_complete(sample.group_id)
+        self._calls.after(partial(self._log.append, *rows))  # raises where the calls cannot be logged
 
     def _look_whether_complete(self, id: int) -> None:
         """A group is, when nothing of it is to be begun, nor is running: what a sample does when another one has

@@ -91,7 +91,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             **episode_metrics(samples, beside.get(CALLS_FILE)),
             **failure_metrics(ended),
         },
-        timings={"wait": taken.waited, "engines": taken.usage.seconds},
+        timings={"wait": taken.waited, "engines": taken.usage.seconds, "update_stall": taken.usage.stall},
         weight_version_in=min((oldest for oldest, _ in versions), default=None),
         weight_version_out=max((newest for _, newest in versions), default=None),
         environment=run.fleet.generating_environment(run.fleet.rollout[0]),

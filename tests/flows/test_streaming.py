@@ -29,7 +29,7 @@ from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import StoreError
 from cairn.storage.ledger import Ledger
-from cairn.storage.schemas import ROLLOUT
+from cairn.storage.schemas import ROLLOUT, Status
 from cairn.storage.snapshots import AttemptFolder
 from cairn.storage.store import open_store
 from cairn.storage.stream_log import StreamLog
@@ -201,12 +201,12 @@ def test_a_killed_run_loses_nothing_that_was_admitted_and_trains_on_nothing_twic
         restore_trainer(run, run.committed(ITERATIONS - 1, Step.TRAIN))
 
 
-def rows_that_ended(folder: Path) -> dict[tuple[int, int], list[int]]:
-    """The responses in the logs of drivers that are gone."""
+def rows_that_ended(folder: Path, how: Status | None = None) -> dict[tuple[int, int], list[int]]:
+    """The responses in the logs of drivers, of samples that ended, or of those that did so in one way."""
     found = {}
     for path in sorted((folder / "runs/tiny/stream").rglob("*.arrow")):
         for row in pa.ipc.open_file(path).read_all().to_pylist():
-            if row["status"] != "aborted":
+            if row["status"] == how if how else row["status"] != Status.ABORTED:
                 found[row["group_id"], row["sample_index"]] = row["response_ids"]
     return found
 
@@ -287,34 +287,46 @@ def test_a_log_that_could_not_be_written_is_begun_anew(
         assert taken_groups(run) == list(range(2 * ITERATIONS))
 
 
-def test_samples_go_on_with_newer_weights_where_they_were_interrupted(
+class Held:
+    """Holds the decoding of engines before a step until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+        self.go_on, self._held = threading.Event(), threading.Event()
+        take_step, left = DecodeLoop._step, steps
+
+        def holding(loop: DecodeLoop) -> None:
+            nonlocal left
+            if not self.go_on.is_set():
+                left -= 1
+                if left < 0:
+                    self._held.set()
+                    assert self.go_on.wait(60)
+            take_step(loop)
+
+        monkeypatch.setattr(DecodeLoop, "_step", holding)
+
+    def wait(self) -> None:
+        assert self._held.wait(60)
+
+
+def test_samples_go_on_with_newer_weights_between_two_steps_and_none_ends(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take_step, steps, held = DecodeLoop._step, 5, threading.Event()
-    go_on = threading.Event()
-
-    def holding(loop: DecodeLoop) -> None:
-        nonlocal steps
-        if not go_on.is_set():
-            steps -= 1
-            if steps < 0:
-                held.set()
-                assert go_on.wait(60)
-        take_step(loop)
-
     with tiny_context(str(tmp_path), streaming(tiny_assets, 2)) as (run, _), open_stream(run):
         assert run.stream is not None
         direct = DirectSteps(run)
         publish_for_open_halves(run)
         admit_prompts(run, direct, 0)
         collect(run, direct, 0)
-        monkeypatch.setattr(DecodeLoop, "_step", holding)
+        held = Held(monkeypatch, 5)
         admit_prompts(run, direct, 1)
-        assert held.wait(60)
+        held.wait()
         learn(run, direct, 0)
-        run.stream.publish(weights_after(run, 0), interrupt=True)
-        wait_for(lambda: run.fleet.rollout[0].engine._loop._aborting, 60)
-        go_on.set()
+        run.stream.publish(weights_after(run, 0))
+        wait_for(lambda: run.fleet.rollout[0].engine.get_weight_version() == 1, 60)
+        wait_for(lambda: bool(rows_that_ended(tmp_path, Status.ABORTED)), 60)
+        logged = rows_that_ended(tmp_path, Status.ABORTED)
+        held.go_on.set()
         collect(run, direct, 1)
         take = run.committed(1, Step.ROLLOUT, "00-000")
         rows = run.read(take).to_pylist()
@@ -324,12 +336,33 @@ def test_samples_go_on_with_newer_weights_where_they_were_interrupted(
                 len(row["response_ids"]) - 5
             )
         went_on = [row for row in rows if len(row["response_ids"]) > 5]
+        assert logged == {(row["group_id"], row["sample_index"]): row["response_ids"][:5] for row in went_on}
         assert take.metrics["interrupted_samples"] == len(went_on)
         assert take.metrics["recomputed_tokens"] == 5 * len(went_on)
         shown = iteration_metrics([take], run.config)
         assert shown["rollout/interrupted_samples"] == len(went_on)
         assert shown["rollout/recomputed_tokens"] == 5 * len(went_on)
+        assert shown["perf/update_stall_time"] == 0.5, "as the fleet says"
         assert "rollout/open_groups" in shown
+
+
+def test_prompts_that_are_admitted_join_what_an_engine_is_at(
+    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_context(str(tmp_path), streaming(tiny_assets, 2)) as (run, _), open_stream(run):
+        stream = run.stream
+        assert stream is not None
+        direct, held = DirectSteps(run), Held(monkeypatch, 3)
+        publish_for_open_halves(run)
+        admit_prompts(run, direct, 0)
+        held.wait()
+        admit_prompts(run, direct, 1)
+        wait_for(lambda: len(stream._running[0]) == 16, 60)
+        held.go_on.set()
+        for index in range(2):
+            collect(run, direct, index)
+            assert run.committed(index, Step.ROLLOUT, "00-000").metrics["interrupted_samples"] == 0
+        assert taken_groups(run) == [0, 1, 2, 3]
 
 
 def test_a_run_that_was_stopped_is_replayed_as_far_as_it_came(tiny_assets: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from cairn.engines.rollout.sglang.stream import ServerStream
 from cairn.engines.rollout.sglang.watch import Watch
 from cairn.engines.rollout.sglang.weights import ServerWeights
 from cairn.engines.rollout.streams import Stream
-from cairn.engines.types import GenerateRequest
+from cairn.engines.types import Completion, GenerateRequest
 from cairn.engines.weights.fp8 import Fp8Weights
 from cairn.engines.weights.layout import Layout, Meeting, MemoryTag, Receiver
 from cairn.storage.commits import Environment
@@ -81,6 +82,8 @@ class SGLangEngine:
         self._occupancy = Occupancy()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[Generation] = weakref.WeakSet()
+        self._resting = False
+        """Whether samples rest until the update of the weights has ended."""
         self._loads = Loads(self.server.url)
         self._hung: str | None = None
         self._watch = Watch(
@@ -106,6 +109,8 @@ class SGLangEngine:
         )
         with self._lock:
             self._streams.add(generation)
+            if self._resting:
+                generation.rest()
         return ServerStream(generation, self._check)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> Stream:
@@ -119,18 +124,24 @@ class SGLangEngine:
         self._route = Route.to(self.server.url) if router is None else Route(router, tuple(servers))
 
     def abort(self) -> None:
-        with self._lock:
-            streams = list(self._streams)
-        for generation in streams:
+        for generation in self._open_streams():
             generation.abort()
 
     def get_weight_version(self) -> int | None:
         return self._weights.version()
 
-    def begin_weight_update(self, version: int) -> None:
-        with self._occupancy.alone("update weights"):
+    def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
+        with nullcontext() if in_flight else self._occupancy.alone("update weights"):
             self._watch.pause()
-            self._weights.begin(version)
+            if in_flight:
+                with self._lock:
+                    self._resting = True
+                for generation in self._open_streams():
+                    generation.rest()
+            self._weights.begin(version, in_flight=in_flight)
+
+    def retracted(self) -> list[Completion]:
+        return [part for generation in self._open_streams() for part in generation.retracted()]
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         self._weights.load(named_tensors)
@@ -141,6 +152,10 @@ class SGLangEngine:
     def end_weight_update(self) -> None:
         self._weights.end()
         self._watch.resume()
+        with self._lock:
+            self._resting = False
+        for generation in self._open_streams():
+            generation.go_on()
 
     def receiver(self) -> Receiver:
         return self._weights.receiver()
@@ -209,6 +224,10 @@ class SGLangEngine:
     def _end_hung_server(self, seen: str) -> None:
         self._hung = f"{seen} and was given up"
         self.server.stop()
+
+    def _open_streams(self) -> list[Generation]:
+        with self._lock:
+            return list(self._streams)
 
     def _check(self, requests: Sequence[GenerateRequest]) -> None:
         validate_requests(requests, self._context, self._vocab)

@@ -6,6 +6,10 @@
 | no connection, or 5xx | behind a router asked again, `ATTEMPTS` times in all, of another server; else an error |
 | anything else but 200 | EngineError at once |
 
+Samples that are retracted are aborted at the servers, come back with what they have, and are asked for again from there
+when all may go on: whoever waits for them sees nothing of it. A server can retract by itself (`/pause_generation`), and
+computes the same; but then nobody knows what a sample has until it ends, and a driver that is killed loses it.
+
 An abort goes to every server that may have a request, by the request's own id: the server drops ids that it does not
 hold (`TokenizerManager.abort_request`), so a prefix of many ids would not reach its scheduler. That one in turn aborts
 whatever begins with the id, so no id may be the beginning of another.
@@ -17,8 +21,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -30,13 +35,14 @@ from cairn.engines.rollout.sglang.completions import completion
 from cairn.engines.rollout.sglang.loads import Loads
 from cairn.engines.rollout.sglang.route import Route
 from cairn.engines.rollout.sglang.routes import Routes
-from cairn.engines.types import Completion, FinishReason, GenerateRequest
+from cairn.engines.types import Completion, FinishReason, GenerateRequest, RequestId
 
 ATTEMPTS = 3
 """Times that a sample is asked for behind a router."""
 ABORT_TIMEOUT = 30.0
 """Seconds within which an aborted generation must have given everything back."""
 _ABORT_AGAIN = 0.5
+_SOON = 0.002
 _CONNECT_TIMEOUT = 10.0
 _AT_FAULT = (400, 413, 422)
 _OUT_OF_REACH = (502, 503, 504)
@@ -86,6 +92,10 @@ class Generation:
         self._explained = explained
         self._routes = routes
         self._slots = asyncio.Semaphore(concurrency)
+        self._may_ask = asyncio.Event()
+        self._may_ask.set()
+        self._parts: dict[RequestId, Completion] = {}
+        """Of samples that have not ended, what they had when they were last retracted."""
         self._attempts = ATTEMPTS if route.servers != (route.url,) else 1
         self._name = uuid.uuid4().hex
         self._number = itertools.count()
@@ -116,6 +126,31 @@ class Generation:
             for request, future in asked:
                 future.set_result(Completion.empty(request.request_id, FinishReason.ABORT))
         return [future for _, future in asked]
+
+    def rest(self) -> None:
+        """Retract all samples, and ask servers for nothing until `go_on`. Returns when no server is at work on any.
+        Raises EngineTimeout."""
+        with self._lock:
+            if self._thread is None or self._aborted:
+                self._may_ask.clear()
+                return
+            try:
+                resting = asyncio.run_coroutine_threadsafe(self._rest(), self._loop.result())
+            except RuntimeError:  # its loop is closed
+                return
+        with suppress(CancelledError):  # it ended meanwhile
+            resting.result()
+
+    def go_on(self) -> None:
+        """Ask for what is left of the samples that rest."""
+        with self._lock:
+            if self._thread is None:
+                self._may_ask.set()
+            self._call(self._may_ask.set)
+
+    def retracted(self) -> list[Completion]:
+        """See `cairn.engines.rollout.base.RolloutEngine.retracted`."""
+        return [part for part in list(self._parts.values()) if len(part.response_ids)]
 
     def abort(self) -> None:
         """See `Stream.abort`."""
@@ -178,6 +213,7 @@ class Generation:
         except Exception as error:  # it belongs to whoever waits for the sample
             result = error
         finally:
+            self._parts.pop(request.request_id, None)
             self._occupancy.leave(1)
             if result is None and self._late is not None:
                 result = EngineTimeout(self._late)
@@ -189,41 +225,59 @@ class Generation:
                 future.set_exception(result)
 
     async def _sample(self, request: GenerateRequest) -> Completion:
-        number = next(self._number)
+        """Its completion, asked for as often as it is retracted."""
+        part: Completion | None = None
         async with self._slots:
-            began = time.perf_counter()
-            retrying = AsyncRetrying(
-                retry=retry_if_exception_type(_ServerFailed),
-                stop=stop_after_attempt(self._attempts),
-                wait=wait_random_exponential(multiplier=0.1, max=2.0),
-                reraise=True,
-            )
-            try:
-                async for attempt in retrying:
-                    with attempt:
-                        if self._aborted:
-                            return Completion.empty(request.request_id, FinishReason.ABORT)
-                        rid = f"{self._name}-{number:08d}-{attempt.retry_state.attempt_number}"
-                        content = await self._ask(rid, request)
-            except _ServerFailed as failed:
-                raise failed.error from failed
-            params, given = request.sampling_params, len(request.input_ids)
-            routes = self._routes if params.return_routed_experts else None
-            return completion(
-                request.request_id,
-                content,
-                time.perf_counter() - began,
-                may_abort=self._aborted,
-                stop=params.stop,
-                with_kept=params.cuts_vocabulary and params.return_kept,
-                routes=None if routes is None else lambda meta, length: routes.read(meta, given + length - 1),
-            )
+            while True:
+                rest = await self._rest_of(request.after(part))
+                part = rest if part is None else part.then(rest)
+                if rest.finish_reason != FinishReason.ABORT or self._aborted:
+                    return part
+                whole = min(request.sampling_params.max_new_tokens - request.position, self._room(request))
+                if len(part.response_ids) >= whole:  # the abort came after its last token
+                    return replace(part, finish_reason=FinishReason.LENGTH)
+                self._parts[request.request_id] = part
+
+    def _room(self, request: GenerateRequest) -> int:
+        return self._context - len(request.input_ids)
+
+    async def _rest_of(self, request: GenerateRequest) -> Completion:
+        """What servers make of a request, until it ends or is aborted."""
+        number = next(self._number)
+        began = time.perf_counter()
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_ServerFailed),
+            stop=stop_after_attempt(self._attempts),
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
+            reraise=True,
+        )
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    await self._may_ask.wait()
+                    if self._aborted:
+                        return Completion.empty(request.request_id, FinishReason.ABORT)
+                    rid = f"{self._name}-{number:08d}-{attempt.retry_state.attempt_number}"
+                    content = await self._ask(rid, request)
+        except _ServerFailed as failed:
+            raise failed.error from failed
+        params, given = request.sampling_params, len(request.input_ids)
+        routes = self._routes if params.return_routed_experts else None
+        return completion(
+            request.request_id,
+            content,
+            time.perf_counter() - began,
+            may_abort=self._aborted or not self._may_ask.is_set(),
+            stop=params.stop,
+            with_kept=params.cuts_vocabulary and params.return_kept,
+            routes=None if routes is None else lambda meta, length: routes.read(meta, given + length - 1),
+        )
 
     async def _ask(self, rid: str, request: GenerateRequest) -> dict[str, Any]:
         """The server's reply to one `/generate`. Raises _ServerFailed, RequestRefused and EngineError.
 
         A 500 of a router may only mean that a server is gone, so the request is at fault where all of them answer."""
-        params, given = request.sampling_params, len(request.input_ids)
+        params = request.sampling_params
         # A sample that goes on reads all that it has: of its tokens none are taken from the cache that were decoded, as
         # those of an attempt that was lost would not be there. Under their place requests share what was read.
         #
@@ -233,7 +287,7 @@ class Generation:
             "rid": rid,
             "input_ids": [*map(int, request.input_ids)],
             "sampling_params": {
-                "max_new_tokens": min(params.max_new_tokens - request.position, self._context - given),
+                "max_new_tokens": min(params.max_new_tokens - request.position, self._room(request)),
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k,
@@ -274,7 +328,20 @@ class Generation:
             return False
         return True
 
+    async def _rest(self) -> None:
+        self._may_ask.clear()
+        deadline = time.monotonic() + ABORT_TIMEOUT
+        again = 0.0
+        while self._running:
+            if time.monotonic() > deadline:
+                raise EngineTimeout(f"{len(self._running)} samples were not retracted within {ABORT_TIMEOUT:g} s")
+            if time.monotonic() > again:  # some may only have been on their way
+                await self._abort_running()
+                again = time.monotonic() + _ABORT_AGAIN
+            await asyncio.sleep(_SOON)
+
     def _begin_to_abort(self) -> None:
+        self._may_ask.set()  # those that rest come back as they are
         self._aborting = asyncio.create_task(self._abort_until_given_back())
 
     async def _abort_until_given_back(self) -> None:

@@ -37,6 +37,7 @@ class ServerWeights:
         self._load_timeout = load_timeout
         self._missing: set[str] = set()
         self._updating: int | None = None
+        self._in_flight = False
         self._session = False
         """Whether the server is open to new weights."""
         self._whole = ours
@@ -53,7 +54,9 @@ class ServerWeights:
         return int(found) if found.isdecimal() else None  # a server that others started may call its weights anything
 
     def require_ready(self) -> None:
-        """Raises EngineError within an update, without memory, and without weights of ours."""
+        """Raises EngineError within an update that is not in flight, without memory, and without weights of ours."""
+        if self._updating is not None and self._in_flight:
+            return
         if self._updating is not None:
             raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
         if self._released:
@@ -61,12 +64,12 @@ class ServerWeights:
         if not self._whole:
             raise EngineError("The engine has no weights of this run yet: update them before generating.")
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, *, in_flight: bool = False) -> None:
         """Start to replace all weights, those too that an unfinished update has sent. Requests under way are aborted:
-        a server that changes weights under a running request ends."""
+        a server that changes weights under a running request ends. `in_flight`: what is asked meanwhile will wait."""
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
-        self._whole, self._updating = False, version
+        self._whole, self._updating, self._in_flight = False, version, in_flight
         self._missing, self._from_folder = set(self._names), False
         self._control.call("/pause_generation", {"mode": "abort"})
         self._wait_until_idle()

@@ -35,6 +35,8 @@ class Sample:
     """When it was admitted, by `time.perf_counter`."""
     kept: list[np.ndarray] = field(default_factory=list)
     """Of each token generated, the ids that it was drawn from, where they are asked for."""
+    part: Completion | None = None
+    """What it had when it was last retracted: what it goes on from ends with that."""
     routes: list[np.ndarray] = field(default_factory=list)
     """[T, layers, top-k] of tokens that the model has read: of a mixture of experts those of the prefill, and one after
     the other where they are asked for."""

@@ -1,6 +1,7 @@
 """The rollout engine for any Hugging Face causal language model, on CPU or GPU, in this process."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.loop import DecodeLoop
 from cairn.engines.rollout.transformers.stop_strings import StopStrings
 from cairn.engines.rollout.transformers.weights import WeightUpdate
-from cairn.engines.types import GenerateRequest
+from cairn.engines.types import Completion, GenerateRequest
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.engines.weights.layout import MemoryTag
 from cairn.storage.commits import Environment
@@ -52,6 +53,8 @@ class TransformersEngine:
         )
         self._weight_version: int | None = 0
         self._update: WeightUpdate | None = None
+        self._in_flight = False
+        """Whether samples rest until the update has ended."""
         self._released: set[MemoryTag] = set()
         self._batch_invariant: bool | None = None
         if problem := checks.find_decoding_error(self._decoder):
@@ -71,12 +74,17 @@ class TransformersEngine:
     def get_weight_version(self) -> int | None:
         return self._weight_version
 
-    def begin_weight_update(self, version: int) -> None:
+    def begin_weight_update(self, version: int, in_flight: bool = False) -> None:
         if "weights" in self._released:
             raise EngineError("The memory of the weights was released: resume it before an update.")
-        with self._occupancy.alone("update weights"):
-            self._weight_version = None
+        if in_flight:
+            self._loop.rest()
+        with nullcontext() if in_flight else self._occupancy.alone("update weights"):
+            self._weight_version, self._in_flight = None, in_flight
             self._update = WeightUpdate(self._model, version)
+
+    def retracted(self) -> list[Completion]:
+        return self._loop.retracted()
 
     def update_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         self._updating().load(named_tensors)
@@ -92,7 +100,8 @@ class TransformersEngine:
     def end_weight_update(self) -> None:
         update = self._updating()
         update.end()
-        self._weight_version, self._update = update.version, None
+        self._weight_version, self._update, self._in_flight = update.version, None, False
+        self._loop.go_on(update.version)
 
     def release_memory(self) -> None:
         with self._occupancy.alone("release its memory"):
@@ -157,6 +166,8 @@ class TransformersEngine:
         """The version of the weights. Raises EngineError where there are none to generate with."""
         if self._released:
             raise EngineError("The engine's memory was released: resume it and update the weights before generating.")
+        if self._in_flight and self._update is not None:
+            return self._update.version
         if self._weight_version is None:
             raise EngineError("The engine is between begin and end of a weight update: end it before generating.")
         return self._weight_version

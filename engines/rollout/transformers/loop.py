@@ -2,6 +2,9 @@
 
 There is no thread for it: of those who wait for a sample one decodes, for all, until one of its own has ended; then the
 next does. Where nobody waits nothing is decoded, so that an engine is never ahead of a single reader.
+
+Between two steps all samples may be retracted: they rest while weights are replaced, and go on as requests for their
+rest would, which read all that there is of them again.
 """
 
 import threading
@@ -54,6 +57,8 @@ class DecodeLoop:
         """Of it, what no step has seen yet."""
         self._aborting = False
         """Whether a stream was aborted since the last step."""
+        self._resting = False
+        self._stepping = False
         self._decodes: threading.Thread | None = None
         """Who decodes."""
         self._weights = 0
@@ -109,6 +114,38 @@ class DecodeLoop:
             for one in [asker] if asker is not None else self._askers:
                 one.aborted = True
             self._aborting = True
+            self._changed.notify_all()
+
+    def rest(self) -> None:
+        """Retract all samples, and decode nothing until `go_on`. Returns when no step is at work any more."""
+        with self._changed:
+            self._resting = True
+            self._changed.wait_for(lambda: not self._stepping)
+            decoded = {sample for sample in self._asked if sample not in self._joining}
+            ended = [one for one in self.decoding.leave(decoded, self._weights) if one[0] in decoded]
+            failed = [(sample, result) for sample, result in ended if isinstance(result, Exception)]
+            self._give(failed)
+            parts = {sample: result for sample, result in ended if isinstance(result, Completion)}
+            self.tokens += sum(len(part.response_ids) for part in parts.values())
+            retracted = {sample: self._retracted(sample, part) for sample, part in parts.items()}
+            self._asked = {retracted.get(sample, sample): asker for sample, asker in self._asked.items()}
+            self._joining = [*retracted.values(), *self._joining]
+
+    def go_on(self, version: int) -> None:
+        """Decode again, with weights of another version."""
+        with self._changed:
+            self._weights, self._resting = version, False
+            self._changed.notify_all()
+
+    def retracted(self) -> list[Completion]:
+        """What the samples that have not ended had when they were last retracted, those that were."""
+        with self._changed:
+            return [sample.part for sample in self._asked if sample.part is not None and len(sample.part.response_ids)]
+
+    def _retracted(self, sample: Sample, part: Completion) -> Sample:
+        (again,) = samples_of([sample.request.after(part)], self._stop_strings.watch)
+        again.part = part if sample.part is None else sample.part.then(part)
+        return again
 
     @property
     def decodes_here(self) -> bool:
@@ -118,6 +155,8 @@ class DecodeLoop:
     def _step(self) -> None:
         """Let join what has come, end what was aborted, and take one step."""
         with self._changed:
+            self._changed.wait_for(lambda: not self._resting or self._aborting)
+            self._stepping, rests = True, self._resting
             joining, self._joining = self._joining, []
             leaving = {one for one, asker in self._asked.items() if asker.aborted} if self._aborting else set()
             self._aborting = False
@@ -127,7 +166,7 @@ class DecodeLoop:
             self.decoding.join(joining)
             if leaving:
                 ended += self.decoding.leave(leaving, self._weights)
-            if self.decoding.running or self.decoding.queued:
+            if not rests and (self.decoding.running or self.decoding.queued):
                 ended += self.decoding.step(self._weights)
         except Exception as error:
             self._break_off(error)
@@ -138,6 +177,10 @@ class DecodeLoop:
             self.tokens += sum(len(result.response_ids) for _, result in ended if isinstance(result, Completion))
             self.seconds += time.perf_counter() - began
             self._give(ended)
+        finally:
+            with self._changed:
+                self._stepping = False
+                self._changed.notify_all()
 
     def _break_off(self, error: Exception) -> None:
         """What a step has left is of no use to anybody."""
@@ -155,6 +198,8 @@ class DecodeLoop:
             for sample, result in ended:
                 asker = self._asked.pop(sample)
                 asker.left -= 1
+                if sample.part is not None and isinstance(result, Completion):
+                    result = sample.part.then(result)
                 asker.ended.append(result)
             self._occupancy.leave(len(ended))
             self._changed.notify_all()
