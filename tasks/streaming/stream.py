@@ -395,7 +395,7 @@ class Stream:
         return self._may_be_told(number) and version_of(self._serves[number]) != version_of(self._weights)
 
     def _new(self, number: int) -> list[SampleRequest]:
-        return [sample for sample in self._samples_of(number) if sample.key not in self._running[number]]
+        return self._samples_of(number, besides={id for id, _ in self._running[number]})
 
     def _update(self, number: int, weights: Commit | None) -> None:
         """Have an engine go on with newer weights; what it had decoded until then is durable soon."""
@@ -474,8 +474,9 @@ class Stream:
         if not self._log.broken:
             self._log.close()
 
-    def _samples_of(self, number: int) -> list[SampleRequest]:
-        groups = [one.group for one in self._open.values() if one.engine == number and not one.decided]
+    def _samples_of(self, number: int, besides: Collection[int] = ()) -> list[SampleRequest]:
+        own = (one for id, one in self._open.items() if one.engine == number and id not in besides)
+        groups = [one.group for one in own if not one.decided]
         return [sample for group in groups for sample in group.requests(besides=())]
 
     def _came(self, samples: Sequence[GeneratedSample], engine: str) -> None:

@@ -131,7 +131,9 @@ class Generation:
         """Retract all samples, and ask servers for nothing until `go_on`. Returns when no server is at work on any.
         Raises EngineTimeout."""
         with self._lock:
-            if self._thread is None or self._aborted:
+            if self._aborted:
+                return  # nothing goes on
+            if self._thread is None:
                 self._may_ask.clear()
                 return
             try:
