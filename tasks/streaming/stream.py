@@ -414,7 +414,8 @@ class Stream:
             self._usage.recomputed_tokens += sum(len(part.response_ids) for part in parts)
             samples = []
             for part in parts:
-                request = self._running[number].get(part.request_id[:2])
+                group, index, *_ = part.request_id
+                request = self._running[number].get((group, index))
                 if request is None or self._calls.records:
                     continue
                 segment = Segment.sampled(part, FIRST_CALL, request.seed)
