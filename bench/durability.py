@@ -1,13 +1,12 @@
-"""What durability costs an iteration: a durable run and the same engines in a bare loop, in turns in one process.
+"""What durability costs an iteration: a durable run and the same engines in a bare loop, turn by turn in one process.
 
     python -m bench.durability [RECIPE] [--set a.b=c] [--iterations 20] [--smoke] [--json FILE]
 
-After every five iterations of the durable run (Prefect flow and tasks, Ray actors, Parquet snapshots, commits) it is
-held, and the bare loop of `bench/bare_loop.py` does the same five: the same prompts, samples and updates, which the
-equal state digest at the end proves. What Prefect does beside the steps, such as ending the flow run before and making
-the next, so falls on the durable run. The difference is split by cause:
+After each iteration of the durable run (Prefect flow and tasks, Ray actors, Parquet snapshots, commits) the bare loop
+of `bench/bare_loop.py` does the same iteration: the same prompts, samples and updates, which the equal state digest at
+the end proves. The difference is split by cause:
 
-    Prefect    what passes from an iteration's first step to the next one's while no step is at work
+    Prefect    what passes in an iteration while no step is at work
     files      encoding tables, writing them, fsync
     commits    lease check, exclusive create, fsync
     Ray        the rest of the steps' time beyond the bare loop's: actor calls, batches and weights through shared
@@ -18,7 +17,6 @@ import argparse
 import json
 import statistics
 import tempfile
-import threading
 import time
 from collections import defaultdict
 
@@ -29,64 +27,47 @@ from bench.bare_loop import BareLoop
 from bench.command import SMALL_RUN, parse, say
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.events import Event, RunDone, StepCommitted, StepStarted
+from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted
 from cairn.flows.reading.metrics import step_seconds
 from cairn.flows.train import start
 from cairn.storage.commits import Commit, Step
 from cairn.storage.store import open_for_runs
 
-TURN = 5
-"""Iterations after which the other side has its turn. Those of the first turn do not count."""
+WARM_UP = 3
+"""Iterations that are not counted."""
 
 
 class SideBySide:
-    """Takes the durable run's events, and holds the run while the bare loop does the same iterations."""
+    """Takes the durable run's events, and does each iteration again in the bare loop once it is done."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bare = BareLoop(config)
-        self._telling = threading.Lock()
-        self._steps: dict[int, list[StepCommitted]] = defaultdict(list)
-        self._walls: dict[int, float] = {}
-        self._began = 0.0
-        self._newest = -1
+        self._step_seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
         self.milliseconds: dict[str, list[float]] = defaultdict(list)
         self.snapshot_bytes = self.tokens = 0
         self.state_digests: set[str] = set()
 
     def __call__(self, event: Event) -> None:
-        with self._telling:
-            if isinstance(event, StepStarted) and event.iteration > self._newest:
-                self._end_iteration()
-                if event.iteration % TURN == 0:
-                    self._take_turn()
-                self._newest, self._began = event.iteration, time.perf_counter()
-            elif isinstance(event, StepCommitted):
-                self._steps[event.commit.iteration].append(event)
-            elif isinstance(event, RunDone):
-                self._end_iteration()
-                self._take_turn()
-                self.state_digests = {event.state_digest, self._bare.trainer.state_digest()}
-                self._bare.close()
+        if isinstance(event, StepCommitted):
+            self._step_seconds[event.commit.name] = event.seconds
+        elif isinstance(event, IterationDone):
+            wall = time.perf_counter() - self._began
+            bare = self._bare.iterate(event.iteration)
+            say(f"iteration {event.iteration}: {wall:.1f} s, in the bare loop {sum(bare.seconds.values()):.1f} s")
+            if event.iteration >= WARM_UP:
+                self._add(wall, event.commits, sum(bare.seconds.values()))
+            self._began = time.perf_counter()
+        elif isinstance(event, RunDone):
+            self.state_digests = {event.state_digest, self._bare.trainer.state_digest()}
+            self._bare.close()
 
-    def _end_iteration(self) -> None:
-        if self._newest >= 0:
-            self._walls[self._newest] = time.perf_counter() - self._began
-
-    def _take_turn(self) -> None:
-        for index, wall in self._walls.items():
-            bare = sum(self._bare.iterate(index).seconds.values())
-            say(f"iteration {index}: {wall:.2f} s, in the bare loop {bare:.2f} s")
-            if index >= TURN:
-                self._add(wall, bare, self._steps.pop(index))
-        self._walls.clear()
-
-    def _add(self, wall: float, bare: float, committed: list[StepCommitted]) -> None:
-        events = [event for event in committed if event.commit.step not in (Step.EVAL, Step.CHECKPOINT)]
-        commits, steps = [event.commit for event in committed], [event.commit for event in events]
+    def _add(self, wall: float, commits: tuple[Commit, ...], bare: float) -> None:
+        steps = [commit for commit in commits if commit.step not in (Step.EVAL, Step.CHECKPOINT)]
         other = sum(seconds for step, seconds in step_seconds(commits).items() if step in (Step.EVAL, Step.CHECKPOINT))
         wall -= other
         files = _slowest_shard(steps, {c.name: c.timings["write"] for c in steps})
-        in_commits = {e.commit.name: e.seconds - e.commit.timings["run"] - e.commit.timings["write"] for e in events}
+        in_commits = {c.name: self._step_seconds[c.name] - c.timings["run"] - c.timings["write"] for c in steps}
         marked = _slowest_shard(steps, in_commits)
         prefect = wall - sum(step_seconds(steps).values())
         found = {
@@ -116,8 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
-    parser.add_argument("--iterations", type=int, default=30, help="iterations, the first five of which do not count")
-    arguments = parse(parser, iterations=TURN + 1)
+    parser.add_argument("--iterations", type=int, default=20, help="iterations, the first three of which do not count")
+    arguments = parse(parser, iterations=WARM_UP + 1)
     small = SMALL_RUN if arguments.smoke else ()
     overrides = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *small, *arguments.set]
     config = load(arguments.recipe, overrides)

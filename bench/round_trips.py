@@ -3,9 +3,9 @@
     python -m bench.round_trips [RECIPE] [--set a.b=c] [--iterations 20] [--smoke] [--json FILE]
 
 A durable run as `cairn train` drives it, in this process. For each kind of call: how often an iteration makes it, and
-the milliseconds from asking to the answer, the work that was asked for included. Some of them pass beside others: a
-flow run is made while the iteration before learns, and what a store does at once counts for each. Counts do not depend
-on what else the machine does; compare those first. `python -m bench.durability` has what all of it costs.
+the milliseconds from asking to the answer, the work that was asked for included. What a store does at once counts for
+each. Counts do not depend on what else the machine does; compare those first. `python -m bench.durability` has what all
+of it costs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from cairn.storage.local import LocalStore
 from cairn.storage.store import open_for_runs
 
 WARM_UP = 3
-"""Iterations at each end that are not counted: at the last ones no flow run is made ahead any more."""
+"""Iterations at each end that are not counted."""
 
 STORE = ("read", "read_many", "write", "create", "exists", "list", "page", "find", "delete")
 

@@ -3,8 +3,7 @@ events.
 
 A run of three steps over two iterations tells: RunStarted, (StepStarted, StepCommitted) × steps, IterationDone, …,
 RunDone. A step that was already in the ledger has no StepStarted: its StepCommitted says `adopted`. Shards of one step
-may interleave, and so may an IterationDone and the first steps of the next iteration, which wait for commits alone.
-Between the two, a rollout shard tells GroupsGenerated.
+may interleave. Between the two, a rollout shard tells GroupsGenerated.
 """
 
 from collections.abc import Callable

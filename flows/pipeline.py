@@ -20,10 +20,9 @@ With `streaming` and a greatest age k it is the same, but for this: samples are 
 Before an iteration is collected, or admitted, somebody may have to let it begin (`cairn.flows.driver.approval`); halves
 of earlier ones go on meanwhile.
 
-So k + 1 iterations are open at a time, one of them in the `sync` pipeline (k = 0), each in a flow run and a thread of
-its own. The next one's flow run is made ahead and waits, and the last one's is ended meanwhile: between two iterations
-nobody waits for Prefect. Nothing that a half reads depends on which of them is faster: `cairn.flows.iteration` gives
-each its inputs by their numbers. A half that fails stops all others.
+So k + 1 iterations are open at a time, each in a flow run and a thread of its own; the next one's is made ahead and
+waits. Nothing that a half reads depends on which of them is faster: `cairn.flows.iteration` gives each its inputs by
+their numbers. A half that fails stops all others.
 """
 
 import contextvars
@@ -139,7 +138,11 @@ class Pipeline:
 
         Raises what the first half that failed raised, when all others have ended.
         """
-        self._run.side_by_side = self._lag > 0
+        if not self._lag:
+            for index in range(self._first, total):
+                yield index, iterate(index)
+            return
+        self._run.side_by_side = True
         pool = ThreadPoolExecutor(self._lag + 2, thread_name_prefix="iteration")
         begun: deque[tuple[int, Future[list[Commit]]]] = deque()
 

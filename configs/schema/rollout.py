@@ -122,8 +122,8 @@ class RolloutConfig(Section):
     bounds it in any case. As long as learning waits for nothing, only the next batch is admitted."""
 
     update_weights_interval: int = Field(1, ge=1)
-    """Of the streaming pipeline: engines take the weights of every so-manieth iteration, at most `max_age`, and are not
-    interrupted by those between. slime: `--update-weights-interval`."""
+    """Of the streaming pipeline: iterations after which engines take new weights, at most `max_age`. slime:
+    `--update-weights-interval`."""
 
     buffer_filter_path: str = "youngest_first"
     """Which groups are used first where there are more than a batch has room for, and which of those that wait
