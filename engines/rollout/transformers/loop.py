@@ -100,7 +100,7 @@ class DecodeLoop:
                 return asker.take()
             self._decodes = threading.current_thread()
         try:
-            while not asker.ended:
+            while asker.left and not asker.ended:  # none are left where who closes the stream took what ended
                 self._step()
         finally:
             with self._changed:

@@ -1,7 +1,7 @@
 """Requests join at any time, from anybody, and each asker gets what is its own."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.types import FinishReason, GenerateRequest
 from tests.engines.rollout.models import Samples, collect, random_requests, request, rollout_config, same
 from tests.requests import by_id
+from tests.waiting import wait_for
 
 LONG = 100
 
@@ -194,6 +195,30 @@ def test_a_generation_that_nobody_listens_to_ends(qwen3: TransformersEngine) -> 
     del stream
     assert qwen3.health()["running_requests"] == 0
     qwen3.begin_weight_update(1)
+
+
+def test_who_decodes_for_a_stream_that_somebody_else_closes_ends_with_it(qwen3: TransformersEngine) -> None:
+    stream, loop = submitted(qwen3, request(0, [60], max_new_tokens=LONG)), qwen3._loop
+    give, closing = loop._give, ThreadPoolExecutor(1)
+
+    def given(ended: Any) -> None:
+        give(ended)
+        if ended:  # by the time that the decoding thread looks, the closing one has taken it
+            closed.result(60)
+
+    loop._give = given  # type: ignore[method-assign]
+    closed: Future[None] = Future()
+    steps = iter(range(LONG))
+
+    def close_at_the_third() -> None:
+        nonlocal closed
+        if next(steps) == 2:
+            closed = closing.submit(stream.close)
+            wait_for(lambda: bool(loop._aborting), 60)
+
+    within_steps(qwen3, close_at_the_third)
+    with closing, ThreadPoolExecutor(1) as reading:
+        assert reading.submit(lambda: list(stream)).result(60) == []
 
 
 def test_usage_tells_the_most_that_ran_and_waited(model_folders: dict[str, str]) -> None:
