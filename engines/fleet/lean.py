@@ -24,7 +24,9 @@ def workers_from(address: str) -> Iterator[None]:
     """Workers of clusters that Ray starts within are forks of the warm process at this address; see
     cairn.engines.fleet.warm."""
     launcher = {"SETUP_WORKER_FILENAME": launch.__file__}  # joined to Ray's folder, and absolute
-    with _changed(ray._private.ray_constants, launcher), patch.dict(os.environ, {launch.ADDRESS: address}):
+    # Stays: threads that read the whole environment meanwhile, as Prefect's does, fail at a variable that goes.
+    os.environ[launch.ADDRESS] = address
+    with _changed(ray._private.ray_constants, launcher):
         yield
 
 

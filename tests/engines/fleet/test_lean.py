@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import ray._private.ray_constants
 import ray._private.utils
 from ray._private.node import Node
+
+from cairn.engines.fleet.launch import ADDRESS
+from cairn.engines.fleet.lean import workers_from
 
 WORKERS = """
 import json, os
@@ -86,3 +91,22 @@ def test_a_cluster_of_one_driver_has_no_dashboard_and_no_autoscaler(told: dict[s
     assert "raylet" in processes
     for unwanted in ("dashboard.py", "monitor.py"):
         assert unwanted not in processes
+
+
+def test_the_environment_may_be_read_while_workers_are_told_of_the_warm_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ADDRESS, raising=False)
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            assert "PATH" in dict(os.environ)
+
+    with ThreadPoolExecutor(1) as reading:
+        read_on = reading.submit(read)
+        for number in range(2000):
+            with workers_from(str(number)):
+                assert os.environ[ADDRESS] == str(number)
+        over.set()
+        read_on.result(60)

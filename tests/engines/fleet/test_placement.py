@@ -25,6 +25,9 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
+TO_START = 240
+"""Seconds that actors may take, a dozen at once on a machine that does much else."""
+
 
 def megatron(world_size: int, **options: int) -> dict[str, Any]:
     return {"engine": "megatron", "world_size": world_size, "num_gpus_per_rank": 1, "megatron": options}
@@ -151,25 +154,25 @@ def live_through_the_loss_of_a_machine() -> None:
     training = ActorRole("training", Tiny, (Bundle(0.1, 1, actors=2, guest_cpus=0.1),) * 4, 1, "a", "options")
     hosts = tuple(range(2 * pair, 2 * pair + 2) for pair in range(4))
     rollout = ActorRole("rollout", Tiny, (Bundle(0.1, 2),) * 4, 1, "b", "options", training, hosts)
-    placement = Placement("lost", [training, rollout], Cluster("joined"), Deadline(60))
+    placement = Placement("lost", [training, rollout], Cluster("joined"), Deadline(TO_START))
     ranks, guests = placement.actors(training), placement.actors(rollout)
 
     def require_in_place(expected: Sequence[Slot]) -> None:
-        seen = [ray.get(actor.call("health"), timeout=60) for actor in (*ranks, *guests)]
+        seen = [ray.get(actor.call("health"), timeout=TO_START) for actor in (*ranks, *guests)]
         assert seen == [(slot.node, ",".join(slot.gpu_ids)) for slot in expected]
 
     def where() -> list[Slot]:
         actors = [(training, i) for i in range(8)] + [(rollout, i) for i in range(4)]
-        return [placement.slot(role, i, Deadline(60)) for role, i in actors]
+        return [placement.slot(role, i, Deadline(TO_START)) for role, i in actors]
 
     before = where()
     for actor in (*ranks, *guests):
-        actor.create(Deadline(60))
+        actor.create(Deadline(TO_START))
     require_in_place(before)
     lost = before[0].node
     lose(lost)
     with pytest.raises(EngineDied):
-        wait_for(lambda: result(ranks[0].call("health"), Deadline(60), "health()") is None)  # until Ray misses it
+        wait_for(lambda: result(ranks[0].call("health"), Deadline(TO_START), "health()") is None)  # until Ray misses it
     with pytest.raises(ClusterError, match="did not make room for training again"):
         wait_for(lambda: placement.slot(training, 0, Deadline(5)) not in before)  # as long as Ray has not missed it
     stayed = [slot for slot in before if slot.node != lost]
@@ -181,7 +184,7 @@ def live_through_the_loss_of_a_machine() -> None:
         if old.node == lost:
             actor.create(Deadline(120))
     require_in_place(after)
-    placement.remove(Deadline(60))
+    placement.remove(Deadline(TO_START))
 
 
 @pytest.mark.slow
@@ -193,17 +196,17 @@ def test_after_the_loss_of_a_machine_its_actors_alone_have_other_slots(machines:
 def learn_that_a_machine_is_drained() -> None:
     """Of two machines with a rank each."""
     role = ActorRole("training", Tiny, (Bundle(0.1, 4),) * 2, 1, "a", "options")
-    placement = Placement("drained", [role], Cluster("joined"), Deadline(60))
+    placement = Placement("drained", [role], Cluster("joined"), Deadline(TO_START))
     for actor in placement.actors(role):
-        actor.create(Deadline(60))
-    going, staying = (placement.slot(role, rank, Deadline(60)).node for rank in range(2))
+        actor.create(Deadline(TO_START))
+    going, staying = (placement.slot(role, rank, Deadline(TO_START)).node for rank in range(2))
     assert placement.nodes() == {going, staying}
     assert seconds_until_drained(placement.nodes()) is None
     drain(going, 60)
     left = wait_for(lambda: seconds_until_drained(placement.nodes()))
     assert 0 < left <= 60
     assert seconds_until_drained({staying}) is None
-    placement.remove(Deadline(60))
+    placement.remove(Deadline(TO_START))
 
 
 @pytest.mark.slow
