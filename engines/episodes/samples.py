@@ -134,7 +134,8 @@ class Beside:
                 runner.begin(samples)
                 ended = self._go_on()
             while not self._over:
-                yield ended
+                if ended:
+                    yield ended
                 answers = self._asking.answers() if runner.left else ()
                 with self._turn:
                     for id, answer in answers:

@@ -127,7 +127,8 @@ class Striker:
 
         def appending(log: WriteAhead, *samples: Any) -> None:
             append(log, *samples)
-            self._strike(log._attempt.iteration, log._attempt.step, "halfway")
+            if samples:
+                self._strike(log._attempt.iteration, log._attempt.step, "halfway")
 
         WriteAhead.append = appending  # type: ignore[method-assign]
         perform = DurableStep.perform
