@@ -46,7 +46,7 @@ class Machines:
 
     def do(self, work: Callable[..., Found], *args: Any, **kwargs: Any) -> Found:
         """Call a function in the process that has joined their cluster."""
-        return self._pool.submit(work, *args, **kwargs).result(240)
+        return self._pool.submit(work, *args, **kwargs).result(580)
 
     def have(self, gpus: Sequence[int]) -> None:
         """One machine for each number of GPUs, in place of those that there are."""
