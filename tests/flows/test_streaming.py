@@ -109,7 +109,7 @@ def test_where_learning_waits_for_nothing_samples_are_as_young_as_the_batch_befo
         assert ages[3:] == [1, 1], "4 are allowed, and 1 is enough"
 
 
-def test_engines_take_the_weights_of_every_so_manieth_iteration(tiny_assets: Path, tmp_path: Path) -> None:
+def test_engines_take_new_weights_after_so_many_iterations(tiny_assets: Path, tmp_path: Path) -> None:
     config = streaming(tiny_assets, 2)
     rollout = config.rollout.model_copy(update={"update_weights_interval": 2})
     with tiny_context(str(tmp_path), config.model_copy(update={"rollout": rollout})) as (run, _):
