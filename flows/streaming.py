@@ -9,16 +9,16 @@ What the filter drops is replaced: as many prompts are admitted as its batch lac
 
 import itertools
 from contextlib import nullcontext
-from typing import Any
 
 from cairn.flows.step_runner import StepRunner
+from cairn.storage.admissions import claim_admission
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.filter import filter_groups
 from cairn.tasks.quarantine import passed_over
 from cairn.tasks.reward import reward
 from cairn.tasks.selection import last_selection, number
-from cairn.tasks.streaming.admit import admit, admitted_groups
+from cairn.tasks.streaming.admit import admission_number, admit, admitted_groups
 from cairn.tasks.streaming.take import take_groups, taken_ids
 
 
@@ -52,16 +52,32 @@ def collect_from_stream(run: RunContext, steps: StepRunner, index: int) -> list[
 
 
 def _admit(run: RunContext, steps: StepRunner, index: int, round: int, count: int) -> Commit:
-    """One after the other, whichever iteration wants it."""
+    """One after the other, whichever iteration wants it. What an earlier driver was about to admit comes first."""
     shard, stream = f"{round:02d}", run.stream
-    place: dict[str, Any] = {"count": count, "without": passed_over(run.ledger, index) or None}
     with stream.admitting if stream is not None else nullcontext():
-        previous = stream.newest_admission if stream is not None else None
         done = run.find(index, Step.ADMIT, shard)
-        if done is not None:  # what it followed was a matter of time
-            before = next((name for name in done.inputs if "/" in name), None)
-            previous = None if before is None else run.input_commit(done, before)
-        admission = steps.call(admit, index, shard, previous, **place)
-        if stream is not None and stream.follows(admission):  # as one of another driver, which came late, may
+        if done is not None:
+            return _adopt(run, steps, done, count)
+        if stream is None:  # nothing is admitted where nothing is generated
+            return steps.call(admit, index, shard, None, count=count)
+        admission = None
+        while admission is None or (admission.iteration, admission.shard) != (index, shard):
+            previous = stream.newest_admission
+            number = 0 if previous is None else admission_number(previous) + 1
+            without = passed_over(run.ledger, index)
+            claim = claim_admission(run.ledger, number, iteration=index, shard=shard, count=count, without=without)
+            place = {"count": claim.count, "without": list(claim.without) or None}
+            admission = steps.call(admit, claim.iteration, claim.shard, previous, **place)
             stream.admit(admission, admitted_groups(run, admission))
         return admission
+
+
+def _adopt(run: RunContext, steps: StepRunner, done: Commit, count: int) -> Commit:
+    """An admission that is there. What it followed, and what it passed over, was a matter of time."""
+    before = next((name for name in done.inputs if "/" in name), None)
+    previous = None if before is None else run.input_commit(done, before)
+    without = done.values["without"] or None
+    admission = steps.call(admit, done.iteration, done.shard, previous, count=count, without=without)
+    if run.stream is not None and run.stream.follows(admission):  # as one of another driver, which came late, may
+        run.stream.admit(admission, admitted_groups(run, admission))
+    return admission

@@ -3,11 +3,14 @@
 a group that is admitted                          by one admission
 a group that a rollout step takes                 is admitted, and no other step takes it
 a group that no step takes                        is left open by the newest one, or was admitted after it
+an admission whose number is claimed              is what was claimed (`cairn.storage.admissions`)
+a claim                                           has its admission, or is the newest
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from cairn.storage import layout
+from cairn.storage.admissions import Claim
 from cairn.storage.commits import Commit, Step
 from cairn.storage.findings import Fault, Finding
 from cairn.storage.ledger import Ledger
@@ -16,7 +19,10 @@ from cairn.storage.ledger import Ledger
 class Admitted:
     """Follows groups from their admission. Remembers a few bytes of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, claims: Sequence[Claim] = ()) -> None:
+        """`claims`: those of the run, read before its commits."""
+        self._claims = claims
+        self._numbered: dict[int, Commit] = {}
         self._admitted: dict[int, Commit] = {}
         self._taken: dict[int, str] = {}
         self._newest: Commit | None = None
@@ -26,6 +32,7 @@ class Admitted:
     def take(self, commit: Commit) -> None:
         """Account for a commit; of all in the order of iterations, steps and shards."""
         if commit.step is Step.ADMIT:
+            self._numbered[_number(commit)] = commit
             for id in _ids(commit):
                 earlier = self._admitted.setdefault(id, commit)
                 if earlier.name != commit.name:
@@ -46,6 +53,7 @@ class Admitted:
     def findings(self) -> Iterator[Finding]:
         """After the last commit, all that is not as it must be."""
         yield from self._found
+        yield from self._not_as_claimed()
         newest = self._newest
         if newest is None:
             return
@@ -59,6 +67,22 @@ class Admitted:
             if id not in self._taken and id not in still and _number(admission) <= number:
                 told = f"group {id} is admitted by {admission.name}, and {newest.name} neither took it nor left it open"
                 yield _finding(newest, Fault.GROUP_LOST, told)
+
+    def _not_as_claimed(self) -> Iterator[Finding]:
+        last = max(self._numbered, default=-1)
+        for claim in self._claims:
+            found, name = self._numbered.get(claim.number), claim.admission
+            if found is None and claim.number < last:
+                message = f"admission {claim.number} is claimed for {name}, and is missing, though later ones are there"
+            elif found is not None and (found.name, len(_ids(found))) != (name, claim.count):
+                message = (
+                    f"admission {claim.number} is claimed for {name} with {claim.count} groups, and is {found.name} "
+                    f"with {len(_ids(found))}"
+                )
+            else:
+                continue
+            path = layout.admission(claim.run, claim.number)
+            yield Finding(fault=Fault.ADMISSION_DIFFERS, path=path, message=message)
 
     def _tell(self, commit: Commit, fault: Fault, message: str) -> None:
         self._found.append(_finding(commit, fault, message))

@@ -8,6 +8,7 @@
 | an attempt at a step without a commit, in an iteration that is open | no: a driver writes it or takes it over |
 | the same in an earlier iteration | yes, unless it is the live driver's |
 | a part of a stream's logs whose groups commits have (`stream_log`) | yes, unless it is the live driver's |
+| a claim of an admission (`admissions`), whether that is committed or not | no: it stays, as commits do |
 | a write that did not end: a hidden temporary file, an upload in parts | yes, but a live driver's after a day only |
 
 A step's commit is final: the first three are garbage whoever drives the run, so removing them needs no lease. Nothing

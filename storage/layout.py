@@ -9,6 +9,7 @@ runs/<run>/leases/<epoch>.end.json                          how the owner ended
 runs/<run>/iterations/<iteration>/<step>[.<shard>].json     a commit
 runs/<run>/iterations/<iteration>/<step>/<attempt>/…        files that one attempt of a step wrote
 runs/<run>/stream/<attempt>/…                               what a driver generated that no step has taken yet
+runs/<run>/stream/admissions/<number>.json                  what a stream was to admit, see `cairn.storage.admissions`
 runs/<run>/decisions/<number>.json                          what a person decided, see `cairn.storage.decisions`
 runs/<run>/retired/<iteration>.<kind>.json                  whose files retention removed; the commits stay
 self-tests/<fingerprint>.json                               whether a kind of machine gives the same bits twice
@@ -237,6 +238,16 @@ def stream(name: str) -> str:
     return f"{run(name)}/stream"
 
 
+def admissions(name: str) -> str:
+    """The folder of the claims of a stream's admissions."""
+    return f"{stream(name)}/admissions"
+
+
+def admission(name: str, number: int) -> str:
+    """The claim of one admission, counted from 0."""
+    return f"{admissions(name)}/{digits(number, 'admission')}.json"
+
+
 def retirements(name: str) -> str:
     """The folder of the markers of what retention removed."""
     return f"{run(name)}/retired"
@@ -275,14 +286,17 @@ def parse_attempt(name: str) -> str | None:
 
 def parse_lease(name: str) -> int | None:
     """The epoch of the lease that an entry of `leases` is; renewals and ends are none."""
-    epoch = name.removesuffix(".json")
-    return int(epoch) if name.endswith(".json") and _NUMBER.fullmatch(epoch) else None
+    return _numbered(name)
 
 
 def parse_decision(name: str) -> int | None:
     """The number of the decision that an entry of `decisions` is."""
-    number = name.removesuffix(".json")
-    return int(number) if name.endswith(".json") and _NUMBER.fullmatch(number) else None
+    return _numbered(name)
+
+
+def parse_admission(name: str) -> int | None:
+    """The number of the admission that an entry of `admissions` claims."""
+    return _numbered(name)
 
 
 def parse_retired(name: str) -> tuple[int, Kind] | None:
@@ -339,6 +353,11 @@ def attempt_shard(attempt: str) -> str | None:
 def attempt_epoch(attempt: str) -> int:
     """The epoch of the driver that made an attempt."""
     return int(attempt.rpartition(".")[2].partition("-")[0])
+
+
+def _numbered(name: str) -> int | None:
+    number = name.removesuffix(".json")
+    return int(number) if name.endswith(".json") and _NUMBER.fullmatch(number) else None
 
 
 def _short(digest: str) -> str:

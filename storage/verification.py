@@ -9,6 +9,7 @@ from typing import Final, Literal, TypeVar
 
 from cairn.storage import canonical, layout
 from cairn.storage.accounting import Accounting, GroupCounts, GroupTable, tells_of_groups
+from cairn.storage.admissions import Claim, claimed_numbers, read_claim
 from cairn.storage.admitted import Admitted
 from cairn.storage.commits import Commit, OutputFile, Step
 from cairn.storage.decision_kinds import RedactedFile, Redaction
@@ -32,12 +33,12 @@ _COMMIT_NAME = re.compile(r"\d{6}/")
 
 
 class Verified(Record):
-    """What reading one commit (or the manifest, the terms of an upgrade, a decision) and its files again found; or, at
-    last, what became of the groups of all of them."""
+    """What reading one commit (or the manifest, the terms of an upgrade, a decision, the claim of an admission) and its
+    files again found; or, at last, what became of the groups of all of them."""
 
     name: str
-    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, the commit as `000042/rollout.00-000`, or `groups`.
-    """
+    """`run.json`, `upgrades/000001.json`, `decisions/000001.json`, `stream/admissions/000000.json`, the commit as
+    `000042/rollout.00-000`, or `groups`."""
     files: int
     """Files read, the marker included."""
     bytes: int
@@ -49,6 +50,11 @@ class Verified(Record):
     groups: GroupCounts | None = None
     """Of `groups` alone."""
 
+    @property
+    def is_commit(self) -> bool:
+        """Whether it is of a commit."""
+        return _COMMIT_NAME.match(self.name) is not None
+
 
 def verify(ledger: Ledger) -> Iterator[Verified]:
     """Read every marker and every committed file of a run, in the order of iterations, and compare them with their
@@ -59,6 +65,8 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
     yield _verify_manifest(store, ledger.run)
     yield from _verify_upgrades(store, ledger.run)
     yield from _verify_decisions(ledger)
+    claims: list[Claim] = []
+    yield from _verify_claims(ledger, claims)
     digests: dict[str, str] = {}
     redactions = _redactions(ledger)
     with ThreadPoolExecutor(_REQUESTS) as readers:
@@ -66,7 +74,7 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
         # Newest first: a driver that is at work commits what is read before what is made from it.
         markers = [(iteration, ledger.markers(iteration)) for iteration in reversed(ledger.iterations())]
         history = _read_all(store, reversed(markers), readers, digests)
-        admitted = Admitted()
+        admitted = Admitted(claims)
         for iteration, paths, commits in _ahead(ledger.lag, history):
             tables: list[GroupTable] = []
             for path, commit in zip(paths, commits, strict=True):
@@ -180,6 +188,19 @@ def _verify_decisions(ledger: Ledger) -> Iterator[Verified]:
         except Damaged as error:
             finding = Finding(fault=Fault.UNREADABLE, path=path, message=str(error))
             yield Verified(name=name, files=1, bytes=0, findings=(finding,))
+
+
+def _verify_claims(ledger: Ledger, claims: list[Claim]) -> Iterator[Verified]:
+    """Each claim of an admission by itself; those that can be read are added to `claims`."""
+    for number in claimed_numbers(ledger.store, ledger.run):
+        path = layout.admission(ledger.run, number)
+        name, data = path.removeprefix(f"{layout.run(ledger.run)}/"), ledger.store.read(path)
+        findings = []
+        try:
+            claims.append(read_claim(data, path))
+        except Damaged as error:
+            findings.append(Finding(fault=Fault.UNREADABLE, path=path, message=str(error)))
+        yield Verified(name=name, files=1, bytes=len(data), findings=tuple(findings))
 
 
 def _verify_sealed(name: str, path: str, data: bytes) -> Verified:

@@ -16,6 +16,7 @@ from collections.abc import Sized
 from math import inf
 
 from cairn.storage import layout
+from cairn.storage.admissions import newest_claim
 from cairn.storage.commits import Step
 from cairn.storage.decision_kinds import InForce, Quarantine
 from cairn.storage.decisions import Decision
@@ -71,6 +72,9 @@ def _inherited(ledger: Ledger) -> tuple[int, ...]:
 
 
 def _has_begun(ledger: Ledger, iteration: int) -> bool:
-    """Whether anything of an iteration's samples is there, committed or not."""
+    """Whether anything of an iteration's samples is there, committed or not; of a stream, a claim of its admission."""
     attempts = layout.attempts(ledger.run, iteration, Step.ROLLOUT)
-    return bool(ledger.markers(iteration)) or bool(ledger.store.list(attempts))
+    if ledger.markers(iteration) or ledger.store.list(attempts):
+        return True
+    claim = newest_claim(ledger.store, ledger.run)
+    return claim is not None and claim.iteration == iteration

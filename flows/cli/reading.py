@@ -157,7 +157,7 @@ def verify(
         upgrades = sum(check.name.startswith("upgrades/") for check in checks)
         decisions = sum(check.name.startswith("decisions/") for check in checks)
         counts = {
-            "commits": len(checks) - 2 - upgrades - decisions,
+            "commits": sum(check.is_commit for check in checks),
             "upgrades": upgrades,
             "decisions": decisions,
             "files": sum(c.files for c in checks),

@@ -173,7 +173,7 @@ def print_verified(run: str, checks: Sequence["Verified"]) -> None:
     size = sum(check.bytes for check in checks)
     upgrades = sum(check.name.startswith("upgrades/") for check in checks)
     decisions = sum(check.name.startswith("decisions/") for check in checks)
-    commits = len(checks) - 2 - upgrades - decisions
+    commits = sum(check.is_commit for check in checks)
     read = f"{commits} commits, {sum(check.files for check in checks)} files, {size / 1e6:.1f} MB"
     retired = sum(check.retired for check in checks)
     if retired:

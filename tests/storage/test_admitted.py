@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from cairn.storage import layout
+from cairn.storage.admissions import Claim, claim_admission
 from cairn.storage.commits import Commit, Step
 from cairn.storage.findings import Fault
 from cairn.storage.ledger import Ledger
@@ -66,3 +68,53 @@ def test_a_group_that_is_taken_twice_lost_or_never_admitted_is_found(
     (finding,) = [finding for one in verify(ledger) for finding in one.findings]
     assert finding.fault == fault
     assert finding.message.startswith(told)
+
+
+def claimed(ledger: Ledger, number: int, index: int, count: int = 2) -> Claim:
+    return claim_admission(ledger, number, iteration=index, shard="00", count=count, without=())
+
+
+def test_whoever_claims_an_admission_first_says_what_it_is(ledger: Ledger) -> None:
+    first = claimed(ledger, 0, 0)
+    assert claimed(ledger, 0, 1) == first
+    ledger.acquire(takeover=True)
+    assert claimed(ledger, 0, 0) == first
+
+
+@pytest.mark.parametrize(
+    ("count", "number", "told"),
+    [
+        (2, 0, None),
+        (2, 2, None),  # it was about to be made
+        (3, 0, "admission 0 is claimed for 000000/admit.00 with 3 groups, and is 000000/admit.00 with 2"),
+        (2, 1, "admission 1 is claimed for 000000/admit.00 with 2 groups, and is 000001/admit.00 with 2"),
+    ],
+)
+def test_an_admission_that_is_not_what_was_claimed_is_found(
+    count: int, number: int, told: str | None, ledger: Ledger
+) -> None:
+    claimed(ledger, number, 0, count)
+    for index in range(2):
+        admitted(ledger, index, [2 * index, 2 * index + 1], index)
+    checks = list(verify(ledger))
+    assert [one.name for one in checks if "admissions" in one.name] == [f"stream/admissions/00000{number}.json"]
+    assert [(f.fault, f.message) for one in checks for f in one.findings] == (
+        [(Fault.ADMISSION_DIFFERS, told)] if told else []
+    )
+
+
+def test_a_claim_without_its_admission_is_found_where_there_are_later_ones(ledger: Ledger) -> None:
+    claimed(ledger, 0, 0)
+    admitted(ledger, 1, [2, 3], 1)
+    (finding,) = [finding for one in verify(ledger) for finding in one.findings]
+    assert finding.message == (
+        "admission 0 is claimed for 000000/admit.00, and is missing, though later ones are there"
+    )
+
+
+def test_a_claim_that_was_altered_is_found(ledger: Ledger) -> None:
+    claimed(ledger, 0, 0)
+    path = layout.admission(ledger.run, 0)
+    ledger.store.write(path, ledger.store.read(path).replace(b'"count": 2', b'"count": 3'))
+    (finding,) = [finding for one in verify(ledger) for finding in one.findings]
+    assert finding.message.startswith(f"{path} cannot be trusted: it says its digest is")
