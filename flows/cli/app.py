@@ -70,6 +70,9 @@ def cairn() -> None:
 
     Every iteration of a run is a chain of committed steps; a run that ended anywhere goes on from its last commit.
     """
+    from cairn.engines.deferred import defer_compiler
+
+    defer_compiler()
 
 
 def exit_code(error: Exception) -> int | None:

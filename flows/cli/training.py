@@ -151,10 +151,9 @@ def _drive(store_url: str, run: str, config: "RunConfig", takeover: bool, *, is_
     except ValueError as error:
         raise BadInput(str(error)) from None
     store = open_for_runs(store_url)
-    from cairn.engines.deferred import collecting_later, defer_compiler
+    from cairn.engines.deferred import collecting_later
     from cairn.engines.fleet import warm
 
-    defer_compiler()
     warm.prepare(config)  # it makes its imports while this process makes its own, as does Prefect's server
     # Prefect shows every change of state in its UI; this terminal has the progress. Read when Prefect is imported.
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")

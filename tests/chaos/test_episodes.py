@@ -31,9 +31,9 @@ from tests.chaos.oracle import recommitted
 from tests.chaos.runs import DEADLINE, Disturbed, chaos_config
 from tests.tiny_run import PROMPTS
 
-GROUPS, SAMPLES = 50, 4
-EPISODES = GROUPS * SAMPLES
 KILLS = int(os.environ.get("KILLS", "8"))
+GROUPS, SAMPLES = max(24, KILLS // 2), 4
+EPISODES = GROUPS * SAMPLES
 SEED = int(os.environ.get("SEED", "0"))
 ALL: Sequence[AnyVictim] = ("tool", "worker", "driver", "code", "tool", "rollout", "tool", "code")
 """In turn, so that a few kills have them all."""

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture
 def short_run(disturbed: Disturbed, tiny_assets: Path) -> Disturbed:
     """Two iterations of the smallest kind."""
+    disturbed.warm = True
     rollout = {"num_rollout": 2, "rollout_batch_size": 2, "n_samples_per_prompt": 4, "rollout_max_response_len": 8}
     disturbed.config_file = disturbed.folder / "config.json"
     disturbed.config_file.write_text(tiny_config(tiny_assets, rollout=rollout).model_dump_json())
