@@ -30,6 +30,16 @@ pytest_plugins = [
 ]
 
 
+def pytest_sessionstart() -> None:
+    """Imports make no garbage, and what they make stays: it is never looked through."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
     """What engines in the test's own process leave: TorchScript never forgets a recording by itself, several megabytes
