@@ -115,7 +115,11 @@ class TorchEngine(ExactlyOnceEngine):
         self._require_intact()
         parts = parts_of(self._model)
         weights = whole_weights(self._model, self._device, self._dtype)
-        published = ((part.name, part.of(full)) for name, full in weights for part in parts[name])
+        published = (
+            (part.name, part.of(full.to(self._device)))  # what is offloaded whole, as frozen weights are, is not there
+            for name, full in weights
+            for part in parts[name]
+        )
         yield from in_buckets(published, bucket_bytes)
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
