@@ -6,6 +6,7 @@ It is started as anybody would, by `cairn train`; a build that was interrupted g
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from cairn.configs.loader import load
@@ -35,12 +36,12 @@ def config(folder: Path, steps: int) -> RunConfig:
     return load(RECIPE, overrides(folder, steps))
 
 
-def warm_start(folder: Path, steps: int) -> None:
+def warm_start(folder: Path, steps: int, options: Sequence[str] = ()) -> None:
     """Train the model in `folder/untrained` on the demonstrations of the folder, in order and each once, in the store
-    `folder`; go on with the run if it is there. `steps` is a multiple of `STEPS_PER_ITERATION`. Raises
-    subprocess.CalledProcessError."""
+    `folder`; go on with the run if it is there. `steps` is a multiple of `STEPS_PER_ITERATION`; `options` are beyond
+    the recipe's. Raises subprocess.CalledProcessError."""
     command = ["train", str(RECIPE), "--run", RUN, "--store", str(folder)]
-    for override in overrides(folder, steps):
+    for override in [*overrides(folder, steps), *options]:
         command += ["--set", override]
     subprocess.run([Path(sys.executable).with_name("cairn"), *command], check=True)
 

@@ -22,7 +22,7 @@ ON_THE_QUICKSTART = ("seeds", "learning", "durability", "round_trips", "pipeline
 """Benchmarks of a recipe's model and data."""
 
 ON_A_BUCKET = ("ledger", "write_ahead")
-CHEAP = ("snapshots", "rollout", "training", "write_ahead", "ledger", "invariance")
+CHEAP = ("pipeline_sim", "snapshots", "rollout", "training", "write_ahead", "ledger", "invariance")
 LONG = (
     "sql",
     "report",

@@ -1,0 +1,1 @@
+"""A task whose answers are long-tailed: most are short, a few are ten times as long, and everything waits for them."""
