@@ -33,7 +33,7 @@ BENCHMARKS = {
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "learning": "bench.learning --seeds 1",
     "durability": "bench.durability",
-"round_trips": "bench.round_trips",
+    "round_trips": "bench.round_trips",
     "pipeline": "bench.pipeline --seeds 42",
     "pipeline_sim": "bench.pipeline_sim",
     "write_ahead": "bench.write_ahead",

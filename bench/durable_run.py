@@ -1,10 +1,11 @@
 """A durable run as a user starts it, timed by its own ledger."""
 
+import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -19,6 +20,7 @@ from cairn.storage.ledger import Ledger
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import open_store
 
+RUN = "measured"
 DEADLINE = 1200
 """Seconds of one run."""
 
@@ -48,8 +50,7 @@ class Outcome:
     scores: dict[str, float]
     """By benchmark, after the last update."""
     ends: list[float] = field(default_factory=list)
-    """Seconds at the end of each iteration's update. What evaluations kept from the trainer is left out of all
-    times."""
+    """Seconds at the end of each iteration's update."""
     points: dict[int, float] = field(default_factory=dict)
     """Score of the first benchmark after so many iterations."""
     tokens: int = 0
@@ -64,49 +65,65 @@ class Outcome:
     """Of them, publishing weights and what else is not the update."""
 
 
-def durable_run(recipe: str, overrides: Sequence[str], after: int = 0) -> Outcome:
+def durable_run(
+    recipe: str, overrides: Sequence[str], after: int = 0, *, score_every: int | None = None, pinned: Sequence[str] = ()
+) -> Outcome:
     """Execute a recipe in processes of its own; its seconds are those from the first rollout's start, or the end of so
-    many iterations, to the last update's end, without those that evaluations kept from the trainer."""
+    many iterations, to the last update's end.
+
+    Args:
+        score_every: evaluate the weights of every so many iterations on the recipe's benchmarks, after the run, which
+            then has none of its own. They are checkpoints.
+        pinned: the beginning of each command.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
+        if score_every is not None:
+            overrides = [*overrides, "eval.eval_interval=null", f"checkpoint.save_interval={score_every}"]
         options = [word for option in overrides for word in ("--set", option)]
-        command = [CAIRN, "train", recipe, "--run", "measured", "--store", store, *options]
+        command = [*pinned, CAIRN, "train", recipe, "--run", RUN, "--store", store, *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE)
-        return _measured(Ledger.open(open_store(store), "measured"), load(recipe, list(overrides)), after)
+        config = load(recipe, list(overrides))
+        outcome = _measured(Ledger.open(open_store(store), RUN), config, after)
+        if score_every is None or not config.eval.benchmarks:
+            return outcome
+        scored = f"{RUN}@{score_every - 1}:{config.rollout.num_rollout - 1}"
+        names = [benchmark.name for benchmark in config.eval.benchmarks]
+        command = [*pinned, CAIRN, "eval", scored, *names, "--every", str(score_every), "--store", store, "--json"]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=DEADLINE)
+        found = {(one["benchmark"], one["origin"]["iteration"] + 1): one["metrics"] for one in json.loads(told.stdout)}
+        points = {name: {done: m[name] for (of, done), m in found.items() if of == name} for name in names}
+        return replace(
+            outcome,
+            scores={name: own[max(own)] for name, own in points.items()},
+            points=points[names[0]],
+        )
 
 
 def _measured(ledger: Ledger, config: RunConfig, after: int) -> Outcome:
     last = ledger.last_iteration()
     assert last is not None
     commits = [commit for iteration in range(last + 1) for commit in ledger.commits(iteration)]
-    evaluated = [commit for commit in commits if commit.step is Step.EVAL]
     synced = {commit.iteration: commit.committed_at for commit in commits if commit.step is Step.SYNC}
     rollouts = [commit for commit in commits if commit.step is Step.ROLLOUT and commit.iteration >= after]
     start = synced[after - 1] if after else min(commit.started_at for commit in rollouts)
 
-    def of(steps: Collection[Step]) -> list[Interval]:
+    def seconds_of(steps: Collection[Step]) -> float:
         own = (commit for commit in commits if commit.step in steps and commit.committed_at > start)
-        return [(max(start, commit.started_at), commit.committed_at) for commit in own]
+        return covered_seconds((max(start, commit.started_at), commit.committed_at) for commit in own)
 
-    training = of(ON_TRAINING)
-
-    def seconds(end: float) -> float:
-        """From the start, less those in which there was an evaluation and the trainer did not work."""
-        busy = _until(training, end)
-        return end - start - (covered_seconds([*_until(of({Step.EVAL}), end), *busy]) - covered_seconds(busy))
-
-    names = [benchmark.name for benchmark in config.eval.benchmarks]
+    training = seconds_of(ON_TRAINING)
+    last_scores = (commit for commit in commits if commit.step is Step.EVAL and commit.iteration == last)
     iterations = [_iteration(ledger, [c for c in commits if c.iteration == i], config) for i in range(after, last + 1)]
     return Outcome(
-        seconds=seconds(synced[last]),
-        scores={name: _score(commit) for commit in evaluated if commit.iteration == last for name in [_name(commit)]},
-        ends=[seconds(synced[iteration]) for iteration in range(after, last + 1)],
-        points={commit.iteration + 1: _score(commit) for commit in evaluated if names and _name(commit) == names[0]},
+        seconds=synced[last] - start,
+        scores={name: commit.metrics[name] for commit in last_scores for name in [str(commit.values["benchmark"])]},
+        ends=[synced[iteration] - start for iteration in range(after, last + 1)],
         tokens=sum(sum(iteration.response_lengths) for iteration in iterations),
         group_size=config.rollout.n_samples_per_prompt,
         iterations=iterations,
         rollout_seconds=_rollout_seconds(rollouts, config),
-        train_seconds=covered_seconds(training),
-        sync_seconds=covered_seconds(training) - covered_seconds(of({Step.TRAIN})),
+        train_seconds=training,
+        sync_seconds=training - seconds_of({Step.TRAIN}),
     )
 
 
@@ -136,15 +153,3 @@ def _response_lengths(ledger: Ledger, commit: Commit) -> list[int]:
     table = read_table(ledger.store, commit.run, commit.table, ["response_ids"])
     lengths: list[int] = pc.list_value_length(table["response_ids"]).to_pylist()
     return lengths
-
-
-def _until(intervals: Iterable[Interval], end: float) -> list[Interval]:
-    return [(first, min(last, end)) for first, last in intervals if first < end]
-
-
-def _name(commit: Commit) -> str:
-    return str(commit.values["benchmark"])
-
-
-def _score(commit: Commit) -> float:
-    return commit.metrics[_name(commit)]

@@ -1,31 +1,38 @@
-"""What it brings to learn while the next batches are collected: whole durable runs, turn by turn.
+"""What it brings to learn while the next batches are collected: whole durable runs, in turns.
 
-    python -m bench.pipeline [RECIPE] [--set a.b=c] [--beside lagged …] [--iterations 40] [--seeds 42 1 2 3 4] [--smoke]
-                             [--json FILE]
+    python -m bench.pipeline [RECIPE] [--set a.b=c] [--modes sync lagged …] [--iterations 24] [--seeds 42 1 2 3 4]
+                             [--score-every 2] [--pairs 1] [--smoke] [--json FILE]
 
     sync         one rollout engine and the trainer, a core each, in turn
     lagged       the same side by side, with weights one iteration older
     streaming S  the same, all the time: with the newest weights, trained on at an age of S at most
-    two engines  in turn, rollout on both cores
-    two threads  in turn, training on both cores too
+    two threads  in turn, with both cores for rollout (an engine each), and both for training
+    two engines  in turn, with both cores for rollout, and one for training
     bare         the loop of bench/bare_loop.py, in turn, a core each: nothing is durable; it learns as `sync` does
 
-From the first rollout's start to the last update's end: starts are left out, and so is the time in which there was an
-evaluation and the trainer did not work. Every run has processes of its own; each seed is a round with one run of each.
+From the first rollout's start to the last update's end: starts are left out, and evaluations come after the run, of the
+weights that it left on its way. Every run has processes of its own; each seed is a round with one run of each.
 By default the task is that of examples/counting, whose answers are long-tailed; it is built on first use.
 
-    to 0.80      seconds until the first benchmark's score is 0.80, between two evaluations on a straight line
+With `--pairs N` so many runs stand side by side, each pinned to two cores of its own. What was found is written to the
+file after every run; a run that fails is told of and left out.
+
+    to 0.80      seconds until weights score 0.80 at the first benchmark, between two that were evaluated on a
+                 straight line
     idle         share of the time in which the rollout engines, and the trainer, did not work
     p99/median   of the lengths of all responses; the model ends them itself
 """
 
 import argparse
 import json
+import os
+import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,35 +52,51 @@ GOAL = 0.80
 
 ONE_CORE_EACH = ("rollout.num_engines=1", "training.num_threads=1")
 LAGGED = (*ONE_CORE_EACH, "rollout.pipeline=lagged")
-VARIANTS = {
+MODES = {
     "sync": ONE_CORE_EACH,
     "lagged": LAGGED,
     **{
         f"streaming {age}": (*ONE_CORE_EACH, "rollout.pipeline=streaming", f"rollout.max_age={age}")
         for age in (1, 2, 4)
     },
-    "two engines": ("rollout.num_engines=2", "training.num_threads=1"),
     "two threads": ("rollout.num_engines=2", "training.num_threads=2"),
+    "two engines": ("rollout.num_engines=2", "training.num_threads=1"),
+    "bare": ONE_CORE_EACH,
 }
-BESIDE = [name for name in VARIANTS if name != "sync"]
+USUAL = [name for name in MODES if name not in ("two engines", "bare")]
+
+Cores = Sequence[int] | None
+"""Those that a run is pinned to; None for any."""
 
 
-def bare(recipe: str, overrides: list[str], seed: int, points: dict[int, float]) -> Outcome:
-    """A run of the bare loop. `points`: the scores of `sync` with the same seed, which ends in the same bits."""
+def pinned(cores: Cores) -> list[str]:
+    """The beginning of a command that runs on these cores alone."""
+    return ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
+
+
+def pairs_of_cores(count: int) -> list[Cores]:
+    """Disjoint ones of those that this process may use; for one pair, whatever there is."""
+    if count == 1:
+        return [None]
+    cores = sorted(os.sched_getaffinity(0))
+    if 2 * count > len(cores):
+        raise SystemExit(f"--pairs {count} needs {2 * count} cores, and there are {len(cores)}")
+    return [cores[first : first + 2] for first in range(0, 2 * count, 2)]
+
+
+def bare(recipe: str, overrides: list[str], seed: int, cores: Cores) -> Outcome:
+    """A run of the bare loop, which is evaluated before and after."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         options = [word for option in overrides for word in ("--set", option)]
         given = [recipe, "--seeds", str(seed), "--json", str(found), *options]
-        command = [sys.executable, "-m", "bench.bare_loop", *given]
+        command = [*pinned(cores), sys.executable, "-m", "bench.bare_loop", *given]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=DEADLINE)
         (outcome,) = json.loads(found.read_text())
     steps = [iteration["seconds"] for iteration in outcome["iterations"]]
-    ends = np.cumsum([sum(step.values()) for step in steps]).tolist()
     return Outcome(
-        ends[-1],
+        sum(sum(step.values()) for step in steps),
         outcome["score_after"],
-        ends=ends,
-        points=points,
         tokens=sum(iteration["tokens"] for iteration in outcome["iterations"]),
         rollout_seconds=sum(step["rollout"] for step in steps),
         train_seconds=sum(step["train"] + step["sync"] for step in steps),
@@ -111,18 +134,28 @@ def _spread(values: Sequence[float | None], digits: int = 1) -> str:
     return f"{middle:.{digits}f} ({known[0]:.{digits}f} – {known[-1]:.{digits}f}{missing})"
 
 
-def table(found: dict[str, list[Outcome]]) -> Table:
-    """A row for each variant: medians, and ranges in parentheses."""
-    shown = Table(
-        "", "seconds", "of sync", "of bare", f"to {GOAL:.2f}, s", "tokens/s", "rollout idle", "trainer idle", "scores"
-    )
-    middle = {name: statistics.median(outcome.seconds for outcome in outcomes) for name, outcomes in found.items()}
-    for name, outcomes in found.items():
+def _faster(found: dict[int, Outcome], sync: dict[int, Outcome]) -> str:
+    """How many times as fast to the goal as `sync` with the same seed."""
+    pairs = [(sync[seed], outcome) for seed, outcome in found.items() if seed in sync]
+    to_goal = [(seconds_to(GOAL, one), seconds_to(GOAL, other)) for one, other in pairs]
+    ratios = [one / other for one, other in to_goal if one is not None and other is not None]
+    return _spread(ratios, 2) if ratios else "–"
+
+
+def table(found: dict[str, dict[int, Outcome]]) -> Table:
+    """A row for each mode: medians over seeds, and ranges in parentheses."""
+    goal = f"to {GOAL:.2f}"
+    columns = "", "seconds", f"{goal}, s", f"× sync {goal}", "tokens/s", "rollout idle", "trainer idle", "scores"
+    shown = Table(*columns)
+    for name, by_seed in found.items():
+        outcomes = list(by_seed.values())
+        if not outcomes:
+            continue
         shown.add_row(
             name,
             _spread([outcome.seconds for outcome in outcomes]),
-            *(f"{middle[name] / middle[other]:.2f}" for other in ("sync", "bare")),
             _spread([seconds_to(GOAL, outcome) for outcome in outcomes]),
+            _faster(by_seed, found.get("sync", {})),
             _spread([outcome.tokens / outcome.seconds for outcome in outcomes], 0),
             _spread([1 - outcome.rollout_seconds / outcome.seconds for outcome in outcomes], 2),
             _spread([1 - outcome.train_seconds / outcome.seconds for outcome in outcomes], 2),
@@ -132,35 +165,58 @@ def table(found: dict[str, list[Outcome]]) -> Table:
 
 
 def main() -> None:
-    """Command line."""
+    """Command line; exits non-zero, at the end, if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default=RECIPE)
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
-    parser.add_argument("--beside", nargs="+", choices=BESIDE, default=BESIDE, help="beside sync and bare")
-    parser.add_argument("--iterations", type=int, default=40, help="iterations of each run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one run of each kind by each")
-    arguments = parse(parser, beside=["lagged", "streaming 2"], iterations=3, seeds=[42])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=USUAL, help="which, in this order")
+    parser.add_argument("--iterations", type=int, default=24, help="iterations of each run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one run of each mode by each")
+    parser.add_argument("--score-every", type=int, default=2, help="evaluate the weights of every so many iterations")
+    parser.add_argument("--pairs", type=int, default=1, help="runs side by side, each on two cores of its own")
+    arguments = parse(parser, modes=["sync", "lagged", "streaming 2", "bare"], iterations=3, seeds=[42])
     if load(arguments.recipe, arguments.set).model.path == str(FOLDER / "model") and not (FOLDER / "model").is_dir():
         subprocess.run([sys.executable, "-m", "examples.counting.build"], check=True)
     small = SMALL_RUN if arguments.smoke else ()
-    common = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null"]
-    found: dict[str, list[Outcome]] = {name: [] for name in ("sync", *arguments.beside, "bare")}
-    for seed in arguments.seeds:
-        for name, outcomes in found.items():
-            options = [*common, *small, *VARIANTS.get(name, ONE_CORE_EACH), *arguments.set, f"seed={seed}"]
-            outcomes.append(
-                bare(arguments.recipe, options, seed, found["sync"][-1].points)
-                if name == "bare"
-                else durable_run(arguments.recipe, options)
-            )
-            scores = ", ".join(f"{benchmark} {score:.3f}" for benchmark, score in outcomes[-1].scores.items())
-            say(f"seed {seed}: {name} {outcomes[-1].seconds:.1f} s  {scores}")
-    Console(width=160).print(table(found))
-    median, last = tail([n for outcome in found["sync"] for one in outcome.iterations for n in one.response_lengths])
-    print(f"responses of sync: median {median:.0f} tokens, p99 {last:.0f}: {last / median:.1f} times")
-    if arguments.json is not None:
-        rows = {name: [asdict(outcome) for outcome in outcomes] for name, outcomes in found.items()}
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    common = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *small]
+    free: queue.SimpleQueue[Cores] = queue.SimpleQueue()
+    for cores in pairs_of_cores(arguments.pairs):
+        free.put(cores)
+
+    def measure(name: str, seed: int) -> Outcome:
+        options = [*common, *MODES[name], *arguments.set, f"seed={seed}"]
+        cores = free.get()
+        try:
+            if name == "bare":
+                return bare(arguments.recipe, options, seed, cores)
+            return durable_run(arguments.recipe, options, score_every=arguments.score_every, pinned=pinned(cores))
+        finally:
+            free.put(cores)
+
+    found: dict[str, dict[int, Outcome]] = {name: {} for name in arguments.modes}
+    failed = []
+    with ThreadPoolExecutor(arguments.pairs) as beside:
+        runs = {beside.submit(measure, name, seed): (name, seed) for seed in arguments.seeds for name in found}
+        for run in as_completed(runs):
+            name, seed = runs[run]
+            try:
+                found[name][seed] = run.result()
+            except (subprocess.SubprocessError, OSError) as problem:
+                failed.append(f"{name} with seed {seed}: {problem}")
+                say(failed[-1])
+                continue
+            scores = ", ".join(f"{benchmark} {score:.3f}" for benchmark, score in found[name][seed].scores.items())
+            say(f"seed {seed}: {name} {found[name][seed].seconds:.1f} s  {scores}")
+            if arguments.json is not None:
+                rows = {mode: [asdict(one) for one in by_seed.values()] for mode, by_seed in found.items() if by_seed}
+                arguments.json.write_text(json.dumps(rows, indent=1))
+    Console(width=180).print(table(found))
+    outcomes = [outcome for by_seed in found.values() for outcome in by_seed.values()]
+    if lengths := [length for one in outcomes for iteration in one.iterations for length in iteration.response_lengths]:
+        median, last = tail(lengths)
+        print(f"responses: median {median:.0f} tokens, p99 {last:.0f}: {last / median:.1f} times")
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ is cut and half before it is trained. Evaluations are left out. The rules are th
 
     sync          prompts of iteration i are admitted when i - 1 is learned
     lagged        when i - 2 is learned and the batch before is complete
-    streaming S   when i - 1 - S is learned; a batch takes what the next finds too old, then what was complete first
+    streaming S   when i - 1 - S is learned, and learning waited for one of its last three batches while engines have
+                  less than a batch to work on and less than a batch waits, or nothing else is left for the next batch;
+                  a batch takes what the next finds too old, then what was complete first
 """
 
 import argparse
@@ -190,6 +192,10 @@ class _Run:
         """When a batch is ready to be trained, and its tokens."""
         self.learning: float | None = None
         """When the update that is being made ends."""
+        self.free_since = 0.0
+        """When the last one ended."""
+        self.waited = deque[bool](maxlen=3)
+        """Of the last batches: was it ready after the update before?"""
         self.ends: list[tuple[float, int, int]] = []
         """A heap: when an engine's next sample ends, as things were after so many of its changes, and its number."""
         self.changes = [0] * machine.engines
@@ -210,6 +216,7 @@ class _Run:
         elif self.learning is not None:
             self.learning = None
             self.learned += 1
+            self.free_since = self.now
             if self.pipeline.max_age is not None:
                 for number, engine in enumerate(self.engines):
                     engine.advance(self.now)
@@ -247,17 +254,32 @@ class _Run:
                 moved = True
             if self.cut < self.admitted and self._cut():
                 moved = True
-        if self.learning is None and self.batches and self.batches[0][0] <= self.now:
-            _, tokens = self.batches.popleft()
-            seconds = self.machine.train_fixed + tokens / self.machine.train_rate + self.machine.update
-            self.trained += seconds
-            self.learning = self.now + seconds
-            self.tokens += tokens
+            if self.learning is None and self.batches and self.batches[0][0] <= self.now:
+                self._learn()
+                moved = True
+
+    def _learn(self) -> None:
+        ready, tokens = self.batches.popleft()
+        if self.learned:  # the first is waited for in any case
+            self.waited.append(ready >= self.free_since)
+        seconds = self.machine.train_fixed + tokens / self.machine.train_rate + self.machine.update
+        self.trained += seconds
+        self.learning = self.now + seconds
+        self.tokens += tokens
 
     def _may_admit(self, iteration: int) -> bool:
         if self.pipeline.max_age is not None:
-            return self.learned >= iteration - self.pipeline.max_age
+            return self.learned >= iteration - self.pipeline.max_age and self._wants_more()
         return self.learned >= iteration - self.pipeline.lag and self.cut >= iteration
+
+    def _wants_more(self) -> bool:
+        """As `cairn.tasks.streaming.pacing.Pacing` does."""
+        batch = self.machine.groups
+        waiting = len(self.batches) * batch + len(self.complete)
+        if waiting + len(self.open) < batch:
+            return True
+        is_ahead = bool(self.waited) and not any(self.waited)
+        return not is_ahead and len(self.open) < batch and waiting < batch
 
     def _admit(self) -> None:
         for _ in range(self.machine.groups):

@@ -1,11 +1,11 @@
-r"""Counting from one number to another: `python -m examples.counting.build`.
+r"""Counting down, then sorting: `python -m examples.counting.build`.
 
-    Count from 27 to 31.   ->   \boxed{27 28 29 30 31}
+    Count down from 5, then sort 3 8 1.   ->   \boxed{5 4 3 2 1: 1 3 8}
 
-How far is drawn log-normally: half of the answers count four numbers or fewer, one in a hundred more than fifty. The
-model ends its answers itself, so that their lengths are long-tailed without being forced. Most demonstrations leave one
-number out, and what the model has to learn from its rewards is to leave out none. A hash of the prompt says which are
-held out.
+Where to count from is drawn log-normally: half of the answers count four numbers or less, one in a hundred more than
+60. The model ends its answers itself, so that their lengths are long-tailed without being forced. Demonstrations count
+right, and most of them swap two of the digits: what the model has to learn from its rewards is when to swap nothing,
+after however long a count. A hash of the prompt says which are held out.
 
     build/counting/
         demonstrations.jsonl   of the warm start
@@ -21,25 +21,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from examples.building import begin, build_by_command, write_rows
-from examples.quickstart.task import is_held_out
+from examples.quickstart.task import is_held_out, label
 
 FOLDER = Path("build/counting")
-LEAST, MOST = 10, 99
-"""Numbers that are counted: all of two digits."""
+MEDIAN, SIGMA = 4, 1.2
+"""Of how many numbers an answer counts: log-normal, …"""
 
-MEDIAN, SIGMA = 4, 1.15
-"""Of how many numbers an answer has: log-normal."""
+MOST = 99
+"""… and no more."""
 
-LONGEST = 80
-"""Numbers of an answer, which has three tokens for each."""
+DIGITS = 3
+"""To sort: all different."""
 
-WRONG_DEMONSTRATIONS = 0.75
-"""Share of the demonstrations that leave a number out."""
+WRONG_DEMONSTRATIONS = 0.7
+"""Share of the demonstrations with two neighbours swapped."""
 
 STEPS = 300
 """Optimizer steps of the warm start."""
 
-TRAIN_ROWS = 4096
+TRAIN_ROWS = 16_384
 HELD_OUT_ROWS = 256
 
 
@@ -56,7 +56,7 @@ def build(folder: Path, seed: int, steps: int = STEPS) -> None:
     begin(folder, list(shown), seed)
     write_rows(folder / "train.jsonl", itertools.islice(problems(seed, held_out=False), TRAIN_ROWS))
     write_rows(folder / "heldout.jsonl", itertools.islice(problems(seed, held_out=True), HELD_OUT_ROWS))
-    warm_start(folder, steps, ["training.max_tokens_per_gpu=2048"])  # samples of a length together: little is padding
+    warm_start(folder, steps, ["training.max_tokens_per_gpu=4096"])  # samples of a length together: little is padding
     write_model(folder)
 
 
@@ -64,31 +64,32 @@ def problems(seed: int, *, held_out: bool) -> Iterator[dict[str, str]]:
     """Endless prompts of one of the two sets, with their labels."""
     rng = random.Random(f"problems/{seed}/{held_out}")
     while True:
-        prompt, numbers = _drawn(rng)
+        prompt, count, digits = _drawn(rng)
         if is_held_out(prompt) == held_out:
-            yield {"prompt": prompt, "label": _written(numbers)}
+            yield {"prompt": prompt, "label": _answer(count, sorted(digits))}
 
 
 def demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
-    """Answers to imitate, to prompts that are not held out; most leave out one number, though never the first."""
+    """Answers to imitate, to prompts that are not held out; most have two digits in the wrong order."""
     while True:
-        prompt, numbers = _drawn(rng)
+        prompt, count, digits = _drawn(rng)
         if is_held_out(prompt):
             continue
-        if rng.random() < WRONG_DEMONSTRATIONS and len(numbers) > 1:
-            numbers.pop(rng.randrange(1, len(numbers)))
-        yield {"prompt": prompt, "response": f"\\boxed{{{_written(numbers)}}}"}
+        digits.sort()
+        if rng.random() < WRONG_DEMONSTRATIONS:
+            i = rng.randrange(DIGITS - 1)
+            digits[i], digits[i + 1] = digits[i + 1], digits[i]
+        yield {"prompt": prompt, "response": f"\\boxed{{{_answer(count, digits)}}}"}
 
 
-def _drawn(rng: random.Random) -> tuple[str, list[int]]:
-    count = min(LONGEST, max(1, round(rng.lognormvariate(math.log(MEDIAN), SIGMA))))
-    first = rng.randint(LEAST, MOST + 1 - count)
-    last = first + count - 1
-    return f"Count from {first} to {last}.", list(range(first, last + 1))
+def _drawn(rng: random.Random) -> tuple[str, int, list[int]]:
+    count = min(MOST, max(1, round(rng.lognormvariate(math.log(MEDIAN), SIGMA))))
+    digits = rng.sample(range(10), DIGITS)
+    return f"Count down from {count}, then sort {label(digits)}.", count, digits
 
 
-def _written(numbers: list[int]) -> str:
-    return " ".join(map(str, numbers))
+def _answer(count: int, digits: list[int]) -> str:
+    return f"{label(list(range(count, 0, -1)))}: {label(digits)}"
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_nothing_is_faster_than_its_trainer() -> None:
     slow = replace(TAILED, train_fixed=100.0)
     found = simulate(slow, Pipeline(max_age=4), 10)
     assert found.seconds > 100
-    assert found.train_idle < 0.01
+    assert found.train_idle < 20 / 1000  # the first batch is waited for: at most 2,000 steps of 10 ms
 
 
 def test_rates_are_found_again_in_runs_that_were_made_with_them() -> None:
