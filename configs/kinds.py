@@ -262,6 +262,9 @@ CURRICULUM = Kind(
     "choose",
     (("state", "results", "count", "config"),),
 )
+STALENESS = Kind(
+    "staleness policy", ("rollout.staleness_policy",), "cairn.tasks.staleness", "weigh", (("tokens", "max_age"),)
+)
 BUFFER = Kind("buffer policy", ("rollout.buffer_filter_path",), "cairn.tasks.buffers", "order", (("groups",),))
 BENCHMARK = Kind("benchmark metric", ("eval.benchmarks.metric",), "cairn.tasks.benchmarks", "measure", (("samples",),))
 GENERATE = Kind(
@@ -286,6 +289,7 @@ KINDS = (
     REWARD,
     FILTER,
     SAMPLE_FILTER,
+    STALENESS,
     BUFFER,
     GENERATE,
     TOOL,

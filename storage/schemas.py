@@ -240,6 +240,13 @@ REMOVED = pa.field("removed", pa.list_(pa.int32()), nullable=True)
 """A column of `filter` where there is a `rollout.rollout_sample_filter_path`: the samples of a trained group, by their
 places in it, whose tokens are not trained on, though their rewards count."""
 
+STALE_TOKENS = pa.field("stale_tokens", pa.int32(), nullable=True)
+"""A column of `filter` where a group has any: its tokens that are older than `max_age`."""
+
+STALE_WEIGHTS = pa.field("stale_weights", pa.list_(pa.float32()), nullable=True)
+"""A column of `filter` where such tokens are trained on all the same: the weights of those of the ages `max_age` + 1,
+`max_age` + 2, …; null: 0."""
+
 SCORE = _schema(
     ("group_id", pa.int64()),
     ("sample_index", pa.int32()),

@@ -1,7 +1,7 @@
 """`advantage`: per-token advantages and returns of the kept samples, a pure function of rewards and scores."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +19,11 @@ from cairn.tasks.advantages.distillation import distil, reverse_kl
 from cairn.tasks.advantages.dpo import preference_metrics
 from cairn.tasks.advantages.normalization import normalise
 from cairn.tasks.advantages.trajectories import Compared, Episodes, compared
-from cairn.tasks.batch import arrays, rows_of_groups, trained_tokens
+from cairn.tasks.batch import age_weights, arrays, rows_of_groups, trained_tokens
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.sample_filters import NothingLeft
 from cairn.tasks.sample_metrics import sample_metrics
+from cairn.tasks.selection import max_ages, stale_weights
 from cairn.tasks.step import Outcome, StepCall, durable
 
 
@@ -96,6 +97,13 @@ def estimated(
         found["opd_reverse_kl"] = _mean_of_trained(divergences, masks)
     if algorithm.normalize_advantages:
         advantages = normalise(advantages, masks)
+    if weights := stale_weights(run, selection):
+        bounds, ids = max_ages(run, selection), samples.column("group_id").to_pylist()
+        advantages = [
+            own * age_weights(age, bound, weights[id]) if (bound := bounds[id]) is not None and id in weights else own
+            for id, age, own in zip(ids, ages, advantages, strict=True)
+        ]
+        found["age/down_weighted_tokens"] = _down_weighted(masks, ages, ids, bounds)
     if rewards:
         log_probs = samples.column("log_probs").combine_chunks().flatten().to_numpy()
         found["rollout_log_probs"] = float(log_probs.mean())
@@ -188,6 +196,14 @@ def _age_metrics(
         "age/max": int(trained.max(initial=0)),
         "age/masked_tokens": masked,
     }
+
+
+def _down_weighted(
+    masks: Sequence[np.ndarray], ages: Sequence[np.ndarray], groups: Sequence[int], bounds: Mapping[int, int | None]
+) -> int:
+    """Tokens that are trained on though they are too old."""
+    rows = zip(masks, ages, (bounds[id] for id in groups), strict=True)
+    return sum(int(mask[age > bound].sum()) for mask, age, bound in rows if bound is not None)
 
 
 def _mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:

@@ -14,7 +14,7 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import IMAGES, KEPT, ROUTED, SEQUENCES
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.routes import routed_experts
-from cairn.tasks.selection import max_ages, removed_samples, trained_groups
+from cairn.tasks.selection import max_ages, removed_samples, stale_weights, trained_groups
 from cairn.tasks.sequences import own_prompts, several_trajectories, split_trajectories
 from cairn.tasks.versions import token_ages
 
@@ -50,8 +50,8 @@ def rows_of_groups(
 def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Loss mask and age of every response token of the batch's samples, [T_i] uint8 and [T_i] int32 each.
 
-    Trained on is what the rollout left unmasked and is not older than the filter step allows for its group, of samples
-    that it has not removed.
+    Trained on is what the rollout left unmasked and is not older than the filter step allows for its group, or has a
+    weight all the same, of samples that it has not removed.
 
     Args:
         samples: `group_id`, `sample_index`, `loss_mask` and `weight_versions` of the samples in the order of the batch.
@@ -60,13 +60,20 @@ def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tu
     flat = token_ages(run.ledger, iteration, lists.values.to_numpy(zero_copy_only=False))
     ages = [flat[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
     bounds, removed = max_ages(run, selection), removed_samples(run, selection)
+    stale = stale_weights(run, selection)
     masks = []
     places = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
     for (group_id, index), mask, age in zip(places, arrays(samples, "loss_mask"), ages, strict=True):
         bound = bounds[group_id]
-        kept = mask if bound is None else mask * (age <= bound).astype(np.uint8)
+        kept = mask if bound is None else mask * (age_weights(age, bound, stale.get(group_id, ())) > 0).astype(np.uint8)
         masks.append(np.zeros_like(kept) if index in removed.get(group_id, ()) else kept)
     return masks, ages
+
+
+def age_weights(ages: np.ndarray, max_age: int, stale: Sequence[float]) -> np.ndarray:
+    """[T] float32: the weights of tokens by their ages [T]. 1 up to `max_age`, then as `stale` says, and 0 beyond."""
+    beyond = np.asarray([*stale, 0.0], np.float32)[np.clip(ages - max_age - 1, 0, len(stale))]
+    return np.where(ages <= max_age, np.float32(1), beyond)
 
 
 def train_batch(

@@ -15,6 +15,9 @@ The age of a group is that of its newest tokens, in publications (`cairn.tasks.v
 
 So nothing that waits is too old to be used, and a round may count on it. The bound is recorded with every group, since
 the batch masks older tokens of a group that was continued; what was committed without one is taken as it was left.
+
+What a stream gives may have older tokens beside younger ones, where it took longer than `rollout.timeout`. What becomes
+of them `rollout.staleness_policy` says (`cairn.tasks.staleness`), once: their number and weights are recorded, too.
 """
 
 import json
@@ -28,7 +31,16 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import BUFFER_KEY, FILTER, PRIORITY, REMOVED, Disposition, Status
+from cairn.storage.schemas import (
+    BUFFER_KEY,
+    FILTER,
+    PRIORITY,
+    REMOVED,
+    STALE_TOKENS,
+    STALE_WEIGHTS,
+    Disposition,
+    Status,
+)
 from cairn.tasks.buffers import BufferPolicy, JudgedGroup, get_policy
 from cairn.tasks.context import RunContext
 from cairn.tasks.filters import FilterDecision, get_filter, takes_samples
@@ -36,8 +48,9 @@ from cairn.tasks.filters.sample import REWARD_COLUMNS, ROLLOUT_COLUMNS, GradedSa
 from cairn.tasks.sample_filters import removed_by
 from cairn.tasks.sample_metrics import generated_metrics
 from cairn.tasks.selection import number
+from cairn.tasks.staleness import stale_weights
 from cairn.tasks.step import Outcome, StepCall, durable
-from cairn.tasks.versions import sampled_as_newest, sampled_from
+from cairn.tasks.versions import sampled_as_newest, sampled_from, token_ages
 
 AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for which groups that the filter kept are dropped."""
@@ -61,6 +74,7 @@ class NoSuchMetadata(Exception):
         "rollout.buffer_key",
         "rollout.rollout_sample_filter_path",
         "rollout.max_age",
+        "rollout.staleness_policy",
         "rollout.pipeline",
         "rollout.lag",
         "rollout.mask_offpolicy_in_partial_rollout",
@@ -78,10 +92,11 @@ def filter_groups(
     newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
     for generated, graded in zip(rollouts, rewards, strict=True):
         assert generated.shard is not None
-        sampled = _sampled_from(step.run, generated)
+        sampled, stale = _sampled_from(step.run, generated), _stale_tokens(step.run, step.iteration, generated)
         for group in _judged_groups(step.run, step.iteration, generated, graded):
             newest.pop(group.group_id, None)  # one that was continued comes where it was finished
-            newest[group.group_id] = _aged(step.run, step.iteration, group, sampled=sampled.get(group.group_id))
+            group = _aged(step.run, step.iteration, group, sampled=sampled.get(group.group_id))
+            newest[group.group_id] = _weighed(step.run, group, stale.get(group.group_id))
     last_round = round + 1 >= config.max_refill_rounds
     groups = fill_batch(
         list(newest.values()),
@@ -119,6 +134,7 @@ def filter_groups(
             "unfinished": dispositions[Disposition.CONTINUE],
             **(generated_metrics(step.run, rollouts, rewards) if missing == 0 else {}),
             **_removed_metrics(step.run, groups),
+            **_stale_metrics(step.run, groups),
             "age/dropped_groups": sum(reasons[reason] for reason in AGES),
             **{f"dynamic_filter/drop_{why}": count for why, count in sorted(reasons.items()) if why not in AGES},
         },
@@ -207,6 +223,36 @@ def _aged(
     return replace(group, age=age, max_age=max_age if has_bound else None)
 
 
+def _stale_tokens(run: RunContext, iteration: int, generated: Commit) -> dict[int, Counter[int]]:
+    """Of the groups of a stream that have tokens which are too old in an iteration: how many of its tokens, of those
+    that may be trained on, are of each age."""
+    config, oldest = run.config.rollout, generated.weight_version_in
+    if config.pipeline != "streaming" or oldest is None:
+        return {}
+    if iteration - sampled_from(run.ledger, oldest) <= config.oldest_trained:
+        return {}
+    found: dict[int, Counter[int]] = {}
+    for row in run.read(generated, ["group_id", "weight_versions", "loss_mask"]).to_pylist():
+        trained = np.asarray(row["weight_versions"], np.int64)[np.asarray(row["loss_mask"], bool)]
+        ages = token_ages(run.ledger, iteration, trained).tolist()
+        found.setdefault(row["group_id"], Counter()).update(ages)
+    return {id: ages for id, ages in found.items() if max(ages, default=0) > config.oldest_trained}
+
+
+def _weighed(run: RunContext, group: JudgedGroup, tokens: Counter[int] | None) -> JudgedGroup:
+    """A group with what `rollout.staleness_policy` says of its tokens, where some are too old. `tokens`: by age."""
+    max_age = group.max_age
+    if tokens is None or max_age is None:
+        return group
+    group = replace(group, stale_tokens=sum(count for age, count in tokens.items() if age > max_age))
+    if not (group.kept or group.spare):
+        return group
+    weights = stale_weights(run.config.rollout.staleness_policy, tokens, max_age)
+    if weights is None:
+        return replace(group, kept=False, spare=False, reason=TOO_OLD)
+    return replace(group, stale_weights=weights)
+
+
 def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: Commit) -> list[JudgedGroup]:
     config, shard = run.config.rollout, generated.shard
     assert shard is not None
@@ -288,6 +334,12 @@ def _removed_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str
     return {"sample_filter/removed": sum(len(group.removed) for group in groups)}
 
 
+def _stale_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, float]:
+    if run.config.rollout.pipeline != "streaming":
+        return {}
+    return {"age/stale_tokens": sum(group.stale_tokens for group in groups)}
+
+
 def _decoded(key: str | None) -> Any:
     return None if key is None else json.loads(key)
 
@@ -324,6 +376,10 @@ def _table(run: RunContext, groups: Sequence[JudgedGroup]) -> pa.Table:
         trained = [group.disposition == Disposition.TRAIN for group in groups]
         removed = [list(group.removed) if chosen else None for group, chosen in zip(groups, trained, strict=True)]
         further.append((REMOVED, removed))
+    if any(group.stale_tokens for group in groups):
+        further.append((STALE_TOKENS, [group.stale_tokens or None for group in groups]))
+    if any(any(group.stale_weights) for group in groups):
+        further.append((STALE_WEIGHTS, [list(group.stale_weights) or None for group in groups]))
     for field, values in further:
         table = table.append_column(field, pa.array(values, field.type))
     return table

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import REMOVED, Disposition
+from cairn.storage.schemas import REMOVED, STALE_WEIGHTS, Disposition
 from cairn.tasks.recorded_run import RecordedRun
 
 FoundCommit = TypeVar("FoundCommit", Commit, Commit | None)
@@ -50,6 +50,16 @@ def max_ages(run: RecordedRun, selection: Commit) -> dict[int, int | None]:
     table = run.read(selection)
     bounds = table.column("max_age").to_pylist() if "max_age" in table.column_names else [None] * table.num_rows
     return dict(zip(table.column("group_id").to_pylist(), bounds, strict=True))
+
+
+def stale_weights(run: RecordedRun, selection: Commit) -> dict[int, list[float]]:
+    """Of groups with tokens that are trained on though they are older than `max_ages`, the weights of these, by age
+    from the first one above it; empty where there is none."""
+    table = run.read(selection)
+    if STALE_WEIGHTS.name not in table.column_names:
+        return {}
+    rows = zip(table.column("group_id").to_pylist(), table.column(STALE_WEIGHTS.name).to_pylist(), strict=True)
+    return {group_id: weights for group_id, weights in rows if weights}
 
 
 def removed_samples(run: RecordedRun, selection: Commit) -> dict[int, frozenset[int]]:

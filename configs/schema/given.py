@@ -21,6 +21,7 @@ _OF_SAMPLED: dict[str, tuple[str, ...]] = {
         "max_age",
         "async_buffer_size",
         "update_weights_interval",
+        "staleness_policy",
         "buffer_filter_path",
         "buffer_key",
         "dynamic_sampling_filter",

@@ -125,6 +125,12 @@ class RolloutConfig(Section):
     """Of the streaming pipeline: iterations after which engines take new weights, at most `max_age`. slime:
     `--update-weights-interval`."""
 
+    staleness_policy: str = "mask"
+    """Of the streaming pipeline: what becomes of a group with tokens that are older than `max_age` all the same, since
+    it took longer than `timeout`: `mask` leaves these tokens out of the loss, `drop` replaces the group, `decay` weighs
+    their advantages by 1 / (1 + age - max_age); or a function of your own, `package.module.function` or
+    `file.py:function`, see docs/plugins.md."""
+
     buffer_filter_path: str = "youngest_first"
     """Which groups are used first where there are more than a batch has room for, and which of those that wait
     unfinished go on first: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
@@ -333,7 +339,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _a_stream_takes_groups_as_they_come(self) -> "RolloutConfig":
         if self.pipeline != "streaming":
-            for name in ("async_buffer_size", "update_weights_interval"):
+            for name in ("async_buffer_size", "update_weights_interval", "staleness_policy"):
                 value = getattr(self, name)
                 if value != type(self).model_fields[name].default:
                     raise ValueError(

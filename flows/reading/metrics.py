@@ -233,6 +233,14 @@ METRICS: tuple[Metric, ...] = (
         "Of the trained groups, not trained on since they are older than `rollout.max_age`.",
     ),
     Metric(
+        "age/stale_tokens",
+        "tokens",
+        "filter",
+        "Of the groups that a stream gave, older than `rollout.max_age`: masked, dropped or down-weighted by "
+        "`rollout.staleness_policy`. By prompt: `stale_tokens` of the view `groups`.",
+    ),
+    Metric("age/down_weighted_tokens", "tokens", "advantage", "Of these, trained on with less weight."),
+    Metric(
         "age/dropped_groups",
         "groups",
         "filter",

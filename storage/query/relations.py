@@ -26,7 +26,11 @@ _BESIDE = {"calls": "calls", "long_results": "results"}
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
     Step.REWARD: pa.schema([*schemas.REWARD, schemas.TRAJECTORY_REWARDS]),
-    Step.FILTER: schemas.FILTER.append(schemas.PRIORITY).append(schemas.BUFFER_KEY).append(schemas.REMOVED),
+    Step.FILTER: schemas.FILTER.append(schemas.PRIORITY)
+    .append(schemas.BUFFER_KEY)
+    .append(schemas.REMOVED)
+    .append(schemas.STALE_TOKENS)
+    .append(schemas.STALE_WEIGHTS),
     Step.SCORE: schemas.SCORE,
     Step.ADVANTAGE: schemas.ADVANTAGE,
     Step.EVAL: pa.schema([*schemas.EVAL, *schemas.SEQUENCES, schemas.IMAGES]),

@@ -29,6 +29,10 @@ class JudgedGroup:
     """What the filter gave it; None where it gave nothing."""
     key: Any = None
     """What the metadata of its data row has under `rollout.buffer_key`; None without that option."""
+    stale_tokens: int = 0
+    """Its tokens that are older than that."""
+    stale_weights: tuple[float, ...] = ()
+    """Of its tokens of the ages `max_age` + 1, `max_age` + 2, …; those of other ages above it have 0."""
     removed: tuple[int, ...] = ()
     """Of a trained group: the samples, by their places in it, whose tokens are not trained on."""
     disposition: Disposition = Disposition.DROP
@@ -36,4 +40,4 @@ class JudgedGroup:
     @property
     def is_too_old(self) -> bool:
         """Whether none of its tokens may be trained on."""
-        return self.max_age is not None and self.age > self.max_age
+        return self.max_age is not None and self.age > self.max_age and not any(self.stale_weights)

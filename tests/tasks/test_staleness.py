@@ -1,108 +1,130 @@
-"""A change lists exactly the steps that read what was changed, and those made from them."""
+"""Tokens of a stream that are too old all the same: what a policy says of them is decided once, by the filter step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.run import RunConfig
-from cairn.configs.schema.servers import ServerGroup
-from cairn.flows.iteration import iteration
-from cairn.storage.errors import RunDiffers, StaleCommits
-from cairn.storage.ledger import Ledger
+from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, Segment, Trajectory
+from cairn.engines.types import FinishReason
+from cairn.flows.reading.metrics import iteration_metrics
+from cairn.flows.replay import Replaying
+from cairn.storage.commits import Commit, Step
 from cairn.storage.store import open_store
-from cairn.tasks.stale_commits import stale_steps
-from tests.tiny_run import DirectSteps, tiny_config, tiny_context
+from cairn.tasks.advantage import advantage
+from cairn.tasks.batch import train_batch
+from cairn.tasks.context import RunContext
+from cairn.tasks.filter import filter_groups
+from cairn.tasks.groups import Group
+from cairn.tasks.reward import reward
+from cairn.tasks.staleness import stale_weights
+from cairn.tasks.step import StepCall
+from cairn.tasks.streaming.admit import admit, admitted_groups
+from cairn.tasks.streaming.stream import Stream
+from cairn.tasks.streaming.take import take_groups
+from tests.flows.test_streaming import logs_of, streaming
+from tests.local_fleet import LocalFleet
+from tests.tiny_run import tiny_context
+
+ITERATION, MAX_AGE = 4, 1
 
 
 @pytest.fixture(scope="module")
 def config(tiny_assets: Path) -> RunConfig:
-    return tiny_config(tiny_assets, checkpoint={"save_interval": 1}, rollout={**BASE, "num_engines": 2})
+    return streaming(tiny_assets, MAX_AGE)
 
 
 @pytest.fixture(scope="module")
-def ledger(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ledger:
-    store = tmp_path_factory.mktemp("store")
-    with tiny_context(str(store), config) as (run, _):
-        for index in range(2):
-            iteration(run, DirectSteps(run), index)
-    return Ledger.open(open_store(str(store)), "tiny")
+def fleet(config: RunConfig) -> LocalFleet:
+    return LocalFleet(config)
 
 
-BASE = {"num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 12}
-FIRST = {"rollout", "reward", "filter", "advantage", "train", "checkpoint", "sync"}
-FROM_TRAIN = {"train", "checkpoint", "sync"}
+def sampled(group: Group, versions: list[int]) -> Group:
+    """Its samples have ended, each with other tokens, which were sampled from these weights."""
+    parts = {}
+    for index in range(len(group.seeds)):
+        tokens = np.arange(5 + index, 5 + index + len(versions), dtype=np.int32)
+        mask, log_probs = np.ones(len(versions), np.uint8), np.zeros(len(versions), np.float32)
+        made = Segment(tokens, mask, FIRST_CALL, log_probs, np.asarray(versions, np.int32), 1, FinishReason.STOP)
+        parts[index] = GeneratedSample(group.drawn.group_id, index, Trajectory((made,)), FinishReason.STOP)
+    return replace(group, parts=parts)
 
 
-@pytest.mark.parametrize(
-    ("section", "change", "stale_in_first"),
-    [
-        ("rollout", {"timeout": 99.0}, set()),
-        ("fleet", {"call_timeout": 99.0}, set()),
-        ("checkpoint", {"save_interval": 2}, set()),
-        ("training", {"timeout": 99.0}, set()),
-        ("training", {"lr": 2e-3}, FROM_TRAIN),
-        ("algorithm", {"eps_clip": 0.3}, FROM_TRAIN),
-        ("algorithm", {"grpo_std_normalization": False}, FROM_TRAIN | {"advantage"}),
-        ("algorithm", {"normalize_advantages": True}, FROM_TRAIN | {"advantage"}),
-        ("algorithm", {"lambd": 0.9}, FROM_TRAIN | {"advantage"}),
-        ("algorithm", {"num_critic_only_steps": 1}, FROM_TRAIN),
-        ("algorithm", {"use_opd": True}, FROM_TRAIN | {"advantage"}),
-        ("algorithm", {"opd_kl_coef": 0.5}, FROM_TRAIN | {"advantage"}),
-        ("rollout", {"dynamic_sampling_filter": "check_reward_nonzero_std"}, FIRST - {"rollout", "reward"}),
-        ("reward", {"rm_timeout": 5.0}, FIRST - {"rollout"}),
-        ("rollout", {"rollout_top_k": 5}, FIRST),
-        ("rollout", {"mask_offpolicy_in_partial_rollout": True}, FIRST - {"rollout", "reward"}),
-        ("rollout", {"max_age": 2}, FIRST - {"rollout", "reward"}),
-        ("rollout", {"sglang": {"attention_backend": "triton"}}, FIRST),
-        ("rollout", {"server_groups": (ServerGroup(num_engines=2, overrides={"attention_backend": "triton"}),)}, FIRST),
-        ("rollout", {"num_engines": 1}, set()),
-        ("rollout", {"num_threads": 2}, FIRST),
-        ("rollout", {"max_running_requests": 8}, FIRST),
-        ("training", {"gradient_checkpointing": True}, FROM_TRAIN),
-        ("training", {"num_steps_per_rollout": 2}, FROM_TRAIN | {"advantage"}),
-    ],
-)
-def test_another_option_makes_its_readers_and_what_was_made_from_them_stale(
-    ledger: Ledger, config: RunConfig, section: str, change: Mapping[str, Any], stale_in_first: set[str]
+def selected(run: RunContext) -> tuple[Commit, Commit, Commit]:
+    """Two groups are taken from a stream, graded and selected: one is young, the other one has tokens of the ages 0 to
+    3."""
+    admission = admit(run, ITERATION, "00", None, count=2)
+    attempt = run.ledger.attempt(ITERATION, Step.ROLLOUT, "stream")
+    run.stream = stream = Stream(StepCall(run, ITERATION, "stream", attempt, "inputs"), None, logs_of(run), ())
+    young, old = admitted_groups(run, admission)
+    stream.admit(admission, [sampled(young, [3, 4]), sampled(old, [1, 2, 3, 4])])
+    taken = take_groups(run, ITERATION, "00-000", [], count=2)
+    graded = reward(run, ITERATION, "00-000", taken)
+    return filter_groups(run, ITERATION, "00", None, [taken], [graded], round=0), taken, graded
+
+
+def learned(run: RunContext) -> tuple[Commit, list[np.ndarray], list[np.ndarray]]:
+    """The filter step; loss masks and advantages of the samples of the old group."""
+    selection, taken, graded = selected(run)
+    made = advantage(run, ITERATION, None, selection, [taken], [graded], None)
+    batch = train_batch(run, selection, [taken], made)
+    own = [place for place, group in enumerate(batch.groups) if group == 1]
+    assert batch.advantages is not None
+    scratch = Replaying(run, {Step.FILTER, Step.ADVANTAGE}, None, open_store(f"{run.ledger.store.url}-again"))
+    scratch.call(filter_groups, ITERATION, "00", None, [taken], [graded], round=0)
+    scratch.call(advantage, ITERATION, None, selection, [taken], [graded], None)
+    assert [again.differences for again in scratch.replayed] == [(), ()]
+    return selection, [batch.loss_mask[place] for place in own], [batch.advantages[place] for place in own]
+
+
+@pytest.fixture
+def opened(config: RunConfig, fleet: LocalFleet, tmp_path: Path) -> Callable[[str], Any]:
+    def opens(policy: str) -> Any:
+        rollout = config.rollout.model_copy(update={"staleness_policy": policy})
+        changed = config.model_copy(update={"rollout": rollout})
+        return tiny_context(str(tmp_path / "store"), changed, f"run-{abs(hash(policy))}", fleet=fleet)
+
+    return opens
+
+
+def test_tokens_that_are_too_old_are_masked_or_count_less_and_are_counted_by_prompt(
+    opened: Callable[[str], Any],
 ) -> None:
-    changed = config.model_copy(update={section: getattr(config, section).model_copy(update=dict(change))})
-    stale = stale_steps(ledger, changed, {})
-    assert {step for iteration, step, _, _ in stale if iteration == 0} == stale_in_first
-    # The second iteration was sampled from the weights of the first.
-    assert {step for iteration, step, _, _ in stale if iteration == 1} == (
-        FIRST if "train" in stale_in_first else stale_in_first
-    )
-    shards = {(iteration, step, shard) for iteration, step, shard, _ in stale}
-    assert len(shards) == len(stale)
+    with opened("mask") as (run, _):
+        masked, masks, whole = learned(run)
+        assert [mask.tolist() for mask in masks] == [[0, 0, 1, 1]] * 4
+        assert all(len(set(own.tolist())) == 1 for own in whole)
+        assert any(own.any() for own in whole)
+    with opened("decay") as (run, _):
+        weighed, masks, less = learned(run)
+        assert [mask.tolist() for mask in masks] == [[1, 1, 1, 1]] * 4
+        for one, other in zip(less, whole, strict=True):
+            np.testing.assert_allclose(one, other * np.asarray([1 / 3, 1 / 2, 1, 1]), rtol=1e-6)
+        rows = {row["group_id"]: row for row in run.read(weighed).to_pylist()}
+        assert rows[1]["stale_weights"] == pytest.approx([1 / 2, 1 / 3])
+        assert rows[0]["stale_weights"] is None
+        shown = iteration_metrics([weighed, run.committed(ITERATION, Step.ADVANTAGE)], run.config)
+        assert (shown["age/down_weighted_tokens"], shown["age/masked_tokens"], shown["age/stale_tokens"]) == (8, 0, 8)
+    assert masked.metrics["age/stale_tokens"] == 8
 
 
-def test_another_grader_makes_every_reward_stale_and_no_rollout_of_the_first_iteration(
-    ledger: Ledger, config: RunConfig
-) -> None:
-    stale = stale_steps(ledger, config, {"reward.custom_rm_path": "0" * 64})
-    why = {(iteration, step, shard): reason for iteration, step, shard, reason in stale}
-    assert why[0, "reward", "00-000"] == why[1, "reward", "00-001"] == "reward.custom_rm_path"
-    assert why[0, "filter", "00"] == "000000/reward.00-000, 000000/reward.00-001"
-    assert (0, "rollout", "00-000") not in why
-    assert why[1, "rollout", "00-000"].endswith("000000/train")
+def test_a_group_that_is_dropped_for_its_age_is_replaced_and_counted(opened: Callable[[str], Any]) -> None:
+    with opened("drop") as (run, _):
+        selection, *_ = selected(run)
+        rows = {row["group_id"]: row for row in run.read(selection).to_pylist()}
+        assert (rows[0]["disposition"], rows[0]["stale_tokens"]) == ("train", None)
+        assert (rows[1]["disposition"], rows[1]["reason"], rows[1]["stale_tokens"]) == ("drop", "too_old", 8)
+        assert selection.values["missing"] == 1
+        assert selection.metrics["age/dropped_groups"] == 1
 
 
-def test_a_grader_that_was_changed_under_a_run_stops_it(tiny_assets: Path, tmp_path: Path) -> None:
-    grader = tmp_path / "mine.py"
-    grader.write_text("def grade(response, label, metadata):\n    return float(len(response) % 5)\n")
-    config = tiny_config(tiny_assets, reward={"custom_rm_path": f"{grader}:grade"})
-    with tiny_context(str(tmp_path), config) as (run, _):
-        iteration(run, DirectSteps(run), 0)
-    grader.write_text("def grade(response, label, metadata):\n    return float(len(response) % 6)\n")
-    with pytest.raises(RunDiffers, match=r"reward\.custom_rm_path"), tiny_context(str(tmp_path), config):
-        pass
-
-
-def test_a_step_whose_commit_was_made_from_something_else_is_not_taken(ledger: Ledger, config: RunConfig) -> None:
-    changed = config.model_copy(update={"seed": 43})
-    with tiny_context(ledger.store.url, config) as (run, _):
-        run.config = changed
-        with pytest.raises(StaleCommits, match=r"000001/rollout\.00-000: changed: configuration"):
-            iteration(run, DirectSteps(run), 1)
+def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def weigh(tokens, max_age):\n    return {2: 0.5, 3: 1.5}\n")
+    with pytest.raises(BadPlugin, match=r"a weight from 0 to 1 for each age above 1 \(2, 3\), or None"):
+        stale_weights(f"{tmp_path}/bad.py:weigh", {0: 4, 2: 1, 3: 1}, 1)
+    assert stale_weights("decay", {0: 4, 3: 1}, 1) == (0.0, 1 / 3), "no token is of age 2"

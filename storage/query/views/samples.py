@@ -64,6 +64,10 @@ GROUPS = View(
         "std_reward": column("FLOAT", "b.std_reward", ""),
         "age": column("INTEGER", "b.age", "of its newest tokens, in publications"),
         "max_age": column("INTEGER", "b.max_age", "of the tokens that are trained on; NULL: of any age"),
+        "stale_tokens": column("INTEGER", "b.stale_tokens", "that are older than that; NULL: none"),
+        "stale_weights": column(
+            "FLOAT[]", "b.stale_weights", "of its tokens 1, 2, … publications older than that; NULL: 0"
+        ),
         "priority": column("DOUBLE", "b.priority", "that the filter gave it; NULL: none"),
         "key": column("VARCHAR", "b.key", "JSON: what its metadata has under `rollout.buffer_key`"),
         "removed": column("INTEGER[]", "b.removed", "its samples, by their places, that are not trained on"),
