@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cairn.engines.images import Image
-from cairn.engines.types import Completion, FinishReason, KeptTokens
+from cairn.engines.types import Completion, FinishReason, KeptTokens, first_read, of_both
 
 if TYPE_CHECKING:
     from cairn.engines.episodes.records import CallRecord
@@ -89,19 +89,11 @@ class Segment:
 
     def then(self, rest: "Segment") -> "Segment":
         """This part of a call's tokens and the rest of them, sampled later."""
-        assert self.log_probs is not None
-        assert self.weight_versions is not None
-        cut = self.kept is not None or rest.kept is not None
         return replace(
             rest,
             ids=np.concatenate([self.ids, rest.ids]),
             loss_mask=np.concatenate([self.loss_mask, rest.loss_mask]),
-            log_probs=np.concatenate([self.log_probs, rest.log_probs]),
-            weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
-            kept=_kept(self) + _kept(rest) if cut else None,
-            routed_experts=_first_read([self.routed_experts, rest.routed_experts]),
-            seconds=self.seconds + rest.seconds,
-            cached_tokens=self.cached_tokens + rest.cached_tokens,
+            **of_both(self, rest),
         )
 
     def until(self, tokens: int) -> "Segment":
@@ -168,7 +160,7 @@ class Trajectory:
     @property
     def kept(self) -> KeptTokens:
         """Of all T tokens."""
-        return sum(map(_kept, self.segments), KeptTokens.whole(0))
+        return sum((KeptTokens.or_whole(one.kept, len(one)) for one in self.segments), KeptTokens.whole(0))
 
     def routed_experts(self, prompt: int) -> np.ndarray | None:
         """[prompt + T - 1, layers, top-k] of all tokens but the last; None where they are not recorded. Each token has
@@ -178,7 +170,7 @@ class Trajectory:
         Args:
             prompt: tokens of the prompt.
         """
-        known = _first_read([segment.routed_experts for segment in self.segments])
+        known = first_read([segment.routed_experts for segment in self.segments])
         if known is None:
             return None
         unread = prompt + sum(map(len, self.segments)) - 1 - len(known)
@@ -306,19 +298,6 @@ def call_seed(seed: int, call: str) -> int:
     if call == FIRST_CALL:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{call}".encode(), digest_size=8).digest(), "little")
-
-
-def _kept(segment: Segment) -> KeptTokens:
-    return KeptTokens.whole(len(segment)) if segment.kept is None else segment.kept
-
-
-def _first_read(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Of what calls, one after the other, say of all tokens up to theirs: of each token what the first call says."""
-    found: list[np.ndarray] = []
-    for part in parts:
-        if part is not None:
-            found.append(part[sum(map(len, found)) :])
-    return None if not found else found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:

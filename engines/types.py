@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -43,6 +43,11 @@ class KeptTokens:
     def whole(cls, length: int) -> "KeptTokens":
         """Of tokens that were drawn from the whole vocabulary."""
         return cls(np.zeros(0, np.int32), np.zeros(length, np.int32))
+
+    @classmethod
+    def or_whole(cls, kept: "KeptTokens | None", length: int) -> "KeptTokens":
+        """These, or where nothing is recorded that many tokens that were drawn from the whole vocabulary."""
+        return cls.whole(length) if kept is None else kept
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int] | np.ndarray]) -> "KeptTokens":
@@ -168,26 +173,52 @@ class Completion:
 
     def then(self, rest: "Completion") -> "Completion":
         """This part of a response and the rest of it, generated later."""
-        kept, routes = None, rest.routed_experts
-        if self.kept is not None or rest.kept is not None:
-            kept = sum(
-                (KeptTokens.whole(len(o.response_ids)) if o.kept is None else o.kept for o in (self, rest)),
-                KeptTokens.whole(0),
-            )
-        if self.routed_experts is not None:  # each token has those with which it was read first
-            routes = self.routed_experts
-            if rest.routed_experts is not None:
-                routes = np.concatenate([routes, rest.routed_experts[len(routes) :]])
-        return replace(
-            rest,
-            response_ids=np.concatenate([self.response_ids, rest.response_ids]),
-            log_probs=np.concatenate([self.log_probs, rest.log_probs]),
-            weight_versions=np.concatenate([self.weight_versions, rest.weight_versions]),
-            seconds=self.seconds + rest.seconds,
-            cached_tokens=self.cached_tokens + rest.cached_tokens,
-            kept=kept,
-            routed_experts=routes,
-        )
+        return replace(rest, response_ids=np.concatenate([self.response_ids, rest.response_ids]), **of_both(self, rest))
+
+
+class Sampled(Protocol):
+    """What is known of T tokens that were sampled: a `Completion`, a segment. See `Completion` for the fields."""
+
+    @property
+    def log_probs(self) -> np.ndarray | None: ...
+    @property
+    def weight_versions(self) -> np.ndarray | None: ...
+    @property
+    def kept(self) -> KeptTokens | None: ...
+    @property
+    def routed_experts(self) -> np.ndarray | None: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+def of_both(part: Sampled, rest: Sampled) -> dict[str, Any]:
+    """What is known of the tokens of a part and of the rest, which was sampled later, by its fields."""
+    assert part.log_probs is not None
+    assert part.weight_versions is not None
+    assert rest.log_probs is not None
+    assert rest.weight_versions is not None
+    kept = None
+    if part.kept is not None or rest.kept is not None:
+        kept = KeptTokens.or_whole(part.kept, len(part.log_probs)) + KeptTokens.or_whole(rest.kept, len(rest.log_probs))
+    return {
+        "log_probs": np.concatenate([part.log_probs, rest.log_probs]),
+        "weight_versions": np.concatenate([part.weight_versions, rest.weight_versions]),
+        "kept": kept,
+        "routed_experts": first_read([part.routed_experts, rest.routed_experts]),
+        "seconds": part.seconds + rest.seconds,
+        "cached_tokens": part.cached_tokens + rest.cached_tokens,
+    }
+
+
+def first_read(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Of what calls, one after the other, say of all tokens up to theirs: of each token what the first call says."""
+    found: list[np.ndarray] = []
+    for part in parts:
+        if part is not None:
+            found.append(part[sum(map(len, found)) :])
+    return None if not found else found[0] if len(found) == 1 else np.concatenate(found)
 
 
 @dataclass(frozen=True)

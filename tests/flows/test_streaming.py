@@ -342,7 +342,7 @@ def test_samples_go_on_with_newer_weights_between_two_steps_and_none_ends(
         shown = iteration_metrics([take], run.config)
         assert shown["rollout/interrupted_samples"] == len(went_on)
         assert shown["rollout/recomputed_tokens"] == 5 * len(went_on)
-        assert shown["perf/update_stall_time"] == 0.5, "as the fleet says"
+        assert shown["perf/update_stall_time"] == take.timings["update_stall"] > 0
         assert "rollout/open_groups" in shown
 
 

@@ -117,7 +117,8 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def rest(self) -> None:
-        """Retract all samples, and decode nothing until `go_on`. Returns when no step is at work any more."""
+        """Retract all samples, and decode nothing until `go_on`. Returns when no step is at work any more: after one at
+        most, however that ends."""
         with self._changed:
             self._resting = True
             self._changed.wait_for(lambda: not self._stepping)
@@ -156,10 +157,10 @@ class DecodeLoop:
         """Let join what has come, end what was aborted, and take one step."""
         with self._changed:
             self._changed.wait_for(lambda: not self._resting or self._aborting)
-            self._stepping, rests = True, self._resting
+            rests = self._resting
             joining, self._joining = self._joining, []
             leaving = {one for one, asker in self._asked.items() if asker.aborted} if self._aborting else set()
-            self._aborting = False
+            self._aborting, self._stepping = False, True
         began = time.perf_counter()
         ended: list[tuple[Sample, Result]] = []
         try:
