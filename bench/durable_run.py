@@ -91,7 +91,7 @@ def durable_run(
         command = [*pinned, CAIRN, "eval", scored, *names, "--every", str(score_every), "--store", store, "--json"]
         told = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=DEADLINE)
         found = {(one["benchmark"], one["origin"]["iteration"] + 1): one["metrics"] for one in json.loads(told.stdout)}
-        points = {name: {done: m[name] for (of, done), m in found.items() if of == name} for name in names}
+        points = {name: {done: m["score"] for (of, done), m in found.items() if of == name} for name in names}
         return replace(
             outcome,
             scores={name: own[max(own)] for name, own in points.items()},

@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -65,13 +66,19 @@ MODES = {
 }
 USUAL = [name for name in MODES if name not in ("two engines", "bare")]
 
+STAGGER = 2
+"""Seconds between the first starts side by side: clusters that look for free ports at the same moment find the same."""
+
 Cores = Sequence[int] | None
 """Those that a run is pinned to; None for any."""
 
 
 def pinned(cores: Cores) -> list[str]:
     """The beginning of a command that runs on these cores alone."""
-    return ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
+    if not cores:
+        return []
+    program = f"import os, sys; os.sched_setaffinity(0, {set(cores)}); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", program]
 
 
 def pairs_of_cores(count: int) -> list[Cores]:
@@ -196,7 +203,11 @@ def main() -> None:
     found: dict[str, dict[int, Outcome]] = {name: {} for name in arguments.modes}
     failed = []
     with ThreadPoolExecutor(arguments.pairs) as beside:
-        runs = {beside.submit(measure, name, seed): (name, seed) for seed in arguments.seeds for name in found}
+        runs = {}
+        for name, seed in [(name, seed) for seed in arguments.seeds for name in found]:
+            runs[beside.submit(measure, name, seed)] = name, seed
+            if len(runs) < arguments.pairs:
+                time.sleep(STAGGER)
         for run in as_completed(runs):
             name, seed = runs[run]
             try:
