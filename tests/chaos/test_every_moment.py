@@ -6,7 +6,7 @@ engines of the one before, as on a cluster that was joined. Real processes are k
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from cairn.tasks import recovery
 from cairn.tasks.checkpoint import checkpoint_due
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.step import DurableStep
-from tests.chaos.configurations import write_config
+from cairn.tasks.streaming.opening import open_stream
+from tests.chaos.configurations import CONFIGURATIONS, write_config
 from tests.chaos.driver import note_what_is_committed, note_what_is_generated
 from tests.chaos.matrix import STEPS
 from tests.chaos.oracle import differences
@@ -97,7 +98,7 @@ class Blows:
 
     def strike(self, moment: str, step: str, index: int) -> None:
         """End the driver, if the moment of this step has not done so yet and the run has come to its iteration."""
-        turn = STEPS.index(Step(step)) + MOMENTS.index(moment)
+        turn = (*STEPS, Step.ADMIT).index(Step(step)) + MOMENTS.index(moment)
         done = self.peace or (moment, str(step)) in {blow[:2] for blow in self.struck}
         if not done and index >= turn % self._iterations - (moment in ("loading", "replaying")):
             self.struck.append((moment, str(step), index))
@@ -114,7 +115,8 @@ def drive(store_url: str, config: RunConfig, fleet: LocalFleet | None) -> None:
 
         publish_for_open_halves(run)
         pipeline = Pipeline(run, Ending(run), oldest_open(run.ledger), learned=learned, stop=run.stopping.set)
-        with closing(pipeline.run(pipeline.iterate, config.rollout.num_rollout)) as iterations:
+        streams = open_stream(run) if config.rollout.pipeline == "streaming" else nullcontext()
+        with streams, closing(pipeline.run(pipeline.iterate, config.rollout.num_rollout)) as iterations:
             for _ in iterations:
                 pass
 
@@ -140,7 +142,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configuration", ["mixed", "partial", "cut", "lagged"])
+@pytest.mark.parametrize("configuration", ["mixed", "partial", "cut", "lagged", "streaming"])
 def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does(
     configuration: str, tiny_assets: Path, tmp_path: Path, noted: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +151,8 @@ def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does
     run, twin = (Disturbed(tmp_path / name, config_file, {}, name="tiny") for name in ("struck", "twin"))
     for folder in (run.folder, twin.folder):
         folder.mkdir()
-    if configuration != "partial":
+    repeatable = CONFIGURATIONS[configuration].repeatable
+    if repeatable:
         drive(twin.store_url, config, LocalFleet(config))
 
     note_what_is_generated(run.folder / "generated.jsonl")
@@ -169,5 +172,6 @@ def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does
 
     steps = {step for moment, step, _ in blows.struck if moment == "committed"}
     assert steps >= {"rollout", "reward", "filter", "advantage", "train", "checkpoint", "sync", "eval"}
+    assert (Step.ADMIT in steps) == (configuration == "streaming")
     assert {moment for moment, _, _ in blows.struck} == set(MOMENTS)
-    assert differences(run, None if configuration == "partial" else twin) == []
+    assert differences(run, twin if repeatable else None) == []
