@@ -251,7 +251,7 @@ def report_changed_environment(run: RunContext, first: int) -> None:
     fleet = run.fleet
     engines: dict[tuple[Step, str | None], Environment] = {(Step.TRAIN, None): fleet.training.environment}
     if run.config.samples_responses:
-        engines[Step.ROLLOUT, "00-000"] = fleet.generating_environment(fleet.rollout[0])
+        engines[Step.ROLLOUT, "00-000"] = fleet.generating_environment(fleet.membership.serving()[0])
     for (step, shard), now in engines.items():
         newest = run.find(first, step, shard) or (run.find(first - 1, step, shard) if first else None)
         if newest is not None:

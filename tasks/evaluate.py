@@ -210,7 +210,7 @@ def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:
 def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> tuple[pa.Table, dict[str, pa.Table]]:
     """All samples, the prompts dealt out over the rollout engines, and what is recorded of them, by its files' names.
     What an earlier attempt finished is in the log, and is not generated again."""
-    engines = step.run.fleet.rollout
+    engines = step.run.fleet.membership.serving()
     earlier = step.earlier_digests
     requests, records = questions.requests(), generate_function(step.run).records
     scope = f"eval/{step.iteration}/{step.shard}"

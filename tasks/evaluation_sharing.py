@@ -139,7 +139,7 @@ def sharing(
 
 def engines_environment(run: RunContext) -> Environment:
     """What all rollout engines of a run compute on."""
-    return combined([run.fleet.generating_environment(engine) for engine in run.fleet.rollout])
+    return combined([run.fleet.generating_environment(engine) for engine in run.fleet.membership.serving()])
 
 
 def _key(run: RunContext, weights: Commit | None, questions: Questions) -> EvaluationKey | None:

@@ -15,6 +15,7 @@ from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.errors import PublicationGone, RequestRefused, WrongVersion
 from cairn.engines.fleet.colocation import Turns
+from cairn.engines.fleet.membership import Membership
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.scoring.reward_model import RewardModel
@@ -201,6 +202,7 @@ class LocalFleet:
             LocalRollout(config, index)
             for index in range(config.rollout.num_engines if config.needs_rollout_engines else 0)
         ]
+        self.membership = Membership(self.rollout)  # type: ignore[arg-type]
         self.training = LocalTraining(config)
         model = config.reward.reward_model
         self.scorer = None if model is None else RewardModel(model)

@@ -45,6 +45,11 @@ class RolloutConfig(Section):
     num_engines: int = Field(1, ge=1)
     """Rollout engines. slime: `--rollout-num-gpus` / `--rollout-num-gpus-per-engine`."""
 
+    min_num_engines: int | None = Field(None, ge=1)
+    """Of the streaming pipeline: rollout engines with which a run begins and goes on. The others join while it runs, up
+    to `num_engines`, when the Ray cluster has room for them, and leave when their machines go. Null makes all
+    `num_engines` at the start, and makes one that is lost again before the run goes on. Ray Serve: `min_replicas`."""
+
     num_gpus_per_engine: float = Field(0, ge=0)
     """GPUs reserved for each engine; 0 runs it on the CPU. slime: `--rollout-num-gpus-per-engine`."""
 
@@ -373,6 +378,31 @@ class RolloutConfig(Section):
             raise ValueError(
                 "pipeline is streaming, which brings engines to new weights one after the other, and the requests of "
                 "all go through router: leave router out, or set pipeline to lagged or sync"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_join_and_leave_where_they_can(self) -> "RolloutConfig":
+        least = self.min_num_engines
+        if least is None:
+            return self
+        if self.pipeline != "streaming":
+            raise ValueError(
+                f"min_num_engines ({least}) has no effect while pipeline is {self.pipeline}, whose prompts are dealt "
+                "out to a fixed number of engines: set pipeline to streaming, or leave it out"
+            )
+        if least > self.num_engines:
+            raise ValueError(f"min_num_engines ({least}) is above num_engines ({self.num_engines}): raise num_engines")
+        if self.external_urls:
+            raise ValueError(
+                "min_num_engines is of engines that a run places itself, and external_urls run elsewhere: leave one of "
+                "them out"
+            )
+        if self.custom_generate_function_path != "single_turn":
+            raise ValueError(
+                f"min_num_engines lets machines go, and custom_generate_function_path is "
+                f"{self.custom_generate_function_path}, whose episodes run in a fixed number of workers on them: leave "
+                "min_num_engines out"
             )
         return self
 

@@ -6,15 +6,21 @@
     cairn:<name>:training:0, 1, …     ranks of the training engine
     cairn:<name>:reward_model:0       the reward model, where there is one
 
-Each role has a placement group. On a cluster that was joined, actors and groups outlive a driver that is killed; the
-next driver of the same name takes over those that were made from the same configuration, and replaces the others. From
-then on the earlier driver, should it still be there, changes nothing of them: see `cairn.engines.fleet.fencing`.
+Each role has a placement group. In an elastic fleet each rollout engine is a role of its own, `rollout:0:0`,
+`rollout:1:0`, …, which comes and goes alone: see `cairn.engines.fleet.membership`.
+
+On a cluster that was joined, actors and groups outlive a driver that is killed; the next driver of the same name takes
+over those that were made from the same configuration, and replaces the others. From then on the earlier driver, should
+it still be there, changes nothing of them: see `cairn.engines.fleet.fencing`.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +42,7 @@ from cairn.engines.fleet.episodes import EpisodeWorkerHandle
 from cairn.engines.fleet.fencing import Tenure
 from cairn.engines.fleet.handles import Actor, EngineHandle
 from cairn.engines.fleet.machines import ranks_together
+from cairn.engines.fleet.membership import Elastic, Membership
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.remote_stream import ANSWERING, ASKING
 from cairn.engines.fleet.reward_model import RewardModelHandle
@@ -68,6 +75,7 @@ class Fleet:
         config: RunConfig,
         router: RouterHandle | None,
         rollout: list[RolloutHandle],
+        membership: Membership,
         training: TrainingHandle,
         reward_model: RewardModelHandle | None,
         turns: Turns,
@@ -79,7 +87,9 @@ class Fleet:
         self.router = router
         """The router before the rollout engines' servers, None without one."""
         self.rollout = rollout
-        """The rollout engines."""
+        """The rollout engines, those of an elastic fleet that are not there included."""
+        self.membership = membership
+        """Which of them serve."""
         self.training = training
         """The training engine."""
         self.reward_model = reward_model
@@ -88,7 +98,7 @@ class Fleet:
         """Who has the memory of GPUs that training and rollout share."""
         self._config = config
         self._publications = publications
-        self._serving = Serving(config, router, rollout, training, turns, publications)
+        self._serving = Serving(config, router, rollout, membership, training, turns, publications)
         self._cluster = cluster
         self._placement = placement
         self._closing = closing
@@ -132,6 +142,8 @@ class Fleet:
             plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
         roles = rollout_role, training_role, *others = roles_of(config, plan, total_steps)
         single = {role.name: role for role in others}
+        at_least = config.rollout.min_num_engines
+        joining = [] if at_least is None else one_by_one(rollout_role, plan)
         deadline = Deadline(config.fleet.start_timeout)
         with ExitStack() as stack:
             cluster = Cluster.open(
@@ -143,7 +155,8 @@ class Fleet:
             )
             stack.callback(cluster.close)
             cluster.start_workers_with(warm.threads_of(config))
-            placement = Placement(name, [role for role in roles if role.bundles], cluster, deadline, tenure)
+            fixed = [role for role in roles if role.bundles and not (joining and role is rollout_role)]
+            placement = Placement(name, fixed, cluster, deadline, tenure, joining=joining, at_least=at_least or 0)
             started: list[EngineHandle] = []
             stack.callback(_give_back, started, placement, config.fleet.call_timeout)
             router = None
@@ -151,7 +164,7 @@ class Fleet:
                 router = RouterHandle(
                     "router", placement.actors(single["router"])[0], plan.router, config.rollout, config.fleet
                 )
-            actors = iter(placement.actors(rollout_role))
+            actors = chain.from_iterable(map(placement.actors, joining or [rollout_role]))
             rollout = [
                 RolloutHandle(
                     f"rollout:{index}",
@@ -180,6 +193,11 @@ class Fleet:
             started += engines
             for made in engines:
                 made.tell = tell
+            membership = Membership(rollout)
+            if at_least is not None:
+                nodes = {one: partial(placement.nodes_of, role) for one, role in zip(rollout, joining, strict=True)}
+                membership = Elastic(nodes, at_least, config.fleet, tell)
+                engines = [one for one in engines if one not in rollout or one in membership.members]
             turns = Turns(rollout, training, config.fleet)
             if config.fleet.colocate:  # before servers that take what memory is free
                 training.start(deadline, adopt=True)
@@ -196,9 +214,21 @@ class Fleet:
             )
             publications = Publications(training, transport, config.rollout.dtype)
             stack.callback(publications.close)
+            stack.callback(membership.close)
+            membership.open()
             closing = stack.pop_all()
             return cls(
-                config, router, rollout, training, reward_model, turns, publications, cluster, placement, closing
+                config,
+                router,
+                rollout,
+                membership,
+                training,
+                reward_model,
+                turns,
+                publications,
+                cluster,
+                placement,
+                closing,
             )
 
     def close(self) -> None:
@@ -214,9 +244,9 @@ class Fleet:
 
     @property
     def engines(self) -> Sequence[EngineHandle]:
-        """All of them."""
+        """All that are there."""
         single = [engine for engine in (self.router, self.reward_model) if engine is not None]
-        return [*single, *self.rollout, *_workers(self.rollout), self.training]
+        return [*single, *self.membership.members, *_workers(self.rollout), self.training]
 
     @property
     def scorer(self) -> RewardModelHandle:
@@ -237,8 +267,8 @@ class Fleet:
         return {engine.name: health for engine, health in zip(self.engines, found, strict=True)}
 
     def seconds_until_drained(self) -> float | None:
-        """Seconds until a machine goes that this process or an engine is on, as a joined cluster was told; None where
-        none is to go."""
+        """Seconds until a machine goes that this process is on, or an engine that may not leave, as a joined cluster
+        was told; None where none is to go."""
         if not self._cluster.joined:
             return None
         return seconds_until_drained({ray.get_runtime_context().get_node_id(), *self._placement.nodes()})
@@ -336,6 +366,15 @@ def _rollout_role(config: RunConfig, plan: LaunchPlan) -> ActorRole:
         "rollout.num_engines, rollout.num_gpus_per_engine, fleet.num_cpus_per_engine",
         groups=((ASKING, 1), (ANSWERING, config.rollout.num_episode_workers)),
     )
+
+
+def one_by_one(role: ActorRole, plan: LaunchPlan) -> list[ActorRole]:
+    """The role of the rollout engines as one of each, which is placed for itself."""
+    bundles = iter(role.bundles)
+    return [
+        replace(role, name=f"{role.name}:{index}", bundles=tuple(islice(bundles, engine.nnodes)))
+        for index, engine in enumerate(plan.engines)
+    ]
 
 
 def _episodes_roles(config: RunConfig, plan: LaunchPlan) -> list[ActorRole]:

@@ -177,17 +177,20 @@ class EngineHandle:
         self.start(Deadline(self._fleet.start_timeout))
 
     def ensure_alive(self) -> None:
-        """Restart the engine if an actor of it is dead, or does not answer, or did not end a call in time."""
+        """Restart the engine if it does not live, see `require_alive`."""
         with self._replacing:
-            why = "a call of it failed, or did not end in time"
-            if not self._suspect:
-                try:
-                    self.health()
-                    return
-                except (EngineDied, EngineTimeout) as error:
-                    why = str(error)
-            self.tell(f"Engine {self.name} is made again: {why}")
-            self.restart()
+            try:
+                self.require_alive()
+            except (EngineDied, EngineTimeout) as error:
+                self.tell(f"Engine {self.name} is made again: {error}")
+                self.restart()
+
+    def require_alive(self) -> None:
+        """Raise EngineDied or EngineTimeout if an actor of the engine is dead, or does not answer, or did not end a
+        call in time."""
+        if self._suspect:
+            raise EngineTimeout("a call of it failed, or did not end in time")
+        self.health()
 
     def health(self) -> dict[str, Any]:
         """What the engine says of itself (its first rank, where there are several), the `pids` and `slots` of its

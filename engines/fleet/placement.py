@@ -73,16 +73,24 @@ class Placement:
         cluster: Cluster,
         deadline: Deadline,
         tenure: Tenure | None = None,
+        *,
+        joining: Sequence[ActorRole] = (),
+        at_least: int = 0,
     ) -> None:
         """Reserve the bundles of all roles, or take over those of an earlier driver of the same name. With a `tenure`
         they outlive this process, on a cluster that does.
+
+        `joining`: further roles, of which `at_least` so many are waited for. The others stay asked for, which an
+        autoscaler sees, and lie somewhere when there is room: see `nodes_of`.
 
         Raises:
             ClusterError: the cluster has no room by the deadline, or never will.
             LeaseLost: another driver has the fleet.
         """
+        needed = [*(role for role in roles if role.host is None), *joining[:at_least]]
         # Large bundles first: no machine has room for them once small ones are everywhere.
-        roles = sorted((role for role in roles if role.host is None), key=_largest_bundle, reverse=True)
+        needed.sort(key=_largest_bundle, reverse=True)
+        roles = [*needed, *joining[at_least:]]
         self._cluster = cluster
         self._prefix = f"cairn:{fleet_name}"
         self._tenure = tenure if cluster.joined else None
@@ -92,18 +100,19 @@ class Placement:
         self.require_held()
         _remove(_groups(lambda name: name.startswith(f"{self._prefix}:") and name not in names.values()), deadline)
         if not cluster.joined:
-            _require_capacity(roles)
-        if problem := room_problem(roles, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
-            raise ClusterError(_no_room(roles, problem))
+            _require_capacity(needed)
+        if problem := room_problem(needed, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
+            raise ClusterError(_no_room(needed, problem))
+        self._joining = {role.name for role in joining}
         self._groups: dict[str, _Group] = {}
         for role in roles:
             name = names[role.name]
             self._groups[role.name] = _Group(role, name, kept.get(name) or self._reserve(role, name))
-        for group in self._groups.values():
-            if not group.handle.wait(deadline.remaining):
-                self.require_held()  # or they are a later driver's by now, which waits for the same room
-                self.remove(Deadline(10))
-                raise ClusterError(_no_room(roles, f"did not make room within {deadline.seconds:g} s"))
+        waited = all(self._groups[role.name].handle.wait(deadline.remaining) for role in needed if role not in joining)
+        if not (waited and self._some_lie(joining, at_least, deadline)):
+            self.require_held()  # or they are a later driver's by now, which waits for the same room
+            self.remove(Deadline(10))
+            raise ClusterError(_no_room(needed, f"did not make room within {deadline.seconds:g} s"))
 
     def require_held(self) -> None:
         """Raise LeaseLost if another driver may have the groups by now."""
@@ -111,9 +120,16 @@ class Placement:
             self._tenure.check()
 
     def nodes(self) -> set[str]:
-        """Ids of the nodes that the bundles are on."""
-        tables = [placement_group_table(group.handle) for group in self._groups.values()]
+        """Ids of the nodes that the bundles are on, those of roles that join apart."""
+        groups = [group for name, group in self._groups.items() if name not in self._joining]
+        tables = [placement_group_table(group.handle) for group in groups]
         return {node for table in tables for node in table.get("bundles_to_node_id", {}).values()}
+
+    def nodes_of(self, role: ActorRole) -> set[str] | None:
+        """Ids of the nodes that all bundles of a role are on; None while one lies nowhere."""
+        table = placement_group_table(self._groups[role.name].handle)
+        nodes = set(table.get("bundles_to_node_id", {}).values())
+        return nodes if table.get("state") == "CREATED" and "" not in nodes else None
 
     def actors(self, role: ActorRole) -> list[Actor]:
         """The role's actors, none of them created yet."""
@@ -141,6 +157,14 @@ class Placement:
         if self._cluster.lost is not None:
             return
         _remove({group.name: group.handle for group in self._groups.values()}, deadline)
+
+    def _some_lie(self, roles: Sequence[ActorRole], count: int, deadline: Deadline) -> bool:
+        """Wait until so many of the roles have all their bundles."""
+        while sum(self.nodes_of(role) is not None for role in roles) < count:
+            if not deadline.remaining:
+                return False
+            time.sleep(LOOK_INTERVAL)
+        return True
 
     def _reserve(self, role: ActorRole, name: str) -> PlacementGroup:
         bundles = [bundle.resources for bundle in role.bundles]

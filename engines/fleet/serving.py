@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, WeightsDiffer
 from cairn.engines.fleet.colocation import Turns
+from cairn.engines.fleet.membership import Membership
 from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.fleet.router import RouterHandle
 from cairn.engines.fleet.training import TrainingHandle
@@ -31,6 +32,7 @@ class Serving:
         config: RunConfig,
         router: RouterHandle | None,
         rollout: Sequence[RolloutHandle],
+        membership: Membership,
         training: TrainingHandle,
         turns: Turns,
         publications: "Publications",
@@ -38,6 +40,7 @@ class Serving:
         self._config = config
         self._router = router
         self._rollout = rollout
+        self._membership = membership
         self._training = training
         self._turns = turns
         self._publications = publications
@@ -53,7 +56,7 @@ class Serving:
                 return
             engine.looked = (0.0, None)
             looked = time.monotonic()
-            engine.ensure_alive()
+            self._membership.ensure_alive(engine)
             if engine.weight_version() != version:
                 self._bring(engine, version)
             self._turns.for_rollout(engine)

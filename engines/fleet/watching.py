@@ -78,6 +78,17 @@ def no_answer(address: str, timeout: float) -> Exception | None:
 
 def seconds_until_drained(nodes: Collection[str]) -> float | None:
     """Seconds until the first of these nodes goes, as its cluster was told; None where none is to go."""
-    told = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it; 0: at no certain time
+    told = draining()
     ends = [told[node] / 1000 or math.inf for node in nodes if node in told]
     return max(0.0, min(ends) - time.time()) if ends else None
+
+
+def draining() -> dict[str, int]:
+    """The nodes that are to go, by their ids, and when, in milliseconds of Unix time; 0: at no certain time."""
+    told: dict[str, int] = ray._private.state.state.get_draining_nodes()  # as Ray Serve and Ray Train learn it
+    return told
+
+
+def living() -> set[str]:
+    """The nodes of the cluster, by their ids, but for those that are gone."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

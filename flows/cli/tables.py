@@ -85,6 +85,8 @@ def print_status(status: "RunStatus", balance: str | None = None) -> None:
         facts["groups"] = _interrupted(status.groups)
     if status.retries.by_error or status.retries.samples:
         facts["tried again"] = _tried_again(status.retries)
+    if status.rollout_engines is not None:
+        facts["rollout engines"] = f"{status.rollout_engines} at the newest batch"
     for name, scores in status.eval.items():
         facts[f"eval {name}"] = _change(scores)
     if balance is not None:

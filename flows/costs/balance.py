@@ -189,7 +189,8 @@ class _Window:
             if commit.step is Step.ROLLOUT and "engines" not in commit.timings:
                 own[engine_of(commit, config)].append(commit)
         counted = [c for c in self._commits if "engines" in c.timings and self._start < c.committed_at <= self._end]
-        streamed = sum(commit.timings["engines"] for commit in counted) / config.rollout.num_engines
+        served = config.rollout.num_engines
+        streamed = sum(commit.timings["engines"] / commit.metrics.get("engines", served) for commit in counted)
         return [min(self.seconds, self._covered([*shared, *commits]) + streamed) for commits in own]
 
     def _covered(self, commits: Iterable[Commit]) -> float:

@@ -98,6 +98,7 @@ METRICS: tuple[Metric, ...] = (
         "rollout",
         "In the `streaming` pipeline: admitted, and left for later rounds when the last one took its own.",
     ),
+    Metric("rollout/engines", "engines", "rollout", "Likewise: rollout engines that served when it took its own."),
     Metric(
         "rollout/interrupted_samples",
         "samples",

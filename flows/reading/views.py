@@ -120,6 +120,8 @@ class RunStatus(Record):
     """Of the newest iteration with any."""
     retries: Retries = Retries()
     """Of the newest iteration with any commit."""
+    rollout_engines: int | None = None
+    """That served when the newest batch of a run that streams was taken."""
     weight_version: int = 0
     state_digest: str | None = None
     same_bits: bool | None = None
@@ -162,6 +164,7 @@ def run_status(store: Store, run: str) -> RunStatus:
         step=step,
         groups=_groups(ledger, iteration, commits),
         retries=_retries(commits),
+        rollout_engines=_rollout_engines(ledger, config, last, commits),
         weight_version=version_of(trained),
         state_digest=trained.state_digest if trained else None,
         same_bits=_same_bits(ledger, config, trained),
@@ -266,6 +269,17 @@ def _groups(ledger: Ledger, iteration: int | None, commits: Sequence[Commit]) ->
         recovered=sum(int(commit.metrics["recovered_groups"]) for commit in rollouts),
         waiting=0 if iteration is None else waiting_groups(ledger.store, ledger.run, iteration, done, size),
     )
+
+
+def _rollout_engines(ledger: Ledger, config: RunConfig, last: int | None, commits: Sequence[Commit]) -> int | None:
+    if last is None or config.rollout.pipeline != "streaming":
+        return None
+    for iteration in range(last, max(-1, last - 2 - ledger.lag), -1):
+        found = commits if iteration == last else ledger.commits(iteration)
+        takes = [commit for commit in found if commit.step is Step.ROLLOUT and "engines" in commit.metrics]
+        if takes:
+            return int(max(takes, key=lambda commit: commit.committed_at).metrics["engines"])
+    return None
 
 
 def _written_by(ledger: Ledger) -> tuple[WrittenBy, ...]:

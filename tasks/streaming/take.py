@@ -44,9 +44,10 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             run.emit(GroupsGenerated(step.iteration, step.shard, min(complete, count), count))
 
     taken = run.stream.take(step.iteration, count, tell)
+    serving = run.fleet.membership.serving()
     groups = {one.group.drawn.group_id: one.group for one in taken.groups}
     names = [engine.name for engine in run.fleet.rollout]
-    rows = [(names[one.engine], one.group, part) for one in taken.groups for part in one.group.finished()]
+    rows = [(names[one.engine_of(part)], one.group, part) for one in taken.groups for part in one.group.finished()]
 
     def encode(samples: list[GeneratedSample]) -> pa.Table:
         return encode_rows(run, [("", groups[sample.group_id], sample) for sample in samples])
@@ -81,6 +82,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
             "samples": samples.num_rows,
             "generated_groups": sum(not one.recovered for one in taken.groups),
             "recovered_groups": sum(one.recovered for one in taken.groups),
+            "engines": len(serving),
             "open_groups": sum(map(len, taken.open.values())),
             "prompt_tokens": token_count(samples, "prompt_ids"),
             "response_tokens": token_count(samples, "response_ids"),
@@ -94,7 +96,7 @@ def take_groups(step: StepCall, earlier: Sequence[Commit], *, count: int) -> Out
         timings={"wait": taken.waited, "engines": taken.usage.seconds, "update_stall": taken.usage.stall},
         weight_version_in=min((oldest for oldest, _ in versions), default=None),
         weight_version_out=max((newest for _, newest in versions), default=None),
-        environment=run.fleet.generating_environment(run.fleet.rollout[0]),
+        environment=run.fleet.generating_environment(serving[0]),
     )
 
 

@@ -16,7 +16,9 @@ import pyarrow as pa
 import pytest
 
 from cairn.configs.schema.run import RunConfig
-from cairn.engines.errors import EngineError
+from cairn.engines.errors import EngineDied, EngineError
+from cairn.engines.fleet.membership import Membership
+from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.engines.rollout.transformers.loop import DecodeLoop
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason
@@ -44,6 +46,7 @@ from cairn.tasks.streaming.opening import open_stream
 from cairn.tasks.streaming.stream import Stream, Taken
 from cairn.tasks.streaming.take import encode_rows
 from tests.forks import FORKS
+from tests.local_fleet import LocalFleet
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 from tests.waiting import wait_for
 
@@ -268,6 +271,47 @@ def test_an_engine_that_fails_is_asked_again_by_the_next_try(tiny_assets: Path, 
         assert taken_groups(run) == list(range(2 * ITERATIONS))
 
 
+class Leaving(Membership):
+    """Of engines that leave when they are lost, and do not come again."""
+
+    def __init__(self, engines: Any) -> None:
+        super().__init__(engines)
+        self.left: list[RolloutHandle] = []
+
+    @property
+    def members(self) -> list[RolloutHandle]:
+        return [engine for engine in self._engines if engine not in self.left]
+
+    def leave(self, engine: RolloutHandle, why: str) -> bool:
+        self.left.append(engine)
+        self.changed()
+        return True
+
+
+def test_the_groups_of_an_engine_that_leaves_go_on_with_the_others_and_no_step_fails(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    config = streaming(tiny_assets, 1)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_engines": 2})})
+    fleet = LocalFleet(config)
+    leaving = fleet.membership = Leaving(fleet.rollout)
+    generate, calls = fleet.rollout[1].generate_samples, iter([True])
+
+    def dying(*args: Any) -> Any:
+        if next(calls, False):
+            return generate(*args)
+        raise EngineDied("its machine is gone")
+
+    fleet.rollout[1].generate_samples = dying  # type: ignore[method-assign]
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        drive(run, DirectSteps(run))
+        assert [engine.name for engine in leaving.left] == ["rollout:1"]
+        assert taken_groups(run) == list(range(2 * ITERATIONS))
+        takes = [run.committed(index, Step.ROLLOUT, "00-000") for index in range(ITERATIONS)]
+        assert {row["engine"] for row in run.read(takes[-1]).to_pylist()} == {"rollout:0"}
+        assert (takes[0].metrics["engines"], takes[-1].metrics["engines"]) in {(2, 1), (1, 1)}
+
+
 def test_a_log_that_could_not_be_written_is_begun_anew(
     tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +401,7 @@ def test_prompts_that_are_admitted_join_what_an_engine_is_at(
         admit_prompts(run, direct, 0)
         held.wait()
         admit_prompts(run, direct, 1)
-        wait_for(lambda: len(stream._running[0]) == 16, 60)
+        wait_for(lambda: sum(map(len, stream._state.running.values())) == 16, 60)
         held.go_on.set()
         for index in range(2):
             collect(run, direct, index)

@@ -31,6 +31,7 @@ OPTIONS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 4,
+    "raylet_start_wait_time_s": 120,
 }
 """A machine that is gone is missed after two seconds."""
 
@@ -72,6 +73,17 @@ def slots(**sections: dict[str, Any]) -> dict[str, list[Slot]]:
         return {role.name: [placement.slot(role, i, Deadline(60)) for i in range(role.num_actors)] for role in roles}
     finally:
         placement.remove(Deadline(60))
+
+
+def address() -> str:
+    """Of their cluster."""
+    found: str = _cluster.address
+    return found
+
+
+def lose_newest() -> None:
+    """The machine that came last is gone, without a word."""
+    lose(_machines[-1].node_id)
 
 
 def lose(node: str) -> None:

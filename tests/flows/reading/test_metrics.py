@@ -185,7 +185,7 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
     )
     episodes = {metric.name for metric in METRICS if metric.name.startswith(of_episodes)}
     failures = {"retries/<error>", "perf/retry_wait_time", "recovery/replayed_steps"}
-    streams = {f"rollout/{name}" for name in ("open_groups", "interrupted_samples", "recomputed_tokens")}
+    streams = {f"rollout/{name}" for name in ("engines", "open_groups", "interrupted_samples", "recomputed_tokens")}
     streams |= {"perf/update_stall_time", "age/stale_tokens", "age/down_weighted_tokens"}
     asked_for |= {metric.name for metric in METRICS if metric.source == "waits"}  # tests.flows.costs.test_balance
     others = families | servers | experts | workers | demonstrations | episodes | failures | streams

@@ -1,0 +1,231 @@
+"""Which rollout engines of a fleet serve: of a fixed fleet all, of an elastic one those that have a machine.
+
+| what happens in an elastic fleet | what becomes of the engine |
+|---|---|
+| Ray finds room for its bundles | it is made there and joins |
+| its machine is gone, or Ray drains it | it leaves, and joins again where Ray finds room |
+| it dies or falls silent, and its machine stays | the same |
+
+Where fewer serve than must, who needs them waits, for as long as an engine may take to start. Who serves when is a
+matter of time: it decides where samples are generated, and nothing that is replayed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from ray.exceptions import RayError
+
+from cairn.configs.schema.operations import FleetConfig
+from cairn.engines.errors import ClusterLost, EngineDied, EngineError, Superseded
+from cairn.engines.fleet.calls import Deadline
+from cairn.engines.fleet.cluster import require_cluster
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.fleet.watching import draining, living
+from cairn.storage.errors import LeaseLost, StoreError
+
+LOOK_INTERVAL = 1.0
+"""Seconds between two looks at machines."""
+
+AGAIN = 20.0
+"""Seconds after which an engine that could not be made is made again."""
+
+Nodes = Callable[[], set[str] | None]
+"""Ids of the machines that an engine's bundles are on; None while one lies nowhere."""
+
+
+class Membership:
+    """Of a fixed fleet: all of its rollout engines, always."""
+
+    def __init__(self, engines: Sequence[RolloutHandle]) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        """Called when engines have joined or left, from any thread."""
+        self._engines = engines
+
+    @property
+    def members(self) -> list[RolloutHandle]:
+        """The engines that serve, in the fleet's order."""
+        return list(self._engines)
+
+    def enough(self) -> bool:
+        """Whether as many serve as must. Raises EngineError where they have been too few for longer than an engine may
+        take to start."""
+        return True
+
+    def serving(self) -> list[RolloutHandle]:
+        """The engines that serve, when they are enough. Raises as `enough`."""
+        while not self.enough():
+            time.sleep(LOOK_INTERVAL)
+        return self.members
+
+    def ensure_alive(self, engine: RolloutHandle) -> None:
+        """Return when the engine lives. Raises EngineDied and EngineTimeout where it cannot be made to."""
+        engine.ensure_alive()
+
+    def leave(self, engine: RolloutHandle, why: str) -> bool:
+        """An engine is lost: where the others may go on without it, it is a member no more. Returns whether its machine
+        is gone, as far as is known."""
+        return False
+
+    def open(self) -> None:
+        """Have engines join and leave from now on."""
+
+    def close(self) -> None:
+        """Have none join any more."""
+
+
+class Elastic(Membership):
+    """Of an elastic fleet. Threads may share it."""
+
+    def __init__(
+        self, nodes: Mapping[RolloutHandle, Nodes], at_least: int, config: FleetConfig, tell: Callable[[str], None]
+    ) -> None:
+        """The members are those that have their bundles now, which the caller makes.
+
+        Args:
+            nodes: of each engine.
+            at_least: engines with which the run goes on.
+            tell: told who joins and who leaves, and why.
+        """
+        super().__init__(list(nodes))
+        self._nodes = nodes
+        self._at_least = at_least
+        self._start_timeout = config.start_timeout
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._made_on = {engine: found for engine, where in nodes.items() if (found := where()) is not None}
+        """The machines on which engines were made last."""
+        self._members = set(self._made_on)
+        self._short_since: float | None = None
+        self._count()
+        self._joining: dict[RolloutHandle, threading.Thread] = {}
+        self._not_before: dict[RolloutHandle, float] = {}
+        self._closing = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="membership", daemon=True)
+
+    @property
+    def members(self) -> list[RolloutHandle]:
+        """See `Membership.members`."""
+        with self._lock:
+            return [engine for engine in self._engines if engine in self._members]
+
+    def enough(self) -> bool:
+        """See `Membership.enough`."""
+        with self._lock:
+            count, since = len(self._members), self._short_since
+        if count >= self._at_least:
+            return True
+        if since is not None and time.monotonic() - since > self._start_timeout:
+            raise EngineError(
+                f"{self._serve(count)}, fewer than rollout.min_num_engines ({self._at_least}), for more than "
+                f"{self._start_timeout:g} s: add machines to the Ray cluster and `cairn resume`"
+            )
+        return False
+
+    def ensure_alive(self, engine: RolloutHandle) -> None:
+        """See `Membership.ensure_alive`. One that is dead leaves, and is made again when it joins."""
+        try:
+            if engine not in self.members:
+                raise EngineDied(f"{engine.name} has left")
+            engine.require_alive()
+        except EngineError as error:
+            self.leave(engine, str(error))
+            raise
+
+    def leave(self, engine: RolloutHandle, why: str) -> bool:
+        """See `Membership.leave`."""
+        with self._lock:
+            left = engine in self._members
+            self._members.discard(engine)
+            sentence = self._serve(self._count())
+            nodes = self._made_on.get(engine, set())
+        if left:
+            self._tell(f"Engine {engine.name} leaves: {why.rstrip('.')}. {sentence}")
+            self.changed()
+        with suppress(RayError, ClusterLost):  # then nothing is known
+            require_cluster()
+            return not nodes <= living() - draining().keys()
+        return False
+
+    def open(self) -> None:
+        """See `Membership.open`."""
+        self._watching.start()
+
+    def close(self) -> None:
+        """See `Membership.close`. One that is being made is given up."""
+        self._closing.set()
+        self._watching.join()
+        for engine, thread in self._joining.items():
+            while thread.is_alive():
+                with suppress(LeaseLost, Superseded, StoreError):
+                    engine.kill()  # whatever it is called for fails
+                thread.join(0.1)
+
+    def _count(self) -> int:
+        """How many serve; notes since when they are too few."""
+        count = len(self._members)
+        self._short_since = None if count >= self._at_least else self._short_since or time.monotonic()
+        return count
+
+    def _serve(self, count: int) -> str:
+        return f"{count} of {len(self._engines)} rollout engines serve"
+
+    def _watch(self) -> None:
+        """In a thread of its own."""
+        while not self._closing.wait(LOOK_INTERVAL):
+            try:
+                require_cluster()
+            except ClusterLost:  # with all engines, and Ray ends who asks it more
+                return
+            with suppress(RayError):  # its head does not answer now
+                self._look()
+
+    def _look(self) -> None:
+        drained, members = draining().keys(), self.members
+        for engine, where in self._nodes.items():
+            nodes = where()
+            if engine in members:
+                if nodes != self._made_on[engine]:
+                    self.leave(engine, "its machine is gone")
+                elif self._made_on[engine] & drained:
+                    self.leave(engine, "Ray drains its machine")
+            elif nodes is not None and not nodes & drained and self._may_join(engine):
+                thread = threading.Thread(target=self._join, args=(engine, nodes), name="joining", daemon=True)
+                self._joining[engine] = thread
+                thread.start()
+
+    def _may_join(self, engine: RolloutHandle) -> bool:
+        thread = self._joining.get(engine)
+        joins = thread is not None and thread.is_alive()
+        return not joins and time.monotonic() >= self._not_before.get(engine, 0.0)
+
+    def _join(self, engine: RolloutHandle, nodes: set[str]) -> None:
+        """In a thread of its own: make an engine where its bundles are."""
+        try:
+            with engine.alone():  # who was given something by it before it left has heard of that
+                engine.start(_Until(self._start_timeout, self._closing))
+        except Exception as error:
+            self._not_before[engine] = time.monotonic() + AGAIN
+            if not self._closing.is_set():
+                self._tell(f"Engine {engine.name} cannot join: {error}")
+            return
+        with self._lock:
+            self._members.add(engine)
+            self._made_on[engine] = nodes
+            sentence = self._serve(self._count())
+        self._tell(f"Engine {engine.name} joins. {sentence}")
+        self.changed()
+
+
+class _Until(Deadline):
+    """A deadline that is over when an event is set."""
+
+    def __init__(self, seconds: float, over: threading.Event) -> None:
+        super().__init__(seconds)
+        self._over = over
+
+    @property
+    def remaining(self) -> float:
+        """See `Deadline.remaining`."""
+        return 0.0 if self._over.is_set() else super().remaining

@@ -1,0 +1,280 @@
+"""What one rollout engine does for a stream, in two threads: one has it generate, the other tells it meanwhile what is
+new.
+
+| while it works | it is told |
+|---|---|
+| weights are published | to go on with them, between two decoding steps |
+| it gets more groups | to generate these too |
+| neither can be, others get its groups, somebody wants the engines, the stream ends | to give back what it is at |
+
+The last it is told until it has heard: one that is told before it begins hears nothing.
+
+An engine that is lost leaves an elastic fleet, and what it was at goes on with others
+(`cairn.engines.fleet.membership`). Any other failure is an error of the stream.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from cairn.engines.errors import EngineDied, EngineTimeout
+from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
+from cairn.engines.types import FinishReason
+from cairn.storage.commits import Commit
+from cairn.tasks.generation import generate_samples
+from cairn.tasks.rollout import sampling_params
+from cairn.tasks.step import StepCall
+from cairn.tasks.streaming.state import StreamState
+from cairn.tasks.sync import serve, update
+from cairn.tasks.versions import version_of
+
+_AGAIN = 0.02
+"""Seconds after which an engine that has not heard an interruption is told again."""
+
+_MOST_LOSSES = 3
+"""So many engines are lost between two batches, on machines that stay, when that is an error: a prompt may end them.
+Fewer may be on machines that have not been missed yet."""
+
+
+class EngineWork:
+    """That of one engine of a driver. Who calls it holds the state's `changed`, but for `begin` and `wait`."""
+
+    def __init__(self, call: StepCall, number: int, state: StreamState) -> None:
+        """`number`: the engine's in its fleet."""
+        self._run = call.run
+        self._call = replace(call, shard=f"stream-{number}")
+        self._number = number
+        self._engine = call.run.fleet.rollout[number]
+        self._state, self._changed = state, state.changed
+        self._working = False
+        self._ready = False
+        """Whether it works, and may be told of what is new."""
+        self._told = False
+        """Whether it is just being told something."""
+        self._lost = False
+        """Whether its loss was counted; both threads may come to know of it."""
+        self._interrupted = threading.Event()
+        self._groups = set[int]()
+        """Of which it is at some samples."""
+        self._serves: Commit | None = None
+        """The weights that it works with, or is being brought to."""
+        self._adding = threading.Lock()
+        self._added: list[SampleRequest] = []
+        """What it was given beside what it was at, and the thread that generates has not heard of yet."""
+        self._since = 0.0
+        """Until when its work is counted, if it works."""
+        self._threads = [
+            threading.Thread(target=does, name="stream", daemon=True) for does in (self._generate, self._attend)
+        ]
+
+    def begin(self) -> None:
+        """Work, from now on."""
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Wait for its end, after that of the stream was noted."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    @property
+    def rests(self) -> bool:
+        """Whether nobody calls the engine."""
+        return not self._working and not self._told
+
+    def interrupt(self) -> None:
+        """Have it give back what it is at."""
+        if self._working:
+            self._interrupted.set()
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        """Engines have joined or left, or groups are for others: interrupt it where it is not to go on."""
+        own = (self._state.open.get(id) for id in self._groups)
+        if not self._serves_the_run() or any(one is not None and one.engine != self._number for one in own):
+            self.interrupt()
+
+    def count(self) -> None:
+        """Count its work until now."""
+        now = time.monotonic()
+        if self._working:
+            self._state.usage.seconds += now - self._since
+            self._since = now
+
+    def _generate(self) -> None:
+        """In a thread of its own: all that the engine generates."""
+        run, state = self._run, self._state
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: state.closed or (self._may_work() and state.samples_of(self._number)))
+                if state.closed:
+                    return
+                samples, weights = state.samples_of(self._number), state.weights
+                rows = {sample.group_id: state.open[sample.group_id].group.drawn.row.index for sample in samples}
+                samples = run.response_lengths.longest_first(samples, rows)
+                self._interrupted.clear()
+                self._begin(samples)
+                self._serves, self._added, self._lost = weights, [], False
+                self._working, self._since = True, time.monotonic()
+            try:
+                serve(run, self._engine, weights)
+                with self._changed:
+                    self._ready = True
+                    self._changed.notify_all()
+                for generated in generate_samples(
+                    self._call,
+                    self._engine,
+                    weights,
+                    samples,
+                    sampling_params(run.config, kept=run.records_kept),
+                    rows=rows,
+                    calls=state.calls,
+                    interrupted=lambda: self._interrupted.is_set() or run.stopping.is_set(),
+                    newest=lambda: self._serves,
+                    joined=self._take_added,
+                ):
+                    self._came(generated)
+            except Exception as error:
+                self._fail(error)
+            finally:
+                with self._changed:
+                    self.count()
+                    self._working = self._ready = False
+                    groups, self._groups = self._groups, set()
+                    for id in groups:
+                        state.end(id)
+                    self._changed.notify_all()
+
+    def _attend(self) -> None:
+        """In a thread of its own: what the engine is told while it works."""
+        state = self._state
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_to_be_told() or (state.closed and not self._working))
+                if not self._is_to_be_told():
+                    return
+                interrupted, behind, weights = self._interrupted.is_set(), self._is_behind(), state.weights
+                self._told = True
+            try:
+                if interrupted:
+                    with suppress(Exception):  # the thread that generates hears of it
+                        self._engine.abort()
+                elif behind:
+                    self._update(weights)
+                else:
+                    self._add()
+            except Exception as error:
+                self._fail(error)
+                with self._changed:
+                    self._interrupted.set()
+            finally:
+                with self._changed:
+                    self._told = False
+                    self._changed.notify_all()
+            if interrupted:
+                time.sleep(_AGAIN)
+
+    def _serves_the_run(self) -> bool:
+        return self._engine in self._run.fleet.membership.members
+
+    def _may_work(self) -> bool:
+        state = self._state
+        may = not state.pauses and not self._told and state.error is None and not self._run.stopping.is_set()
+        return may and self._serves_the_run()
+
+    def _is_to_be_told(self) -> bool:
+        if self._working and self._interrupted.is_set():
+            return True
+        return self._is_behind() or (self._may_be_told() and bool(self._state.samples_of(self._number)))
+
+    def _may_be_told(self) -> bool:
+        return self._ready and not self._interrupted.is_set() and self._state.error is None
+
+    def _is_behind(self) -> bool:
+        return self._may_be_told() and version_of(self._serves) != version_of(self._state.weights)
+
+    def _fail(self, error: Exception) -> None:
+        """The others go on without an engine that is lost, where they can. Anything else is for the next `take`."""
+        state = self._state
+        if isinstance(error, EngineDied | EngineTimeout):
+            if self._run.fleet.membership.leave(self._engine, str(error)):
+                return
+            with self._changed:
+                state.losses += not self._lost
+                self._lost = True
+                if not self._serves_the_run() and state.losses < _MOST_LOSSES:
+                    return
+        with self._changed:
+            state.error = state.error or error
+
+    def _begin(self, samples: Sequence[SampleRequest]) -> None:
+        self._groups |= {sample.group_id for sample in samples}
+        self._state.begin(samples)
+
+    def _end(self, sample: SampleRequest | GeneratedSample) -> None:
+        if sample.group_id not in self._groups:  # it has given all back meanwhile
+            return
+        self._state.end(sample.group_id, sample.index)
+        if sample.group_id not in self._state.running:
+            self._groups.discard(sample.group_id)
+
+    def _came(self, samples: Sequence[GeneratedSample]) -> None:
+        """Some have ended, or were interrupted."""
+        state = self._state
+        with self._changed:
+            for sample in samples:
+                if sample.group_id in state.open:  # or it was taken
+                    state.usage.interrupted_samples += sample.finish_reason == FinishReason.ABORT
+                self._end(sample)
+            state.note(samples, self._number)
+            self._changed.notify_all()
+
+    def _update(self, weights: Commit | None) -> None:
+        """Have the engine go on with newer weights; what it had decoded until then is durable soon."""
+        run, state = self._run, self._state
+        if not run.fleet.updates_in_flight():
+            with self._changed:
+                self._interrupted.set()
+            return
+        with self._changed:
+            self._serves = weights
+        seconds = update(run, self._engine, weights)
+        parts = self._engine.retracted()
+        with self._changed:
+            state.usage.stall += seconds
+            state.usage.interrupted_samples += len(parts)
+            state.usage.recomputed_tokens += sum(len(part.response_ids) for part in parts)
+            samples = []
+            for part in parts:
+                group, index, *_ = part.request_id
+                request = state.running.get(group, {}).get(index)
+                if request is None or state.calls.records:
+                    continue
+                segment = Segment.sampled(part, FIRST_CALL, request.seed)
+                if request.begun is not None:
+                    state.usage.recomputed_tokens += len(request.begun)
+                    segment = request.begun.then(segment)
+                samples.append(GeneratedSample(*request.key, Trajectory((segment,)), FinishReason.ABORT))
+            state.note(samples, self._number)
+
+    def _add(self) -> None:
+        """Give the engine samples of new groups beside what it is at; where it takes none, it is interrupted."""
+        with self._adding:
+            with self._changed:
+                samples = self._state.samples_of(self._number)
+                self._begin(samples)
+            if self._engine.join(samples):
+                self._added += samples
+                return
+            with self._changed:
+                for sample in samples:
+                    self._end(sample)
+                self._interrupted.set()
+
+    def _take_added(self) -> list[SampleRequest]:
+        with self._adding:
+            samples, self._added = self._added, []
+            return samples

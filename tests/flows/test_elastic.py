@@ -1,0 +1,138 @@
+"""Rollout engines that join and leave a run that streams, with the machines of its Ray cluster."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.fleet import Fleet
+from cairn.engines.fleet.rollout import RolloutHandle
+from cairn.engines.trajectories import SampleKey, SampleRequest
+from cairn.engines.types import FinishReason
+from cairn.storage.commits import Commit, Step
+from cairn.storage.verification import verify
+from cairn.tasks.context import RunContext
+from cairn.tasks.recovery import restore_trainer
+from cairn.tasks.step import DurableStep
+from tests.engines.fleet import simulated_machines
+from tests.flows.test_streaming import ITERATIONS, drive, streaming
+from tests.forks import FORKS
+from tests.tiny_run import DirectSteps, tiny_context
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOM = {"num_cpus_per_engine": 3, "num_cpus_per_rank": 1, "start_timeout": 240, "call_timeout": 60}
+"""For one engine on a machine of 4 CPUs."""
+
+
+class Between(DirectSteps):
+    """Does something before some of its steps."""
+
+    def __init__(self, run: RunContext, before: dict[tuple[int, Step], Callable[[], None]]) -> None:
+        super().__init__(run)
+        self._before = before
+
+    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+        self._before.pop((index, step.name), lambda: None)()
+        return super().call(step, index, shard, *args, **kwargs)
+
+
+def drive_while_machines_come_and_go(store: str, config: RunConfig, parent: Connection) -> None:
+    """A driver, which says when a machine is to come, and when it is to go."""
+    with (
+        Fleet.start(config, name="elastic", total_steps=ITERATIONS, tell=lambda told: parent.send(told)) as fleet,
+        tiny_context(store, config, fleet=fleet) as (run, _),  # type: ignore[arg-type]
+    ):
+        staying, coming = fleet.rollout
+        asked_again = watch_what_is_asked(fleet.rollout)
+        pids: list[int] = []
+
+        def join() -> None:
+            assert fleet.membership.members == [staying]
+            parent.send("come")
+            wait_for(lambda: fleet.membership.members == [staying, coming], 240)
+
+        def stop() -> None:
+            """It is to be at work when its machine goes."""
+            pids.append(coming.health()["pid"])
+            os.kill(pids[0], signal.SIGSTOP)
+
+        def leave() -> None:
+            assert run.stream is not None
+            wait_for(lambda: run.stream._engines[1]._groups, 240)  # type: ignore[union-attr]
+            parent.send("go")
+
+        drive(run, Between(run, {(1, Step.ROLLOUT): join, (3, Step.ADMIT): stop, (3, Step.ROLLOUT): leave}))
+        assert fleet.membership.members == [staying]
+        with suppress(ProcessLookupError):  # Ray may have ended it
+            os.kill(pids[0], signal.SIGKILL)
+        assert not asked_again, "what had ended was generated again"
+        parent.send("done")
+
+
+def watch_what_is_asked(engines: Sequence[RolloutHandle]) -> list[SampleKey]:
+    """Samples that are asked for when they have ended, from now on."""
+    ended, again = set[SampleKey](), list[SampleKey]()
+
+    def watch(engine: RolloutHandle) -> None:
+        generate, join = engine.generate_samples, engine.join
+
+        def generating(samples: Sequence[SampleRequest], *args: Any) -> Iterator[Any]:
+            again.extend(sample.key for sample in samples if sample.key in ended)
+            for told in generate(samples, *args):
+                ended.update(sample.key for sample in told if sample.finish_reason != FinishReason.ABORT)
+                yield told
+
+        def joining(samples: Sequence[SampleRequest]) -> bool:
+            again.extend(sample.key for sample in samples if sample.key in ended)
+            return join(samples)
+
+        engine.generate_samples, engine.join = generating, joining  # type: ignore[method-assign]
+
+    for engine in engines:
+        watch(engine)
+    return again
+
+
+def test_an_engine_gets_work_when_its_machine_comes_and_leaves_it_to_others_when_it_goes(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    with simulated_machines.simulated_machines() as machines:
+        machines.have([1])
+        fleet = {**ROOM, "ray_address": machines.do(simulated_machines.address)}
+        config = streaming(tiny_assets, 1, fleet=fleet)
+        elastic = {"num_engines": 2, "min_num_engines": 1}
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update=elastic)})
+        here, there = FORKS.Pipe()
+        driver = FORKS.Process(target=drive_while_machines_come_and_go, args=(str(tmp_path), config, there))
+        driver.start()
+        there.close()
+        while not told or told[-1] != "done":
+            told.append(here.recv())
+            if told[-1] == "come":
+                machines.do(simulated_machines.add, 1)
+            elif told[-1] == "go":
+                machines.do(simulated_machines.lose_newest)
+        driver.join(60)
+        assert driver.exitcode == 0
+    joined, left = (one for one in told if one.startswith("Engine"))
+    assert joined == "Engine rollout:1 joins. 2 of 2 rollout engines serve"
+    assert left.startswith("Engine rollout:1 leaves: ")
+    assert left.endswith(" 1 of 2 rollout engines serve")
+    with tiny_context(str(tmp_path), config) as (run, _):
+        takes = [run.committed(index, Step.ROLLOUT, "00-000") for index in range(ITERATIONS)]
+        assert sorted(chain(*(take.values["groups"] for take in takes))) == list(range(2 * ITERATIONS))
+        by = {row["engine"] for take in takes for row in run.read(take).to_pylist()}
+        assert by == {"rollout:0", "rollout:1"}
+        assert takes[0].metrics["engines"] == 1
+        assert not [finding for found in verify(run.ledger) for finding in found.findings]
+        restore_trainer(run, run.committed(ITERATIONS - 1, Step.TRAIN))
