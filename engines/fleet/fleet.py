@@ -142,7 +142,7 @@ class Fleet:
             plan = kind_of(config.rollout.engine).plan(config.rollout, config.fleet.offloads_rollout)
         roles = rollout_role, training_role, *others = roles_of(config, plan, total_steps)
         single = {role.name: role for role in others}
-        at_least = config.rollout.min_num_engines
+        at_least = config.rollout.min_num_engines if plan.engines else None
         joining = [] if at_least is None else one_by_one(rollout_role, plan)
         deadline = Deadline(config.fleet.start_timeout)
         with ExitStack() as stack:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 import cairn.tasks.rollout
-import cairn.tasks.streaming.stream
+import cairn.tasks.streaming.engine_work
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.episodes.records import CallKind
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
@@ -95,7 +95,7 @@ def note_what_is_generated(file: Path) -> None:
         yield from generate(step, engine, weights, samples, *args, **options)
 
     StreamLog._write_samples = streaming  # type: ignore[method-assign]
-    cairn.tasks.streaming.stream.generate_samples = asking_for_stream  # type: ignore[attr-defined]
+    cairn.tasks.streaming.engine_work.generate_samples = asking_for_stream  # type: ignore[attr-defined]
     cairn.tasks.rollout.generate_samples = asking
     WriteAhead._write_part = writing  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import cairn.tasks.rollout
-import cairn.tasks.streaming.stream
+import cairn.tasks.streaming.engine_work
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
@@ -135,7 +135,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """For what tests.chaos.driver notes: put back afterwards."""
     monkeypatch.setattr(cairn.tasks.rollout, "generate_samples", cairn.tasks.rollout.generate_samples)
     monkeypatch.setattr(WriteAhead, "_write_part", WriteAhead._write_part)
-    monkeypatch.setattr(cairn.tasks.streaming.stream, "generate_samples", cairn.tasks.streaming.stream.generate_samples)
+    monkeypatch.setattr(
+        cairn.tasks.streaming.engine_work, "generate_samples", cairn.tasks.streaming.engine_work.generate_samples
+    )
     monkeypatch.setattr(StreamLog, "_write_samples", StreamLog._write_samples)
     monkeypatch.setattr(Ledger, "commit", Ledger.commit)
     return monkeypatch

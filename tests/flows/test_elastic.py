@@ -75,7 +75,9 @@ def drive_while_machines_come_and_go(store: str, config: RunConfig, parent: Conn
         with suppress(ProcessLookupError):  # Ray may have ended it
             os.kill(pids[0], signal.SIGKILL)
         assert not asked_again, "what had ended was generated again"
-        parent.send("done")
+    with Fleet.start(config, name="replaying", total_steps=ITERATIONS, trains_only=True) as fleet:
+        assert not fleet.rollout
+    parent.send("done")
 
 
 def watch_what_is_asked(engines: Sequence[RolloutHandle]) -> list[SampleKey]:
