@@ -74,6 +74,27 @@ STREAMING = Plan(
 )
 """A stream whose driver, engine and trainer are lost; each moment is one that cannot have come before."""
 
+STREAMING_BESIDE = Plan(
+    "streaming-beside",
+    (
+        Driver(
+            (
+                case(0, Step.ADMIT, "before", "gc"),
+                case(0, Step.TRAIN, "before", "training"),
+                case(1, Step.ROLLOUT, "uncommitted", "gc"),
+                case(1, Step.FILTER, "before", "rollout"),
+                case(1, Step.TRAIN, "uncommitted", "gc"),
+                case(1, Step.SYNC, "before", "training"),
+                case(3, Step.ADMIT, "before", "driver"),
+            )
+        ),
+        Driver((case(3, Step.ROLLOUT, "before", "gc"), case(3, Step.TRAIN, "before", "training"))),
+    ),
+    "streaming",
+)
+"""A stream whose engines die wherever it is, beside which garbage is collected; its driver dies when it has claimed an
+admission and not made it."""
+
 _AMID_ROLLOUTS = (
     Driver((case(0, Step.ROLLOUT, "halfway", "driver"),)),
     Driver((case(1, Step.ROLLOUT, "halfway", "rollout"), case(1, Step.FILTER, "after", "driver"))),
@@ -224,4 +245,4 @@ CI_PLANS = (CI_SET, JOINED_PARTIAL, LAGGED, STREAMING)
 
 def whole() -> list[Plan]:
     """Everything: every step at every moment with every victim, and what goes beyond the plain configuration."""
-    return [*every_case(), *FURTHER, MIXED, JOINED_PARTIAL, LAGGED, STREAMING]
+    return [*every_case(), *FURTHER, MIXED, JOINED_PARTIAL, LAGGED, STREAMING, STREAMING_BESIDE]
