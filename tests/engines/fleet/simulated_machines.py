@@ -16,6 +16,7 @@ from ray.cluster_utils import Cluster as RayCluster
 from cairn.engines.fleet.calls import Deadline
 from cairn.engines.fleet.cluster import Cluster
 from cairn.engines.fleet.fleet import roles_of
+from cairn.engines.fleet.lean import only_what_runs_actors
 from cairn.engines.fleet.placement import Placement
 from cairn.engines.fleet.slots import Slot
 from cairn.engines.rollout.factory import kind_of
@@ -100,16 +101,19 @@ def drain(node: str, seconds: int) -> None:
 
 def add(gpus: int) -> None:
     """Another machine."""
-    _machines.append(_cluster.add_node(wait=False, num_cpus=4 * gpus, num_gpus=gpus, object_store_memory=OBJECT_STORE))
+    with only_what_runs_actors():
+        node = _cluster.add_node(wait=False, num_cpus=4 * gpus, num_gpus=gpus, object_store_memory=OBJECT_STORE)
+    _machines.append(node)
 
 
 def _start() -> None:
     global _cluster
     head = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
-    try:
-        _cluster = RayCluster(initialize_head=True, head_node_args=head | {"_system_config": OPTIONS})
-    except Exception:  # on a busy machine Ray gives up after 30 seconds; caches are warm then
-        _cluster = RayCluster(initialize_head=True, head_node_args=head | {"_system_config": OPTIONS})
+    with only_what_runs_actors():
+        try:
+            _cluster = RayCluster(initialize_head=True, head_node_args=head | {"_system_config": OPTIONS})
+        except Exception:  # on a busy machine Ray gives up after 30 seconds; caches are warm then
+            _cluster = RayCluster(initialize_head=True, head_node_args=head | {"_system_config": OPTIONS})
     ray.init(address=_cluster.address, namespace="cairn", log_to_driver=False, logging_level="ERROR")
 
 
