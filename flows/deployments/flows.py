@@ -26,6 +26,7 @@ from pydantic import Field
 
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.deferred import defer_compiler
 from cairn.flows.deployments.evaluation_forms import UNCHANGED_ENGINE, UNCHANGED_SAMPLING, Engine, Sampling
 from cairn.flows.deployments.forms import (
     EMPTY,
@@ -66,6 +67,7 @@ def _served(body: Callable[Parameters, State[Any]]) -> Callable[Parameters, Stat
             threading.Thread(target=_end_with, args=(int(server),), name="served-by", daemon=True).start()
         if flow_run.id is not None:
             say_who_executes(UUID(flow_run.id))
+        defer_compiler()
         return body(*args, **kwargs)
 
     return until_that_is_gone
