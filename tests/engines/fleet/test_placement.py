@@ -3,7 +3,6 @@
 Simulated machines, see `simulated_machines`; no engine is started.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,7 +12,6 @@ import pytest
 import ray
 
 from cairn.engines.errors import EngineDied
-from cairn.engines.fleet.actors import EngineActor
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster, ClusterError
 from cairn.engines.fleet.placement import Placement
@@ -21,6 +19,7 @@ from cairn.engines.fleet.roles import ActorRole, Bundle
 from cairn.engines.fleet.slots import Slot, Where, arrange
 from cairn.engines.fleet.watching import seconds_until_drained
 from tests.engines.fleet.simulated_machines import Machines, add, drain, lose, simulated_machines, slots
+from tests.engines.fleet.tiny_actor import Tiny
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
@@ -140,13 +139,6 @@ def require_nothing_shared(found: dict[str, list[Slot]]) -> None:
 
 def gpu_numbers(slots: Sequence[Slot]) -> list[int]:
     return [int(gpu) for slot in slots for gpu in slot.gpu_ids]
-
-
-class Tiny(EngineActor):
-    """An actor that is no engine, and says where it is."""
-
-    def health(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def live_through_the_loss_of_a_machine() -> None:
