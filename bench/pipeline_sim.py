@@ -414,6 +414,10 @@ def _shown(title: str, found: dict[str, Prediction]) -> Table:
 
 def compare(rows: dict[str, list[dict[str, Any]]], seed: int) -> tuple[Table, dict[str, dict[str, float]]]:
     """What is predicted for the machine of these runs, beside what was measured there."""
+    if "sync" not in rows:
+        raise SystemExit(
+            "there is no run of sync to take rates from: measure with `python -m bench.pipeline --modes sync …`"
+        )
     machine = calibrated(rows)
     table = Table("", "predicted s", "measured s", "off by", "rollout idle", "measured", "trainer idle", "measured")
     found = {}
