@@ -11,6 +11,12 @@ Tiny Qwen3 models (2 layers; hidden 64 has 123k parameters), prompts of 16 to 47
 Both sides generate the same kind of samples from the same prompts, in one process, taking turns; the first turn of each
 is not counted. Speeds are tokens of responses per CPU second, the median of the rounds; on an idle machine that is the
 time on the clock, on a shared one it is steadier.
+
+`limit` is of `fixed`, by the matrices of the model's linear layers alone, measured in the same turns: a decoding step
+reads all of them once, as a product with one row does, and multiplies them by a row for each sample, at the rate of
+products with many rows; it takes as long as the longer of the two. So does reading a prompt, by its rows. `products`
+is what PyTorch's products alone reach with as many rows as there are samples. Attention, norms and sampling are none of
+either.
 """
 
 import argparse
@@ -40,6 +46,8 @@ VOCAB_SIZE = 384
 NEW_TOKENS = 64
 GROUP_SIZE = 8
 STOP_SHARE = 50
+MANY_ROWS = 512
+"""Of a product that takes as long as its arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,10 @@ class Result:
     engine: float
     speedup: float
     """Median over the rounds of their ratio."""
+    of_limit: float | None
+    """Likewise of the engine to the limit; None where a step's samples are not known."""
+    of_products: float | None
+    """Likewise to PyTorch's products alone."""
 
 
 def build_model(hidden_size: int, folder: Path) -> Path:
@@ -128,6 +140,30 @@ def run_generate(model: PreTrainedModel, requests: list[GenerateRequest]) -> int
     return sum(len(row) for row in (row[keep] for row, keep in zip(log_probs, before == 0, strict=True)))
 
 
+@torch.inference_mode()
+def seconds_of_products(model: PreTrainedModel, rows: int) -> float:
+    """CPU seconds of multiplying the matrices of all linear layers by so many rows, one after the other."""
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    inputs = [torch.randn(rows, weight.shape[1]) for weight in weights]
+    start = time.process_time()
+    for given, weight in zip(inputs, weights, strict=True):
+        torch.nn.functional.linear(given, weight)
+    return time.process_time() - start
+
+
+def limits_of(model: PreTrainedModel, requests: list[GenerateRequest]) -> tuple[float, float]:
+    """Tokens of responses per CPU second of samples that are all decoded together: that no engine could surpass, and
+    that the products alone reach."""
+    count, prompt_tokens = len(requests), sum(len(request.input_ids) for request in requests)
+    read, together = (statistics.median(seconds_of_products(model, rows) for _ in range(30)) for rows in (1, count))
+    multiply = statistics.median(seconds_of_products(model, MANY_ROWS) for _ in range(5)) / MANY_ROWS
+    prompts = max(read, multiply * prompt_tokens)  # a pass that gives the first token, too
+    limit, products = (
+        NEW_TOKENS * count / (prompts + (NEW_TOKENS - 1) * step) for step in (max(read, multiply * count), together)
+    )
+    return limit, products
+
+
 def measure(model: PreTrainedModel, path: Path, workload: str, batch_size: int, rounds: int) -> Result:
     """Let both take turns on one workload."""
     config = RolloutConfig(
@@ -141,16 +177,34 @@ def measure(model: PreTrainedModel, path: Path, workload: str, batch_size: int, 
         "engine": lambda: run_engine(engine, requests),
     }
     speeds: dict[str, list[float]] = {side: [] for side in sides}
+    limits: list[tuple[float, float]] = []
     for turn in range(rounds + 1):
         for side, run in sides.items():
             start = time.process_time()
             tokens = run()
             if turn:
                 speeds[side].append(tokens / (time.process_time() - start))
+        if turn and workload == "fixed":
+            limits.append(limits_of(model, requests))
     ratios = [own / theirs for own, theirs in zip(speeds["engine"], speeds["generate"], strict=True)]
     medians = {side: statistics.median(values) for side, values in speeds.items()}
-    hidden_size = model.config.hidden_size
-    return Result(workload, hidden_size, batch_size, **medians, speedup=statistics.median(ratios))
+    shares = [
+        statistics.median(own / limit for own, limit in zip(speeds["engine"], each, strict=True))
+        for each in zip(*limits, strict=True)
+    ]
+    return Result(
+        workload,
+        model.config.hidden_size,
+        batch_size,
+        **medians,
+        speedup=statistics.median(ratios),
+        of_limit=shares[0] if shares else None,
+        of_products=shares[1] if shares else None,
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def main() -> None:
@@ -163,7 +217,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     results = []
-    table = Table("workload", "hidden", "batch", "generate tok/s", "engine tok/s", "speed-up")
+    table = Table(
+        "workload", "hidden", "batch", "generate tok/s", "engine tok/s", "speed-up", "of limit", "of products"
+    )
     for hidden_size in args.hidden:
         with tempfile.TemporaryDirectory() as folder:
             path = build_model(hidden_size, Path(folder))
@@ -174,7 +230,8 @@ def main() -> None:
                     result = measure(model, path, workload, batch_size, args.rounds)
                     results.append(result)
                     numbers = f"{result.generate:,.0f}", f"{result.engine:,.0f}", f"{result.speedup:.2f}"
-                    table.add_row(workload, str(hidden_size), str(batch_size), *numbers)
+                    shares = map(_share, (result.of_limit, result.of_products))
+                    table.add_row(workload, str(hidden_size), str(batch_size), *numbers, *shares)
     Console().print(table)
     if args.json:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
