@@ -35,6 +35,7 @@ from bench.command import parse
 from bench.gateway import STORE_HELP, bucket
 from cairn.configs import loader
 from cairn.configs.schema.run import RunConfig
+from cairn.engines.fleet.membership import Membership
 from cairn.flows.reading.views import all_runs, run_status
 from cairn.flows.train import report_changed_environment
 from cairn.storage import layout
@@ -163,7 +164,7 @@ def find_the_place(store: S3Store, run: str) -> Lease:
     config = loader.from_manifest(ledger.manifest.config)
     nothing = cast(Any, None)
     fleet: Any = SimpleNamespace(
-        rollout=[nothing],
+        membership=Membership([nothing]),
         generating_environment=lambda engine: ENVIRONMENT,
         training=SimpleNamespace(environment=ENVIRONMENT),
     )
