@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 
@@ -27,7 +28,7 @@ from bench.bare_loop import BareLoop
 from bench.command import SMALL_RUN, parse, say
 from cairn.configs.loader import load
 from cairn.configs.schema.run import RunConfig
-from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted
+from cairn.flows.events import Event, IterationDone, RunDone, StepCommitted, StepStarted
 from cairn.flows.reading.metrics import step_seconds
 from cairn.flows.train import start
 from cairn.storage.commits import Commit, Step
@@ -41,26 +42,51 @@ class SideBySide:
     """Takes the durable run's events, and does each iteration again in the bare loop once it is done."""
 
     def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self._bare = BareLoop(config)
         self._step_seconds: dict[str, float] = {}
         self._began = time.perf_counter()
+        self._turns = threading.Condition()
+        self._done = -1
+        """The newest iteration that the bare loop has done too."""
+        self._ended: dict[int, float] = {}
+        """When the next iteration began its first step."""
         self.milliseconds: dict[str, list[float]] = defaultdict(list)
         self.snapshot_bytes = self.tokens = 0
         self.state_digests: set[str] = set()
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepCommitted):
+        if isinstance(event, StepStarted):
+            self._wait_for_turn(event.iteration)
+        elif isinstance(event, StepCommitted):
             self._step_seconds[event.commit.name] = event.seconds
         elif isinstance(event, IterationDone):
-            wall = time.perf_counter() - self._began
+            wall = self._end_of(event.iteration) - self._began
             bare = self._bare.iterate(event.iteration)
             say(f"iteration {event.iteration}: {wall:.1f} s, in the bare loop {sum(bare.seconds.values()):.1f} s")
             if event.iteration >= WARM_UP:
                 self._add(wall, event.commits, sum(bare.seconds.values()))
-            self._began = time.perf_counter()
+            with self._turns:
+                self._began, self._done = time.perf_counter(), event.iteration
+                self._turns.notify_all()
         elif isinstance(event, RunDone):
             self.state_digests = {event.state_digest, self._bare.trainer.state_digest()}
             self._bare.close()
+
+    def _wait_for_turn(self, iteration: int) -> None:
+        """Called in the iteration's own thread, which is made ahead, before each of its steps."""
+        with self._turns:
+            self._ended.setdefault(iteration - 1, time.perf_counter())
+            self._turns.notify_all()
+            self._turns.wait_for(lambda: self._done >= iteration - 1)
+
+    def _end_of(self, iteration: int) -> float:
+        """The next iteration begins when this one's flow run is about to end; nothing begins after the last."""
+        if iteration + 1 == self._config.rollout.num_rollout:
+            return time.perf_counter()
+        with self._turns:
+            self._turns.wait_for(lambda: iteration in self._ended)
+            return self._ended[iteration]
 
     def _add(self, wall: float, commits: tuple[Commit, ...], bare: float) -> None:
         steps = [commit for commit in commits if commit.step not in (Step.EVAL, Step.CHECKPOINT)]

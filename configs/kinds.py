@@ -321,6 +321,11 @@ def user_code(config: Any) -> dict[str, list[str]]:
 
 def naming_code(reads: Collection[str]) -> tuple[str, ...]:
     """Of the options that name code, those that are among some options and sections."""
+    return _naming_code(tuple(reads))
+
+
+@cache  # steps ask it of what they read, again and again
+def _naming_code(reads: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(option for option in OPTIONS if any(f"{option}.".startswith(f"{name}.") for name in reads))
 
 

@@ -21,8 +21,8 @@ Before an iteration is collected, or admitted, somebody may have to let it begin
 of earlier ones go on meanwhile.
 
 So k + 1 iterations are open at a time, each in a flow run and a thread of its own; the next one's is made ahead and
-waits. Nothing that a half reads depends on which of them is faster: `cairn.flows.iteration` gives each its inputs by
-their numbers. A half that fails stops all others.
+waits; without a lag, while the one before learns. Nothing that a half reads depends on which of them is faster:
+`cairn.flows.iteration` gives each its inputs by their numbers. A half that fails stops all others.
 """
 
 import contextvars
@@ -76,6 +76,8 @@ class Pipeline:
         """The newest iteration of which that much is done."""
         self._failed: BaseException | None = None
         self._first = first
+        self._make_next: Callable[[int], None] = lambda index: None
+        """Makes the flow run of an iteration, which waits until it may begin."""
         self._pacing = Pacing(run.config.rollout, first)
 
     def iterate(self, index: int) -> list[Commit]:
@@ -84,6 +86,8 @@ class Pipeline:
         collected = self._collected(index) if run.stream is None else self._streamed(index)
         waited = self._last["learn"] == index - 1
         with self._half("learn", index, after={"learn": index - 1}):
+            if not self._lag:
+                self._make_next(index + 1)
             if run.stream is not None:
                 self._pacing.learns(index, waited=waited)
                 run.stream.look_again()
@@ -138,29 +142,31 @@ class Pipeline:
 
         Raises what the first half that failed raised, when all others have ended.
         """
-        if not self._lag:
-            for index in range(self._first, total):
-                yield index, iterate(index)
-            return
-        self._run.side_by_side = True
+        self._run.side_by_side = self._lag > 0
+        context = contextvars.copy_context()  # what Prefect knows of the driver's flow run lies there
         pool = ThreadPoolExecutor(self._lag + 2, thread_name_prefix="iteration")
         begun: deque[tuple[int, Future[list[Commit]]]] = deque()
 
         def begin(index: int) -> None:
-            # What Prefect knows of the driver's flow run lies in the context.
-            future = pool.submit(contextvars.copy_context().run, iterate, index)
-            future.add_done_callback(self._watch)
+            if index >= total:
+                return
+            with self._changed:
+                if self._failed is not None:
+                    return
+                future = pool.submit(context.copy().run, iterate, index)
             begun.append((index, future))
+            future.add_done_callback(self._watch)
 
-        ahead = min(total, self._first + self._lag + 2)
+        ahead = self._lag + 2 if self._lag else 1
+        self._make_next = begin
         try:
-            for index in range(self._first, ahead):
+            for index in range(self._first, self._first + ahead):
                 begin(index)
             while begun:
                 index, future = begun.popleft()
                 yield index, future.result()
-                if index + self._lag + 2 < total:
-                    begin(index + self._lag + 2)
+                if self._lag:
+                    begin(index + ahead)
         except BaseException as error:
             self._fail(error)
             pool.shutdown(cancel_futures=True)

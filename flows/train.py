@@ -197,9 +197,7 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
 
     def one_iteration(run_name: str, index: int) -> list[Commit]:
         """The DAG of flows/iteration.py."""
-        # Before Prefect waits for the steps that run beside. With several threads, when all of them have ended: below.
-        with nullcontext() if run.side_by_side else ending.in_order():
-            return pipeline.iterate(index)
+        return pipeline.iterate(index)
 
     with ending.in_order(), driving(run.ledger.run, run.ledger.store.url, lease.check) as tags:
         end_paused(driver, tags, lease.check)

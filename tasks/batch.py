@@ -64,8 +64,9 @@ def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tu
     masks = []
     places = zip(samples.column("group_id").to_pylist(), samples.column("sample_index").to_pylist(), strict=True)
     for (group_id, index), mask, age in zip(places, arrays(samples, "loss_mask"), ages, strict=True):
-        bound = bounds[group_id]
-        kept = mask if bound is None else mask * (age_weights(age, bound, stale.get(group_id, ())) > 0).astype(np.uint8)
+        bound, kept = bounds[group_id], mask
+        if bound is not None and age.max(initial=0) > bound:  # few samples have such tokens
+            kept = mask * (age_weights(age, bound, stale.get(group_id, ())) > 0).astype(np.uint8)
         masks.append(np.zeros_like(kept) if index in removed.get(group_id, ()) else kept)
     return masks, ages
 

@@ -28,10 +28,8 @@ class ReplayDiverged(Exception):
 
 def current_position(run: RunContext) -> Position | None:
     """Where the training engine stands, or None where it cannot say: restarted, or left in the middle of a step."""
-    training = run.fleet.training
-    training.ensure_alive()
     try:
-        return training.position()
+        return run.fleet.training.living_position()
     except (EngineDied, EngineTimeout, ClusterLost):
         raise
     except EngineError as error:

@@ -6,6 +6,8 @@ iterations between the weights that sampled it and those that are trained on it.
 the lag, or less where there have not been so many iterations yet.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from cairn.configs.loader import from_manifest
@@ -52,5 +54,6 @@ def token_ages(ledger: Ledger, iteration: int, weight_versions: np.ndarray) -> n
     return np.asarray(ages, np.int32)[places]
 
 
+@lru_cache(maxsize=16)  # to read a whole configuration takes milliseconds, and a manifest never changes
 def _steps_of(ledger: Ledger) -> int:
     return from_manifest(ledger.manifest.config).training.num_steps_per_rollout

@@ -21,7 +21,7 @@ from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
-from cairn.engines.types import Completion, GenerateRequest, Publication, RequestId, SamplingParams
+from cairn.engines.types import Completion, GenerateRequest, Position, Publication, RequestId, SamplingParams
 from cairn.storage.commits import Environment
 from cairn.storage.store import StoredFile, open_store
 
@@ -173,8 +173,8 @@ class LocalTraining:
             total_steps=config.rollout.num_rollout * config.training.num_steps_per_rollout,
         )
 
-    def ensure_alive(self) -> None:
-        pass
+    def living_position(self) -> Position:
+        return self.engine.position()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.updates += 1

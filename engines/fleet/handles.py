@@ -176,21 +176,22 @@ class EngineHandle:
         self.restarts += 1
         self.start(Deadline(self._fleet.start_timeout))
 
-    def ensure_alive(self) -> None:
-        """Restart the engine if it does not live, see `require_alive`."""
+    def ensure_alive(self) -> dict[str, Any]:
+        """Restart the engine if it does not live, see `require_alive`. Returns its health."""
         with self._replacing:
             try:
-                self.require_alive()
+                return self.require_alive()
             except (EngineDied, EngineTimeout) as error:
                 self.tell(f"Engine {self.name} is made again: {error}")
                 self.restart()
+                return self.health()
 
-    def require_alive(self) -> None:
+    def require_alive(self) -> dict[str, Any]:
         """Raise EngineDied or EngineTimeout if an actor of the engine is dead, or does not answer, or did not end a
-        call in time."""
+        call in time. Returns its health."""
         if self._suspect:
             raise EngineTimeout("a call of it failed, or did not end in time")
-        self.health()
+        return self.health()
 
     def health(self) -> dict[str, Any]:
         """What the engine says of itself (its first rank, where there are several), the `pids` and `slots` of its

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -59,9 +60,9 @@ class Membership:
             time.sleep(LOOK_INTERVAL)
         return self.members
 
-    def ensure_alive(self, engine: RolloutHandle) -> None:
-        """Return when the engine lives. Raises EngineDied and EngineTimeout where it cannot be made to."""
-        engine.ensure_alive()
+    def ensure_alive(self, engine: RolloutHandle) -> dict[str, Any]:
+        """Return the engine's health when it lives. Raises EngineDied and EngineTimeout where it cannot be made to."""
+        return engine.ensure_alive()
 
     def leave(self, engine: RolloutHandle, why: str) -> bool:
         """An engine is lost: where the others may go on without it, it is a member no more. Returns whether its machine
@@ -123,12 +124,12 @@ class Elastic(Membership):
             )
         return False
 
-    def ensure_alive(self, engine: RolloutHandle) -> None:
+    def ensure_alive(self, engine: RolloutHandle) -> dict[str, Any]:
         """See `Membership.ensure_alive`. One that is dead leaves, and is made again when it joins."""
         try:
             if engine not in self.members:
                 raise EngineDied(f"{engine.name} has left")
-            engine.require_alive()
+            return engine.require_alive()
         except EngineError as error:
             self.leave(engine, str(error))
             raise

@@ -51,6 +51,7 @@ class RolloutHandle(ModelHandle):
         self._config = config
         self._router = router
         self._kind = kind_of(config.engine)
+        self._batch_invariant: bool | None = None
         self._worker: Mapping[str, Any] | None = None
         self._route: tuple[str, Sequence[str]] | None = None
         self._busy = threading.Lock()
@@ -142,9 +143,19 @@ class RolloutHandle(ModelHandle):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether its samples do not depend on what else is in their batch, as tried when it started."""
-        ref = self._actor.call("batch_invariant", concurrency_group=CONTROL)
-        return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "batch_invariant")
+        """Whether its samples do not depend on what else is in their batch, as tried when it started: asked once."""
+        found = self._batch_invariant
+        if found is None:
+            with self._replacing:
+                ref = self._actor.call("batch_invariant", concurrency_group=CONTROL)
+                found = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "batch_invariant")
+                self._batch_invariant = found
+        return found
+
+    def start(self, deadline: Deadline, *, adopt: bool = False) -> None:
+        with self._replacing:
+            self._batch_invariant = None
+            super().start(deadline, adopt=adopt)
 
     def usage(self) -> dict[str, int]:
         """How busy it was in the last `generate`, see cairn.engines.rollout.base; and its `restarts` under this

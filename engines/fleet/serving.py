@@ -56,8 +56,7 @@ class Serving:
                 return
             engine.looked = (0.0, None)
             looked = time.monotonic()
-            self._membership.ensure_alive(engine)
-            if engine.weight_version() != version:
+            if self._membership.ensure_alive(engine)["weight_version"] != version:
                 self._bring(engine, version)
             self._turns.for_rollout(engine)
             self._route(engine, version)

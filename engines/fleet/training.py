@@ -1,5 +1,6 @@
 """The training engine as the driver sees it: all of its ranks."""
 
+import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,8 +48,17 @@ class TrainingHandle(ModelHandle):
 
         Raises EngineError where ranks differ, or a state is neither the old nor the new one: restart the engine.
         """
-        positions = self._on_all("position")
-        return self._agreed(positions, lambda p: (p.weight_version, p.state_digest, p.last_input_digest))
+        return self._agreed_position(self._on_all("position"))
+
+    def living_position(self) -> Position:
+        """`ensure_alive` and `position`, of an engine that lives in the time of one of them."""
+        restarts, asked = self.restarts, None
+        with contextlib.suppress(EngineDied):  # which `ensure_alive` finds out too
+            asked = self._ask_all("position")
+        self.ensure_alive()
+        if asked is None or self.restarts != restarts:
+            return self.position()
+        return self._agreed_position(self._gather(asked, Deadline(self._timeout), "position"))
 
     def train(
         self,
@@ -75,6 +85,10 @@ class TrainingHandle(ModelHandle):
     def load(self, store_url: str, folder: str) -> None:
         """Replace the state by a checkpoint. Raises Damaged."""
         self._on_all("load", _absolute(store_url), folder)
+
+    def checksum_at(self, version: int, dtype: Literal["float32", "bfloat16"]) -> str:
+        """`weights_checksum` at a version. Raises WrongVersion if the engine does not stand there."""
+        return self._on_all("checksum_at", version, dtype)[0]
 
     def weights_checksum(self, dtype: Literal["float32", "bfloat16"] = "float32") -> str:
         """Checksum of the exported weights in an engine that holds them in `dtype`."""
@@ -185,8 +199,10 @@ class TrainingHandle(ModelHandle):
 
     def _on_all(self, method: str, *args: Any) -> list[Any]:
         """Call every rank; returns the results in the order of ranks."""
-        calls = [actor.call(method, *args) for actor in self._actors]
-        return self._gather(calls, Deadline(self._timeout), method)
+        return self._gather(self._ask_all(method, *args), Deadline(self._timeout), method)
+
+    def _ask_all(self, method: str, *args: Any) -> "list[ray.ObjectRef[Any]]":
+        return [actor.call(method, *args) for actor in self._actors]
 
     def _gather(self, calls: "list[ray.ObjectRef[Any]]", deadline: Deadline, method: str) -> list[Any]:
         """Results of all ranks, or what all of them raise. Ranks that end differently are no engine any more: the one
@@ -222,6 +238,10 @@ class TrainingHandle(ModelHandle):
             )
         late = ", ".join(self._actors[calls.index(ref)].name for ref in running)
         raise EngineTimeout(f"{method}() did not return within {deadline.seconds:g} s from {late}")
+
+    def _agreed_position(self, positions: list[Position]) -> Position:
+        found: Position = self._agreed(positions, lambda p: (p.weight_version, p.state_digest, p.last_input_digest))
+        return found
 
     def _agreed(self, values: list[Any], key: Callable[[Any], object]) -> Any:
         """The value of rank 0, if all ranks have the same."""

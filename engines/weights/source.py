@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cairn.engines.errors import EngineError, WrongVersion
 from cairn.engines.weights.layout import Layout
@@ -37,6 +37,15 @@ class WeightSource:
     """By the engine that receives."""
     _fp8: "Fp8Weights | None" = None
     """What the rollout engines hold in FP8."""
+
+    def checksum_at(self, version: int, dtype: Literal["float32", "bfloat16"]) -> str:
+        """`TrainingEngine.weights_checksum` of `version`.
+
+        Raises:
+            WrongVersion: the engine stands elsewhere.
+        """
+        self._require_version(version)
+        return self._started.weights_checksum(dtype)
 
     def begin_export(self, version: int, bucket_bytes: int) -> None:
         """Begin to give out the weights of `version`; an export that did not end is dropped.

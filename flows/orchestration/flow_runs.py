@@ -8,7 +8,7 @@
                 iterate(run, index)
 
 What this module knows of Prefect, measured on two cores with eight no-op steps an iteration (`bench/orchestration.py`:
-about 40 ms as tasks of a running flow, 180 as a subflow made here, 1200 as a plain one):
+about 40 ms as tasks of a running flow, 1200 as a plain subflow), besides what `child_engine` knows of making flow runs:
 
 - A flow run sends heartbeats from a thread that it waits up to a second for at its end. The driver's flow run sends
   them; those of the iterations would cost more than all else. `temporary_settings` validates every setting, 50 ms, so
@@ -29,6 +29,7 @@ on. Either way each iteration that is entered again gets a flow run of its own a
 """
 
 import hashlib
+import inspect
 import logging
 import socket
 import threading
@@ -48,6 +49,8 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.states import Cancelled, Crashed, State
 from prefect.utilities.annotations import opaque
+
+from cairn.flows.orchestration.child_engine import Child
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -111,12 +114,13 @@ def subflow(
                 state.data = error
                 return state
 
-    flow = prefect.Flow(untagged, name=name, flow_run_name=run_name, persist_result=False, validate_parameters=False)
+    flow = prefect.Flow(untagged, name=name, persist_result=False, validate_parameters=False)
+    child, signature = Child(flow, run_name), inspect.signature(body)
 
     @wraps(body)
     def tagged(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with prefect.tags(*tags):
-            made: Any = flow(*args, **kwargs)
+            made = child(signature.bind(*args, **kwargs).arguments)
         result: Result = made.unwrap()
         return result
 

@@ -267,8 +267,8 @@ def prefect_api(home: Path) -> Iterator[str]:
         {
             PREFECT_API_URL: server.api_url,
             PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
-            # A subflow makes a client of its own, which reads its trust store: 20 ms for all of certifi's, none of
-            # which plain HTTP over loopback needs.
+            # Each client reads its trust store: 20 ms for all of certifi's, none of which plain HTTP over loopback
+            # needs.
             PREFECT_API_SSL_CERT_FILE: str(_smallest_trust_store(server.home)),
         }
     )

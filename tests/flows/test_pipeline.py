@@ -116,6 +116,36 @@ def test_a_half_learns_while_the_next_one_is_collected(tiny_assets: Path, tmp_pa
         drive(run, Meeting(run))
 
 
+def test_without_a_lag_the_next_iteration_is_made_while_one_learns_and_begins_when_that_is_done(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
+    made = threading.Event()
+    done: list[tuple[int, Step]] = []
+
+    class Meeting(DirectSteps):
+        def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+            if (index, step.name) == (0, Step.TRAIN):
+                assert made.wait(60), "iteration 1 is not made beside"
+            commit = super().call(step, index, shard, *args, **kwargs)
+            done.append((index, step.name))
+            return commit
+
+    config = lagged(tiny_assets, 1)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"pipeline": "sync", "lag": None})})
+    with tiny_context(str(tmp_path), config) as (run, _):
+        pipeline = Pipeline(run, Meeting(run), 0, learned=lambda index: None, stop=run.stopping.set)
+
+        def iterate(index: int) -> list[Commit]:
+            if index == 1:
+                made.set()
+            return pipeline.iterate(index)
+
+        with closing(pipeline.run(iterate, 3)) as iterations:
+            assert [index for index, _ in iterations] == [0, 1, 2]
+        assert not run.side_by_side
+    assert done == sorted(done, key=lambda one: one[0])
+
+
 def test_a_half_that_fails_stops_the_other(tiny_assets: Path, tmp_path: Path) -> None:
     class Failing(DirectSteps):
         def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:

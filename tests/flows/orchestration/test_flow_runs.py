@@ -230,6 +230,35 @@ def test_a_step_is_tried_again_only_after_errors_that_a_new_try_can_mend(
     assert all(waited[attempt] >= 0.2 * 2**attempt for attempt in range(calls - 1))
 
 
+def test_an_iteration_is_made_in_two_requests(
+    url: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    send = httpx.Client.send
+
+    def noted(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
+        if request.method == "POST" and not request.url.path.endswith("/logs/"):
+            asked.append(request.url.path.removeprefix("/api"))
+        return send(client, request, **options)
+
+    @prefect.flow(persist_result=False)
+    def train() -> None:
+        with driving("two", ".") as tags:
+            flow = subflow(lambda index: asked.append("body"), name="iteration", run_name="two {index}", tags=tags)
+            flow(0)
+            asked.clear()
+            monkeypatch.setattr(httpx.Client, "send", noted)
+            flow(1)
+            monkeypatch.undo()
+
+    train()
+    assert asked[:3] == ["/task_runs/", "/flow_runs/", "body"]
+    second = next(flow_run for flow_run in flow_runs(client, run_tags("two", ".")) if flow_run.name == "two 1")
+    assert (second.state_name, second.run_count, second.parameters) == ("Completed", 1, {"index": 1})
+    assert second.start_time is not None
+    assert second.parent_task_run_id is not None
+
+
 def test_a_flow_that_tries_again_in_its_process_gets_fresh_iterations(url: str, client: SyncPrefectClient) -> None:
     @prefect.flow(flow_run_name="again", retries=1, persist_result=False)
     def train() -> None:
