@@ -64,6 +64,11 @@ class Group:
         """The samples that earlier shards finished."""
         return [part for index, part in self.parts.items() if self._had_finished(index)]
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether earlier shards finished all of its samples."""
+        return all(map(self._had_finished, range(len(self.seeds))))
+
     def failed(self, error: str, own: Mapping[SampleKey, str]) -> list[GeneratedSample]:
         """All its samples, where one of them failed, each by its own error where it has one."""
         requests = map(self._request, range(len(self.seeds)))
@@ -239,10 +244,11 @@ def without_unused(samples: pa.Table) -> pa.Table:
 
 
 def sample_table(
-    run: RunContext, engine: str, groups: Mapping[int, Group], samples: Sequence[GeneratedSample]
+    run: RunContext, engine: str | Sequence[str], groups: Mapping[int, Group], samples: Sequence[GeneratedSample]
 ) -> pa.Table:
-    """The rows of samples that an engine generated, or continued. What the policy sampled may be trained on as far as
-    the rollout knows; whether it is too old is seen when a batch is made of it (`cairn.tasks.batch`)."""
+    """The rows of samples that an engine, of all or of each, generated or continued. What the policy sampled may be
+    trained on as far as the rollout knows; whether it is too old is seen when a batch is made of it
+    (`cairn.tasks.batch`)."""
     n, schema = run.config.rollout.n_samples_per_prompt, sample_schema(run, groups)
     drawn = [groups[sample.group_id].drawn for sample in samples]
     rows = {one.group_id: one.row for one in drawn}
@@ -273,7 +279,7 @@ def sample_table(
         "status": [str(status_of(s.finish_reason)) for s in samples],
         "error": [s.error for s in samples],
         "seed": [groups[s.group_id].seeds[s.index] for s in samples],
-        "engine": [engine] * len(samples),
+        "engine": [engine] * len(samples) if isinstance(engine, str) else engine,
         "seconds": [trajectory.seconds for trajectory in trajectories],
         "cached_tokens": [trajectory.cached_tokens for trajectory in trajectories],
         "label": [one.row.label for one in drawn],

@@ -109,7 +109,7 @@ class EngineWork:
         run, state = self._run, self._state
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: state.closed or (self._may_work() and state.samples_of(self._number)))
+                self._changed.wait_for(lambda: state.closed or (self._may_work() and self._has_samples()))
                 if state.closed:
                     return
                 samples, weights = state.samples_of(self._number), state.weights
@@ -188,7 +188,10 @@ class EngineWork:
     def _is_to_be_told(self) -> bool:
         if self._working and self._interrupted.is_set():
             return True
-        return self._is_behind() or (self._may_be_told() and bool(self._state.samples_of(self._number)))
+        return self._is_behind() or (self._may_be_told() and self._has_samples())
+
+    def _has_samples(self) -> bool:
+        return self._state.has_samples_for(self._number)
 
     def _may_be_told(self) -> bool:
         return self._ready and not self._interrupted.is_set() and self._state.error is None

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -38,7 +38,7 @@ class OpenGroup:
     def decided(self) -> bool:
         """Whether nothing of it is to be begun any more: all of its samples have ended, or one has failed."""
         failed = any(part.error is not None for part in self.group.parts.values())
-        return failed or not self.group.requests(besides=())
+        return failed or self.group.is_finished
 
     @cached_property
     def versions(self) -> tuple[int, int] | None:
@@ -131,9 +131,11 @@ class StreamState:
 
     def samples_of(self, number: int) -> list[SampleRequest]:
         """What an engine is to begin: unfinished samples of its groups that none is at."""
-        own = (one for id, one in self.open.items() if one.engine == number and id not in self.running)
-        groups = [one.group for one in own if not one.decided]
-        return [sample for group in groups for sample in group.requests(besides=())]
+        return [sample for one in self._waiting(number) for sample in one.group.requests(besides=())]
+
+    def has_samples_for(self, number: int) -> bool:
+        """Whether there are any."""
+        return any(True for _ in self._waiting(number))
 
     def begin(self, samples: Sequence[SampleRequest]) -> None:
         """An engine is at these from now on."""
@@ -203,6 +205,10 @@ class StreamState:
         self.calls.close()  # what it does at last is to write to the other
         if not self._log.broken:
             self._log.close()
+
+    def _waiting(self, number: int) -> Iterator[OpenGroup]:
+        own = (one for id, one in self.open.items() if one.engine == number and id not in self.running)
+        return (one for one in own if not one.decided)
 
     def _loads(self, serving: Collection[int]) -> dict[int, int]:
         """Undecided groups of engines."""

@@ -4,7 +4,7 @@ Which they are is a matter of time, and decided by the commit of this step, befo
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,7 +17,7 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.episode_metrics import episode_metrics
 from cairn.tasks.events import GroupsGenerated
 from cairn.tasks.failures import failure_metrics
-from cairn.tasks.groups import Group, image_table, sample_schema, sample_table, without_unused
+from cairn.tasks.groups import Group, image_table, sample_table, without_unused
 from cairn.tasks.rollout import READS, retold_metrics, token_count, whole_groups
 from cairn.tasks.shard_progress import INTERVAL
 from cairn.tasks.step import Outcome, StepCall, durable
@@ -107,7 +107,7 @@ def taken_ids(taken: Commit) -> list[int]:
     return groups  # type: ignore[return-value]
 
 
-def encode_rows(run: RunContext, rows: Iterable[tuple[str, Group, GeneratedSample]]) -> pa.Table:
+def encode_rows(run: RunContext, rows: Sequence[tuple[str, Group, GeneratedSample]]) -> pa.Table:
     """Rows of the rollout table, of (engine, group, sample)."""
-    tables = [sample_table(run, engine, {group.drawn.group_id: group}, [sample]) for engine, group, sample in rows]
-    return pa.concat_tables([sample_schema(run, {}).empty_table(), *tables])
+    engines, groups, samples = zip(*rows, strict=True) if rows else ((), (), ())
+    return sample_table(run, engines, {group.drawn.group_id: group for group in groups}, samples)

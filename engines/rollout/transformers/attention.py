@@ -1,9 +1,13 @@
 """Attention over the slots of a `KVCache`, as an attention function of transformers.
 
 The library's own SDPA function copies keys and values once per query head as soon as a mask is given; here grouped
-queries read them in place.
+queries read them in place. Without a GPU rows of different lengths are attended to in segments
+(`cairn.engines.rollout.transformers.segments`).
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +18,48 @@ from transformers.masking_utils import sdpa_mask
 
 SLOT_ATTENTION = "cairn_slots"
 """Its name in transformers, for `model.set_attn_implementation`."""
+
+
+_given = threading.local()
+
+
+@contextmanager
+def segmented(segments: torch.Tensor) -> Iterator[None]:
+    """Steps of this thread run over rows in these segments [K, 2]."""
+    _given.segments = segments
+    try:
+        yield
+    finally:
+        del _given.segments
+
+
+@torch.jit.script_if_tracing
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    segments: torch.Tensor,
+    scale: float | None,
+    grouped: bool,
+) -> torch.Tensor:
+    """As `F.scaled_dot_product_attention`, each segment over as many positions as it needs."""
+    found: list[torch.Tensor] = []
+    begin = 0
+    for i in range(segments.shape[0]):
+        end, length = int(segments[i, 0]), int(segments[i, 1])
+        found.append(
+            F.scaled_dot_product_attention(
+                query[begin:end],
+                key[begin:end, :, :length],
+                value[begin:end, :, :length],
+                attn_mask=mask[begin:end, :, :, :length],
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+        begin = end
+    return torch.cat(found)
 
 
 def slot_attention(
@@ -43,9 +89,7 @@ def slot_attention(
         output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
         output = output.unflatten(2, (group_size, -1)).flatten(1, 2)
     else:
-        output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=group_size > 1
-        )
+        output = _attend(query, key, value, attention_mask, _given.segments, scaling, group_size > 1)
     return output.transpose(1, 2), None
 
 

@@ -232,6 +232,12 @@ class Batch:
         self.shifts[left:size] = 0
         return sources, targets
 
+    def rearrange(self, order: np.ndarray) -> None:
+        """Put the rows in another order: in the place of each the row that `order` [B] names."""
+        self.samples = [self.samples[row] for row in order]
+        for values in self._row_values():
+            values[: len(order)] = values[order]
+
     def _keep(self, rows: torch.Tensor, part: torch.Tensor) -> None:
         """Note what rows [R] could have drawn, part [R, V], for the samples that are asked for it."""
         counts, ids = part.sum(1).cpu().numpy(), part.nonzero()[:, 1].int().cpu().numpy()

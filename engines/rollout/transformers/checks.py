@@ -12,6 +12,7 @@ from cairn.engines.rollout.transformers.batch import samples_of
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.decoding import Decoding
 from cairn.engines.rollout.transformers.decoding_step import trial_inputs
+from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT
 from cairn.engines.types import Completion, GenerateRequest, RequestId, SamplingParams
 
 _TOLERANCE = {torch.float32: 1e-3}
@@ -44,15 +45,15 @@ def is_batch_invariant(decoder: Decoder) -> bool:
 
 @torch.inference_mode()
 def _steps_are_invariant(decoder: Decoder) -> bool:
-    """Whether rows have equal logits in steps of several numbers of rows, and in the reverse order."""
+    """Whether rows have equal logits in steps of several numbers of rows, in the reverse order, and in segments."""
     size, blocks = 23, 2
     rows = decoder.num_rows(size)
-    tokens, positions, keys, stores, *read = trial_inputs(
+    tokens, positions, keys, stores, _, *read = trial_inputs(
         decoder.cache, rows, blocks, decoder.context_length, decoder.vocab_size, decoder.sees_images
     )
 
-    def step(rows: torch.Tensor) -> torch.Tensor:
-        own = (one[rows] for one in read)
+    def step(rows: torch.Tensor, *segments: tuple[int, int]) -> torch.Tensor:
+        own = torch.tensor(segments or [(len(rows), len(keys))]), *(one[rows] for one in read)
         return decoder.step(tokens[rows], positions[rows], keys, [store[rows] for store in stores], *own)[0]
 
     every = torch.arange(rows, device=decoder.device)
@@ -61,7 +62,14 @@ def _steps_are_invariant(decoder: Decoder) -> bool:
         if not torch.equal(step(every[: decoder.num_rows(fewer)])[:fewer], logits[:fewer]):
             return False
     reverse = step(torch.cat([every[:size].flip(0), every[size:]]))[:size]
-    return torch.equal(reverse.flip(0), logits)
+    if not torch.equal(reverse.flip(0), logits):
+        return False
+    if not decoder.in_segments:
+        return True
+    longest_first = torch.cat([positions[:size].argsort(descending=True), every[size:]])
+    long = int((positions[:size] >= ALIGNMENT).sum())
+    in_two = step(longest_first, (long, blocks * ALIGNMENT), (rows, ALIGNMENT))
+    return torch.equal(in_two[:size], logits[longest_first[:size]])
 
 
 def _samples_are_invariant(decoder: Decoder) -> bool:

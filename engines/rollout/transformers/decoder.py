@@ -61,6 +61,8 @@ class Decoder:
         self.model = model
         self.max_rows = max(max_rows, MIN_ROWS)
         self.device = model.device
+        self.in_segments = self.device.type == "cpu"
+        """Whether rows are attended to in segments: a GPU starts kernels more slowly than it reads."""
         self.context_length = context_length(model.config)
         self.vocab_size = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
         widths = {parameter.shape[0] for parameter in model.parameters() if parameter.dim() < 3}

@@ -16,6 +16,7 @@ from cairn.engines.errors import GenerationFailed
 from cairn.engines.rollout.transformers.batch import Batch, Sample
 from cairn.engines.rollout.transformers.decoder import Decoder
 from cairn.engines.rollout.transformers.kv_cache import round_up
+from cairn.engines.rollout.transformers.segments import RowOrder, segments_of, whole
 from cairn.engines.routing import compact
 from cairn.engines.types import Completion, FinishReason
 
@@ -36,6 +37,7 @@ class Decoding:
     def __init__(self, decoder: Decoder, end_ids: frozenset[int]) -> None:
         self._decoder = decoder
         self._batch = Batch(end_ids, decoder.context_length, decoder.vocab_size)
+        self._order = RowOrder()
         self._waiting: deque[Sample] = deque()
         self.running_max = self.queued_max = 0
         """The most samples that were decoded, and that waited, in a step."""
@@ -135,6 +137,8 @@ class Decoding:
         """Generate one token a sample. Returns the rows that ended."""
         decoder, batch, size = self._decoder, self._batch, len(self._batch)
         rows = decoder.num_rows(size)
+        if decoder.in_segments:
+            self._arrange()
         length = round_up(int(batch.positions[:size].max()) + 1)
         decoder.cache.reserve(0, length)
         tokens, positions = (
@@ -142,10 +146,22 @@ class Decoding:
         )
         key_positions = torch.arange(length, device=decoder.device)
         read = (positions + torch.from_numpy(batch.shifts[:rows]).to(decoder.device),) if decoder.sees_images else ()
-        logits, routes = decoder.step(tokens, positions, key_positions, decoder.cache.stores, *read)
+        segments = torch.from_numpy(segments_of(batch.positions[:rows]) if decoder.in_segments else whole(rows, length))
+        logits, routes = decoder.step(tokens, positions, key_positions, decoder.cache.stores, segments, *read)
         if decoder.routes.layers and batch.asks_for_routes:
             batch.read_routes(compact(routes[:size], decoder.routes.num_experts))
         return batch.advance(logits[:size])
+
+    def _arrange(self) -> None:
+        """Put the rows in an order in which less is read, if it is time for it."""
+        batch = self._batch
+        if (order := self._order.better(batch.positions[: len(batch)])) is None:
+            return
+        (targets,) = np.nonzero(order != np.arange(len(order)))
+        sources, length = order[targets], round_up(int(batch.positions[: len(batch)].max()) + 1)
+        batch.rearrange(order)
+        cache = self._decoder.cache
+        cache.move(self._put(sources.tolist()), self._put(targets.tolist()), min(length, cache.capacity))
 
     @torch.inference_mode()
     def _end(self, rows: np.ndarray, weight_version: int, *, aborted: bool = False) -> Ended:

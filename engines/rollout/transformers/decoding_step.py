@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cairn.engines.rollout.transformers.attention import segmented
 from cairn.engines.rollout.transformers.kv_cache import ALIGNMENT, KVCache, Layer, StepCache
 from cairn.engines.routing import RouteRecorder
 
@@ -22,10 +23,10 @@ StepOutputs = tuple[torch.Tensor, torch.Tensor]
 """logits [B, V], and the experts [B, layers, top-k] that were chosen for the tokens; no layers without experts."""
 
 Step = Callable[..., StepOutputs]
-"""(tokens [B], positions [B], key_positions [L], stores) -> outputs: feeds a token to each of the slots 0 … B - 1 of a
-`KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of the first L. Of a
-model that sees images it takes a fifth argument, [B], the positions that the model reads, where the first ones are
-those in the slots."""
+"""(tokens [B], positions [B], key_positions [L], stores, segments [K, 2]) -> outputs: feeds a token to each of the
+slots 0 … B - 1 of a `KVCache` at its position, which extends the slot, and lets it attend to the slot's positions, of
+the first L, or fewer as `segments` has it (`cairn.engines.rollout.transformers.segments`). Of a model that sees images
+it takes a sixth argument, [B], the positions that the model reads, where the first ones are those in the slots."""
 
 
 class DecodingStep(torch.nn.Module):
@@ -53,15 +54,17 @@ class DecodingStep(torch.nn.Module):
         positions: torch.Tensor,
         key_positions: torch.Tensor,
         stores: list[torch.Tensor],
+        segments: torch.Tensor,
         read_positions: torch.Tensor | None = None,
     ) -> StepOutputs:
-        output = self.model(
-            input_ids=tokens[:, None],
-            position_ids=(positions if read_positions is None else read_positions)[:, None],
-            attention_mask=self._masks(positions, key_positions),
-            past_key_values=StepCache(stores, self.layers, positions, key_positions.shape[0]),
-            use_cache=True,
-        )
+        with segmented(segments):
+            output = self.model(
+                input_ids=tokens[:, None],
+                position_ids=(positions if read_positions is None else read_positions)[:, None],
+                attention_mask=self._masks(positions, key_positions),
+                past_key_values=StepCache(stores, self.layers, positions, key_positions.shape[0]),
+                use_cache=True,
+            )
         return output.logits[:, -1], self.routes.take()
 
     def _masks(self, positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -125,9 +128,10 @@ def trial_inputs(
         torch.randn(shape, generator=draw).to(device, store.dtype)
         for shape, store in zip(cache.shapes(rows, length), cache.stores, strict=True)
     ]
-    inputs = tokens.to(device), positions.to(device), torch.arange(length, device=device), stores
+    halves = [(rows - rows // 2, length), (rows, length)]  # which run over all positions, for these are in no order
+    inputs = tokens.to(device), positions.to(device), torch.arange(length, device=device), stores, torch.tensor(halves)
     return (*inputs, inputs[1] // 2) if sees_images else inputs
 
 
 def _copy(inputs: StepInputs) -> StepInputs:
-    return *inputs[:3], [store.clone() for store in inputs[3]]
+    return *inputs[:3], [store.clone() for store in inputs[3]], *inputs[4:]
