@@ -89,7 +89,10 @@ def slot_attention(
         output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
         output = output.unflatten(2, (group_size, -1)).flatten(1, 2)
     else:
-        output = _attend(query, key, value, attention_mask, _given.segments, scaling, group_size > 1)
+        segments: torch.Tensor | None = getattr(_given, "segments", None)
+        if segments is None:  # a prompt, under the mask of a window
+            segments = torch.tensor([(query.shape[0], key.shape[2])])
+        output = _attend(query, key, value, attention_mask, segments, scaling, group_size > 1)
     return output.transpose(1, 2), None
 
 

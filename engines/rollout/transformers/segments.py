@@ -23,7 +23,7 @@ def segments_of(positions: np.ndarray) -> np.ndarray:
     rows, begin, found = len(needed), 0, []
     while begin < rows:
         length = round_up(int(needed[begin]))
-        end = int(np.count_nonzero(2 * needed > length))
+        end = int(np.count_nonzero(2 * needed > needed[begin]))
         if (rows - end) * (length // 2) < WORTH:
             end = rows
         found.append((end, length))
