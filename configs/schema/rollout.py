@@ -231,7 +231,9 @@ class RolloutConfig(Section):
     `--sglang-server-concurrency`."""
 
     timeout: float = Field(1800, gt=0)
-    """Seconds that one shard may take before it counts as hung."""
+    """Seconds that one shard may take before it counts as hung; where samples are streamed, that an engine may be at
+    work without ending a sample or taking others or new weights, and that a batch waits for a group which would be too
+    old for the next one."""
 
     rollout_health_check_interval: float = Field(5, gt=0)
     """Seconds between two questions to an SGLang server, and to the router, whether it still works. slime:

@@ -26,6 +26,10 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
+    def begin_anew(self) -> None:
+        """Let it come as many seconds from now."""
+        self._end = time.monotonic() + self.seconds
+
     @property
     def remaining(self) -> float:
         """Seconds left, never below 0."""

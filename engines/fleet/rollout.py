@@ -55,6 +55,8 @@ class RolloutHandle(ModelHandle):
         self._worker: Mapping[str, Any] | None = None
         self._route: tuple[str, Sequence[str]] | None = None
         self._busy = threading.Lock()
+        self._deadline = Deadline(0)
+        """Of what it generates."""
         self.episodes: Episodes | None = None
         """Where user code runs; None where there is none."""
         self.serving = threading.Lock()
@@ -75,8 +77,9 @@ class RolloutHandle(ModelHandle):
     def generate_samples(
         self, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
-        """Stream samples as they end, and what is recorded of them before, within `rollout.timeout` seconds in all; an
-        engine that is silent is asked whether it still lives. Giving the iterator up ends the generation.
+        """Stream samples as they end, and what is recorded of them before, within `rollout.timeout` seconds in all, or,
+        where the run streams, after the last sign of work (`heard`); an engine that is silent is asked whether it still
+        lives. Giving the iterator up ends the generation.
 
         Raises what the engine raises.
         """
@@ -88,11 +91,15 @@ class RolloutHandle(ModelHandle):
         self, episodes: Episodes, samples: Sequence[SampleRequest], params: SamplingParams, function: GenerateFunction
     ) -> Iterator[list[GeneratedSample] | Recorded]:
         with self.alone():
-            yield from episodes.generate_samples(samples, params, function, Deadline(self._config.timeout), self.usage)
+            self._deadline = deadline = Deadline(self._config.timeout)
+            for told in episodes.generate_samples(samples, params, function, deadline, self.usage):
+                if told:
+                    self.heard()
+                yield told
 
     def _stream(self, method: str, *args: Any) -> Iterator[Any]:
         with self.alone():
-            deadline = Deadline(self._config.timeout)
+            self._deadline = deadline = Deadline(self._config.timeout)
             stream = self._actor.call(method, *args, num_returns="streaming")
             try:
                 while self._more(stream, deadline):
@@ -100,15 +107,25 @@ class RolloutHandle(ModelHandle):
                         ref = next(stream)
                     except StopIteration:
                         return
-                    yield self._result(ref, deadline, self._actor, method)
+                    told = self._result(ref, deadline, self._actor, method)
+                    self.heard()
+                    yield told
             except GeneratorExit:
                 self._abort(stream)
                 raise
+
+    def heard(self) -> None:
+        """It has shown that it works: it has ended a sample, or taken others or new weights. What it generates for a
+        stream goes on for as long as there are prompts, so `rollout.timeout` begins anew there."""
+        if self._config.pipeline == "streaming":
+            self._deadline.begin_anew()
 
     def join(self, samples: Sequence[SampleRequest]) -> bool:
         """Have the running `generate_samples` generate these too; whether it does. From any thread."""
         ref = self._actor.call("join", list(samples), concurrency_group=CONTROL)
         joined: bool = self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "join")
+        if joined:
+            self.heard()
         return joined
 
     def retracted(self) -> list[Completion]:

@@ -74,6 +74,7 @@ class Serving:
                 with self._dropped_where_wrong(version):
                     verify_checksum(engine, version, publication.digest)
             engine.call("end_weight_update")
+            engine.heard()
             return time.monotonic() - began
 
     def _bring(self, engine: RolloutHandle, version: int) -> None:

@@ -62,7 +62,7 @@ class Generation:
     Args:
         route: to the servers.
         context: most tokens of an input and its response.
-        timeout: seconds that a sample may take, from when it was asked for.
+        timeout: seconds that a sample may take, from when it was asked for, or was last retracted.
         concurrency: samples asked for at a time.
         loads: watches a server meanwhile.
         occupancy: of the engine.
@@ -206,8 +206,8 @@ class Generation:
         """Let the sample's future end."""
         result: Completion | Exception | None = None
         try:
-            async with asyncio.timeout(self._timeout):
-                result = await self._sample(request)
+            async with asyncio.timeout(self._timeout) as limit:
+                result = await self._sample(request, limit)
         except TimeoutError:
             result = EngineTimeout(f"generation did not end within {self._timeout:g} s")
         except EngineDied as error:
@@ -226,7 +226,7 @@ class Generation:
             else:
                 future.set_exception(result)
 
-    async def _sample(self, request: GenerateRequest) -> Completion:
+    async def _sample(self, request: GenerateRequest, limit: asyncio.Timeout) -> Completion:
         """Its completion, asked for as often as it is retracted."""
         part: Completion | None = None
         async with self._slots:
@@ -239,6 +239,7 @@ class Generation:
                 if len(part.response_ids) >= whole:  # the abort came after its last token
                     return replace(part, finish_reason=FinishReason.LENGTH)
                 self._parts[request.request_id] = part
+                limit.reschedule(asyncio.get_running_loop().time() + self._timeout)
 
     def _room(self, request: GenerateRequest) -> int:
         return self._context - len(request.input_ids)

@@ -1,8 +1,11 @@
 """A fleet of real engines on a real cluster: what it adds to them, and what it does when one fails."""
 
+import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from cairn.engines.episodes.user_code import SINGLE_TURN, GenerateFunction
 from cairn.engines.errors import (
     BadModel,
     EngineDied,
@@ -29,6 +33,7 @@ from cairn.engines.model_files import folder_digest
 from cairn.engines.rollout.sglang.launch_plan import ServerPlan
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.training.torch.engine import TorchEngine
+from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, Publication, SamplingParams
 from cairn.storage.errors import NoSpace
 from tests.engines.training.builders import VOCABULARY, make_batch, model_folder
@@ -240,6 +245,35 @@ def test_a_generation_that_takes_too_long_is_a_timeout_and_its_engine_is_replace
         generate(engine, requests(64, max_new_tokens=200))
     engine.ensure_alive()
     assert engine.health()["pid"] != pid
+
+
+def test_what_an_engine_generates_for_a_stream_lasts_as_long_as_it_gets_work_and_weights(
+    fleet: Fleet, model: Path
+) -> None:
+    engine, timeout = hasty(fleet, model, 0, timeout=1.5, call_timeout=30), 1.5
+    engine._config = engine._config.model_copy(update={"pipeline": "streaming"})
+    sync(fleet)
+    version = train_once(fleet)
+    fleet.publish(version, keep=2)
+    numbers = itertools.count()
+
+    def some() -> list[SampleRequest]:
+        return [SampleRequest(next(numbers), 0, [5, 6, 7], seed) for seed in range(4)]
+
+    def generate_all() -> list[GeneratedSample]:
+        streamed = engine.generate_samples(some(), SamplingParams(200), GenerateFunction(SINGLE_TURN))
+        return [sample for told in streamed if isinstance(told, list) for sample in told]
+
+    with ThreadPoolExecutor(1) as pool:
+        began, generated = time.monotonic(), pool.submit(generate_all)
+        wait_for(lambda: engine.health()["running_requests"])
+        while time.monotonic() - began < 2 * timeout:
+            assert engine.join(some())
+            time.sleep(0.05)
+        fleet.update(engine, version)
+        assert engine._deadline.remaining > 0.8 * timeout
+        assert len(generated.result(60)) == next(numbers)
+    assert engine.weight_version() == version
 
 
 def test_an_engine_is_free_after_a_generation_that_was_given_up(fleet: Fleet) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -206,6 +207,22 @@ def test_a_prompt_that_was_seen_before_comes_from_the_cache(route: Route) -> Non
 def test_what_does_not_end_in_time_is_an_error_and_leaves_the_server_idle(engine: SGLangEngine, route: Route) -> None:
     with pytest.raises(EngineTimeout, match="did not end within 1 s"):
         run(generation(route, timeout=1), requests(8, max_new_tokens=900))
+    wait_until_idle(engine)
+
+
+def test_a_sample_that_meets_new_weights_has_its_time_anew(engine: SGLangEngine, route: Route) -> None:
+    asked = generation(route, timeout=3, concurrency=4)
+    futures = asked.submit(requests(1, samples=4, max_new_tokens=900))
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        wait_for(lambda: running(engine.health()) or all(future.done() for future in futures))
+        asked.rest()
+        asked.go_on()
+        time.sleep(0.2)
+    asked.abort()
+    for future in futures:
+        assert len(future.result(60).response_ids) > 100
+    asked.close()
     wait_until_idle(engine)
 
 
