@@ -14,6 +14,7 @@ joined          engines that outlive their driver, on a cluster that somebody el
 long            the same over more iterations, for kills by the hundred
 fork            weights that only the parent's configuration makes, where the parent has no checkpoint
 streaming       samples of open groups, and which a batch was made of
+joined-streaming  `joined` and `streaming` at once, with longer responses, which meet new weights
 lagged          two open iterations, one collected while the other is learned from, and older weights
 single          one engine, whose deaths all strike the same groups
 mixed           `filtered`, `retained` and `critic` at once
@@ -71,6 +72,7 @@ _FILTERED: Sections = {
 _RETAINED: Sections = {"checkpoint": {"save_interval": 1, "save_retain_interval": 2, "retain_snapshots": 2}}
 _CRITIC: Sections = {"algorithm": {"advantage_estimator": "ppo", "use_kl_loss": False, "kl_loss_coef": 0.0}}
 _TIS = {"use_rollout_logprobs": False, "use_tis": True}
+_STREAMING: Sections = {"rollout": {"pipeline": "streaming"}, "algorithm": _TIS}
 _TENSOR = {"tensor_model_parallel_size": 2}
 
 
@@ -113,7 +115,16 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "long": Configuration(
         {**_LESS, "rollout": {**_LESS["rollout"], "num_rollout": 16}, "checkpoint": {"save_interval": 4}}, joined=True
     ),
-    "streaming": Configuration({"rollout": {"pipeline": "streaming"}, "algorithm": _TIS}, repeatable=False),
+    "streaming": Configuration(_STREAMING, repeatable=False),
+    "joined-streaming": Configuration(
+        {
+            **_STREAMING,
+            "rollout": {**_STREAMING["rollout"], "num_rollout": 5, "rollout_max_response_len": 192},
+            "eval": {"eval_interval": 4},  # one interrupts what is generated, and is due when weights are published
+        },
+        repeatable=False,
+        joined=True,
+    ),
     "lagged": Configuration({"rollout": {"pipeline": "lagged"}, "algorithm": _TIS}),
     "single": Configuration({"rollout": {"num_engines": 1}}),
     "sglang": Configuration({"rollout": _SGLANG, "fleet": {"call_timeout": 60}}, repeatable=False),

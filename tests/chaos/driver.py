@@ -8,7 +8,7 @@ In FOLDER it notes the faults (witness.jsonl), the groups that it asks rollout e
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +89,21 @@ def note_what_is_generated(file: Path) -> None:
         note(*STREAM, finished=ended)
 
     def asking_for_stream(
-        step: StepCall, engine: Any, weights: Any, samples: Sequence[SampleRequest], *args: Any, **options: Any
+        step: StepCall,
+        engine: Any,
+        weights: Any,
+        samples: Sequence[SampleRequest],
+        *args: Any,
+        joined: Callable[[], Sequence[SampleRequest]],
+        **options: Any,
     ) -> Iterator[Any]:
+        def joining() -> Sequence[SampleRequest]:
+            others = joined()
+            note(*STREAM, asked=[sample.key for sample in others])
+            return others
+
         note(*STREAM, asked=[sample.key for sample in samples])
-        yield from generate(step, engine, weights, samples, *args, **options)
+        yield from generate(step, engine, weights, samples, *args, joined=joining, **options)
 
     StreamLog._write_samples = streaming  # type: ignore[method-assign]
     cairn.tasks.streaming.engine_work.generate_samples = asking_for_stream  # type: ignore[attr-defined]

@@ -8,13 +8,16 @@ after         the commit is there                                           the 
 halfway       the rollout's first group has finished                        parts without a commit
 loading       a checkpoint is about to be loaded, to restore the trainer    the step, from an earlier driver or engine
 replaying     a few milliseconds into the replay of a train step            the same
+updating      an update of an engine to the weights has begun, in flight:   the step
+              to those of the step, or of a later one (in_flight.py)
 
 victim        what happens to it                                            what the driver does
 driver        SIGKILL                                                       dies; the next one goes on
 notice        SIGTERM of the driver                                         saves its weights and ends; the next goes on
 training      SIGKILL of the first rank of the training engine              starts another engine and goes on
 rank          the same of the last rank                                     the same
-rollout       SIGKILL of a rollout engine                                   starts another and goes on
+rollout       SIGKILL of a rollout engine, the one that is being updated    starts another and goes on
+update        none: it is ended before it has brought the weights           tries again
 grader        SIGKILL of a grader process                                   grades again in another and goes on
 ray           SIGKILL of gcs_server and raylet of its cluster               ends with a sentence; the next one goes on
 prefect       SIGKILL of its Prefect server                                 starts another and goes on
@@ -49,6 +52,7 @@ from typing import Any, Literal
 
 import psutil
 
+from cairn.engines.fleet.rollout import RolloutHandle
 from cairn.flows.events import Event
 from cairn.flows.orchestration.server import PREFECT_HOME
 from cairn.storage.commits import Commit, Step
@@ -59,15 +63,16 @@ from cairn.tasks.context import RunContext
 from cairn.tasks.events import StepCommitted, StepStarted
 from cairn.tasks.step import DurableStep, Outcome, StepCall
 from tests.chaos.beside import COMMANDS, Command, give
+from tests.chaos.in_flight import watch_updates
 from tests.faulty_s3 import control
 from tests.waiting import wait_for
 
 Moment = Literal["before", "during", "uncommitted", "after"]
 """Of every step."""
-RareMoment = Literal["halfway", "loading", "replaying"]
-"""Of a rollout; of a checkpoint and of a train step when weights are brought back."""
+RareMoment = Literal["halfway", "loading", "replaying", "updating"]
+"""Of a rollout; of a checkpoint and of a train step when weights are brought back; of a sync step of a stream."""
 Victim = Literal["driver", "training", "rollout", "ray", "prefect", "database", "store"]
-FurtherVictim = Literal["notice", "rank", "grader", "server", "scheduler", "stopped", "router"] | Command
+FurtherVictim = Literal["notice", "rank", "grader", "server", "scheduler", "stopped", "router", "update"] | Command
 """What has its moments in some steps only, or in some configurations."""
 EpisodeVictim = Literal["worker", "code", "tool"]
 """What there is while episodes run: tests/chaos/test_episodes.py."""
@@ -139,6 +144,8 @@ class Striker:
 
         DurableStep.perform = performing  # type: ignore[method-assign]
         self._watch_recovery()
+        if any(fault.moment == "updating" for fault in faults):
+            watch_updates(self._awaits_update, self._strike_update, PATIENCE)
 
     def _watch_recovery(self) -> None:
         newest_checkpoint, replay = recovery.newest_checkpoint, recovery.replay
@@ -198,6 +205,23 @@ class Striker:
                     self._pending.remove(fault)
                     return fault
         return None
+
+    def _awaits_update(self, iteration: int) -> bool:
+        with self._lock:
+            return any(fault.moment == "updating" and fault.iteration <= iteration for fault in self._pending)
+
+    def _strike_update(self, iteration: int, engine: RolloutHandle) -> None:
+        with self._lock:
+            due = [one for one in self._pending if one.moment == "updating" and one.iteration <= iteration]
+            for fault in due[:1]:
+                self._pending.remove(fault)
+        for fault in due[:1]:
+            pids = {"driver": os.getpid(), "rollout": engine.health()["pid"]}
+            victims = [psutil.Process(pids[fault.victim])] if fault.victim in pids else []
+            bear_witness(self._witness, victims, **asdict(fault), resting=len(engine.retracted()))
+            if fault.victim == "update":
+                engine.call("end_weight_update")
+            strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)
 
     def _bring_about(self, fault: Fault) -> None:
         account = asdict(fault)

@@ -35,13 +35,14 @@ EXITS: dict[AnyVictim, tuple[int, ...]] = {
     "router": (0,),
     "rank": (0,),
     "grader": (0,),
+    "update": (0,),
     "gc": (0,),
     "fork": (0,),
     "delete": (0,),
 }
 """How a driver may end after the victim was struck; 0: with the run complete."""
 
-NO_PROCESS = ("store", *COMMANDS)
+NO_PROCESS = ("store", "update", *COMMANDS)
 """Victims whose fault ends no process."""
 
 PREFECT_FAULTS = 3

@@ -61,25 +61,40 @@ LAGGED = Plan(
 """Each half, wherever the other is at that time; weights that are published on the way up."""
 
 STREAMING = Plan(
-    "streaming",
+    "joined-streaming",
     (
         Driver((case(0, Step.ADMIT, "uncommitted", "driver"),)),
-        Driver((case(0, Step.ROLLOUT, "during", "rollout"), case(0, Step.TRAIN, "uncommitted", "driver"))),
-        Driver((case(2, Step.ROLLOUT, "during", "driver"),)),
-        Driver((case(3, Step.ADMIT, "after", "driver"),)),
+        Driver((case(0, Step.ADMIT, "after", "driver"),)),
+        Driver(
+            (
+                case(0, Step.ROLLOUT, "during", "rollout"),
+                case(0, Step.SYNC, "updating", "update"),
+                case(1, Step.CHECKPOINT, "during", "training"),
+                case(1, Step.SYNC, "updating", "rollout"),
+                case(2, Step.SYNC, "updating", "driver"),
+            )
+        ),
         Driver((case(3, Step.ROLLOUT, "during", "notice"),)),
-        Driver((case(3, Step.TRAIN, "during", "training"),)),
+        Driver((case(3, Step.TRAIN, "uncommitted", "driver"),)),
+        Driver(
+            (
+                case(3, Step.SYNC, "during", "training"),
+                case(3, Step.EVAL, "during", "rollout"),
+                case(4, Step.TRAIN, "during", "training"),
+            )
+        ),
     ),
-    "streaming",
+    "joined-streaming",
 )
-"""A stream whose driver, engine and trainer are lost; each moment is one that cannot have come before."""
+"""A stream whose driver, engines and trainer are lost, also amid updates in flight, one of which its next driver finds
+in an engine; each moment is one that cannot have come before."""
 
 STREAMING_BESIDE = Plan(
     "streaming-beside",
     (
+        Driver((case(0, Step.ADMIT, "before", "gc"), case(0, Step.ROLLOUT, "during", "ray"))),
         Driver(
             (
-                case(0, Step.ADMIT, "before", "gc"),
                 case(0, Step.TRAIN, "before", "training"),
                 case(1, Step.ROLLOUT, "uncommitted", "gc"),
                 case(1, Step.FILTER, "before", "rollout"),
@@ -92,8 +107,8 @@ STREAMING_BESIDE = Plan(
     ),
     "streaming",
 )
-"""A stream whose engines die wherever it is, beside which garbage is collected; its driver dies when it has claimed an
-admission and not made it."""
+"""A stream whose engines die wherever it is, all with their Ray head too, and beside which garbage is collected; its
+driver dies when it has claimed an admission and not made it."""
 
 _AMID_ROLLOUTS = (
     Driver((case(0, Step.ROLLOUT, "halfway", "driver"),)),

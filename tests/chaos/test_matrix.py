@@ -93,6 +93,8 @@ def test_a_run_that_streams_loses_nothing_and_trains_on_what_was_decided_once(st
         run = standing.run(STREAMING.name, STREAMING.configuration)
         try:
             assert execute(STREAMING, run) == []
+            resting = [account["resting"] for account in run.struck() if account["moment"] == "updating"]
+            assert all(resting), "an update was not in flight"
             assert differences(run, None, left_segments) == []
         finally:
             run.kill_what_is_left()
