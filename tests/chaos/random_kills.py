@@ -60,6 +60,13 @@ FAMILIES: Mapping[str, Family] = {
         weight=3,
         pace=12,
     ),
+    "streaming": Family(
+        "joined-streaming",
+        {"driver": 6, "grader": 3, "rollout": 1.5, "training": 0.7, "gc": 0.7, "delete": 0.7},
+        faults=16,
+        weight=2,
+        seconds=12,
+    ),
     "prefect": Family(
         "long", {"prefect": 2, "database": 2, "driver": 1, "grader": 1}, faults=8, weight=4, own_prefect=True
     ),
