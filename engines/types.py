@@ -1,8 +1,9 @@
 """The words that engines and tasks exchange. Plain values: numpy arrays and numbers, no engine's own types."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -269,10 +270,43 @@ class TrainBatch:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as one array a field: thousands of small ones take tens of milliseconds."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        packed = {id(value): _Packed.of(value) for value in values}  # a list that is two fields is one again
+        return _travelled_batch, ([packed[id(value)] for value in values],)
+
     @property
     def sample_of(self) -> Sequence[int]:
         """Which sample each entry is of, from 0."""
         return range(len(self)) if self.samples is None else self.samples
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A list of vectors of one type, as one."""
+
+    values: np.ndarray
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Anything else stays as it is."""
+        if not isinstance(value, list) or not all(isinstance(item, np.ndarray) and item.ndim == 1 for item in value):
+            return value
+        if len({item.dtype for item in value}) != 1:
+            return value
+        return cls(np.concatenate(value), list(map(len, value)))
+
+    def unpacked(self) -> list[np.ndarray]:
+        """The list."""
+        ends = accumulate(self.lengths)
+        return [self.values[end - length : end] for length, end in zip(self.lengths, ends, strict=True)]
+
+
+def _travelled_batch(values: Sequence[Any]) -> TrainBatch:
+    unpacked = {id(value): value.unpacked() if isinstance(value, _Packed) else value for value in values}
+    return TrainBatch(*(unpacked[id(value)] for value in values))
 
 
 @dataclass(frozen=True)
