@@ -305,7 +305,9 @@ class _Packed:
 
 
 def _travelled_batch(values: Sequence[Any]) -> TrainBatch:
-    unpacked = {id(value): value.unpacked() if isinstance(value, _Packed) else value for value in values}
+    unpacked: dict[int, Any] = {
+        id(value): value.unpacked() if isinstance(value, _Packed) else value for value in values
+    }
     return TrainBatch(*(unpacked[id(value)] for value in values))
 
 

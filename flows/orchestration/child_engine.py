@@ -1,8 +1,8 @@
-"""A flow run below the current one, made in two requests of Prefect's API.
+"""A flow run below the current one, made in two requests of Prefect's API and read in a third.
 
 Prefect's own engine sends seven before the body of a subflow begins: it asks whether the flow is there, and whether the
 flow run, which gets its name and its first states one after the other. Here the flow is asked for once, and the flow
-run is made with its name, running. It is always a new one.
+run is made with its name, running. It is always a new one. All else is left to Prefect's engine.
 """
 
 from typing import Any
