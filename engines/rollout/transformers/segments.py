@@ -53,8 +53,9 @@ class RowOrder:
         if len(positions) * (int(positions.max(initial=0)) + 1) < 2 * WORTH:
             return None
         ordered = positions_read(segments_of(np.sort(positions)[::-1]))
-        self._wasted += positions_read(segments_of(positions)) - ordered
-        if self._wasted <= ordered:
+        wasted = positions_read(segments_of(positions)) - ordered
+        self._wasted += wasted
+        if not wasted or self._wasted <= ordered:
             return None
         self._wasted = 0
         return np.argsort(-positions, kind="stable")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cairn.engines.rollout.transformers import segments
 from cairn.engines.rollout.transformers.batch import Batch, Sample
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from tests.engines.rollout.models import Samples, collect, configs, random_requests, rollout_config, same
@@ -42,6 +43,26 @@ def test_samples_are_equal_in_random_companies_and_numbers_of_rows(seed: int, mo
         engine = TransformersEngine(model_folders["qwen3"], rollout_config(max_running_requests=max_running_requests))
         some = draw.sample(requests, draw.randrange(1, len(requests)))
         assert_same_samples(collect(engine, some), expected)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2-sliding", "gated-delta"])
+def test_samples_are_equal_in_segments_of_rows_that_change_places(
+    architecture: str, model_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = random_requests(seed=11, count=30)
+    expected = collect(TransformersEngine(model_folders[architecture], rollout_config()), requests)
+    monkeypatch.setattr(segments, "WORTH", 1)
+    moved = list[int]()
+    rearrange = Batch.rearrange
+
+    def counted(batch: Batch, order: np.ndarray) -> None:
+        moved.append(len(order))
+        rearrange(batch, order)
+
+    monkeypatch.setattr(Batch, "rearrange", counted)
+    engine = TransformersEngine(model_folders[architecture], rollout_config(max_running_requests=24))
+    assert_same_samples(collect(engine, requests), expected)
+    assert moved
 
 
 def test_a_group_finished_after_a_kill_is_what_it_would_have_been(model_folders: dict[str, str]) -> None:
