@@ -19,7 +19,8 @@ squares over their iterations, and what they predict is compared with the other 
 The model. An engine decodes all of its samples in step; a step takes `step` seconds, and `step_each` more for every
 sample. What is read first, a prompt, or the prefixes of interrupted samples under new weights, holds it up. The trainer
 takes a batch as it was cut. An iteration has `fixed` seconds that neither side works in, half of them before its batch
-is cut and half before it is trained. Evaluations are left out. The rules are those of docs/architecture.md:
+is cut and half before it is trained; on two cores both sides are slower by what these take beside them. Evaluations are
+left out. The rules are those of docs/architecture.md:
 
     sync          prompts of iteration i are admitted when i - 1 is learned
     lagged        when i - 2 is learned and the batch before is complete
@@ -76,6 +77,21 @@ class Machine:
     """Seconds of an iteration in which neither side works."""
     slots: int = 1024
     """Samples that an engine decodes at once; others wait."""
+    cores: int | None = None
+    """Of the whole machine, where one engine, the trainer and what takes `fixed` seconds share them; None: each side
+    has its own."""
+
+    def slowed(self, by: float) -> "Machine":
+        """Both sides take so many times as long."""
+        return replace(
+            self,
+            step=self.step * by,
+            step_each=self.step_each * by,
+            prefill_rate=self.prefill_rate / by,
+            train_fixed=self.train_fixed * by,
+            train_rate=self.train_rate / by,
+            update=self.update * by,
+        )
 
 
 @dataclass(frozen=True)
@@ -169,6 +185,20 @@ class _Engine:
 
 def simulate(machine: Machine, pipeline: Pipeline, iterations: int, seed: int = 0) -> Prediction:
     """A run of so many iterations, from its beginning to its last update's end."""
+    found = _simulate(machine, pipeline, iterations, seed)
+    if machine.cores is None or pipeline == Pipeline():
+        return found
+    for _ in range(_ROUNDS):
+        left = machine.cores - machine.fixed / found.seconds
+        found = _simulate(machine.slowed(max(1.0, 2 / left)), pipeline, iterations, seed)
+    return found
+
+
+_ROUNDS = 6
+"""In which the length of an iteration settles, on which depends what is left for both sides."""
+
+
+def _simulate(machine: Machine, pipeline: Pipeline, iterations: int, seed: int) -> Prediction:
     run = _Run(machine, pipeline, iterations, np.random.default_rng(seed))
     while run.learned < iterations:
         run.next_event()
@@ -384,6 +414,7 @@ def calibrated(rows: dict[str, list[dict[str, Any]]]) -> Machine:
         train_rate=1 / max(each, 1e-12),
         update=per["sync_seconds"],
         fixed=max(0.0, per["seconds"] - working),
+        cores=2,
     )
 
 

@@ -45,6 +45,14 @@ def test_side_by_side_an_iteration_takes_the_longer_half() -> None:
     assert found.seconds * 20 == pytest.approx(20 * 1.4 + 1.3)
 
 
+def test_on_cores_that_are_shared_both_sides_are_slower_by_what_is_beside() -> None:
+    alone = replace(EVEN, engines=1, fixed=0.3)
+    shared = replace(alone, cores=2)
+    assert simulate(shared, Pipeline(), 5) == simulate(alone, Pipeline(), 5)
+    # A rollout of 1.8 s has (2 - 0.3 / s) / 2 of a core while an iteration takes s: 2 s - 0.3 = 3.6.
+    assert simulate(shared, Pipeline(lag=1), 200).seconds == pytest.approx(1.95, rel=0.02)
+
+
 def test_without_a_tail_a_stream_gains_nothing_over_a_lag() -> None:
     even = replace(EVEN, step=0.0, step_each=0.0035)  # as fast, and no faster where more is decoded at once
     lagged, streaming = (simulate(even, one, 20).seconds for one in (Pipeline(lag=1), Pipeline(max_age=1)))
