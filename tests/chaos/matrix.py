@@ -105,9 +105,9 @@ CI_SET = Plan(
     "ci",
     (
         Driver((case(0, Step.REWARD, "before", "store"), case(0, Step.TRAIN, "uncommitted", "driver"))),
-        Driver((case(0, Step.SYNC, "before", "rollout"), case(1, Step.FILTER, "during", "ray"))),
+        Driver((case(0, Step.SYNC, "before", "rollout"), case(1, Step.ADVANTAGE, "during", "ray"))),
         Driver((case(1, Step.TRAIN, "during", "training"), case(1, Step.CHECKPOINT, "uncommitted", "driver"))),
-        Driver((case(2, Step.ADVANTAGE, "after", "database"),)),
+        Driver((case(2, Step.FILTER, "after", "database"),)),
         Driver((case(3, Step.ROLLOUT, "during", "driver"),)),
         Driver((case(3, Step.SCORE, "before", "prefect"), case(3, Step.EVAL, "before", "rollout"))),
     ),
@@ -135,7 +135,7 @@ def _plans(victim: Victim) -> Iterator[Plan]:
     survived = EXITS[victim] == (0,)
     for step in STEPS:
         # One an iteration: what was killed is started again when it is needed, and cannot be killed before; and a
-        # driver whose database is lost may get to the end of its iteration.
+        # driver whose database is lost may get to the end of its iteration, and collect the next one's batch.
         left, number = [fault for fault in faults if fault.step is step], 0
         while left:
             by_iteration = {fault.iteration: fault for fault in reversed(left)}
