@@ -24,7 +24,7 @@ def segments_of(positions: np.ndarray) -> np.ndarray:
     while begin < rows:
         length = round_up(int(needed[begin]))
         end = int(np.count_nonzero(2 * needed > needed[begin]))
-        if (rows - end) * (length // 2) < WORTH:
+        if end < rows and (rows - end) * (length - round_up(int(needed[end]))) < WORTH:
             end = rows
         found.append((end, length))
         begin = end

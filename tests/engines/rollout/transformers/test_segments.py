@@ -40,6 +40,10 @@ def test_rows_are_put_in_order_when_as_much_was_read_for_nothing_as_they_hold() 
     assert all(order.better(in_order + step) is None for step in range(50))
 
 
+def test_no_segment_is_made_that_reads_no_less() -> None:
+    assert segments_of(np.array([15, *[0] * 600])).tolist() == [[601, 16]]
+
+
 def test_few_short_rows_are_left_as_they_are() -> None:
     order = RowOrder()
     assert all(order.better(np.array([1, 2, 300])) is None for _ in range(1000))
