@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import ray
@@ -49,6 +50,9 @@ MAX_FOLDER_LENGTH = 40
 """Characters of the cluster's folder: Ray adds up to 64 for a Unix socket, which Linux limits to 107 in all."""
 
 
+Answer = TypeVar("Answer")
+
+
 class ClusterError(EngineError):
     """There is no cluster, or it lacks what was asked of it."""
 
@@ -65,6 +69,7 @@ class Cluster:
     _warm: WarmProcess | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
+    _asking: threading.Lock = field(default_factory=threading.Lock)
     _users: int = 0
     lost: str | None = None
     """Why it is gone, or given up."""
@@ -157,6 +162,12 @@ class Cluster:
                 )
                 return
 
+    def answer(self, question: Callable[[], Answer]) -> Answer | None:
+        """What Ray answers to somebody who may ask late: None once the cluster was let go. Ray itself would start
+        another one to answer, and end the process in the midst of that."""
+        with self._asking:
+            return None if self._closing.is_set() else question()
+
     def close(self) -> None:
         """Let go of the cluster; its last user leaves a joined one and ends a started one."""
         global _current
@@ -165,8 +176,9 @@ class Cluster:
             if self._users:
                 return
             _current = None
-            self._closing.set()
-            ray.shutdown()
+            with self._asking:
+                self._closing.set()
+                ray.shutdown()
             self._ended.set()
             if self._warm is not None:
                 self._warm.close()
@@ -180,10 +192,12 @@ _current: Cluster | None = None
 
 
 def require_cluster() -> None:
-    """Raise ClusterLost if the cluster that this process uses is gone or given up."""
+    """Raise ClusterLost if the cluster that this process uses is gone, given up or let go."""
     cluster = _current
     if cluster is not None and cluster.lost is not None:
         raise ClusterLost(cluster.lost)
+    if not ray.is_initialized():  # whoever calls Ray all the same has it start a cluster
+        raise ClusterLost("this process has let go of its Ray cluster, and of all engines with it")
 
 
 def ray_folder() -> Path | None:

@@ -268,10 +268,12 @@ class Fleet:
 
     def seconds_until_drained(self) -> float | None:
         """Seconds until a machine goes that this process is on, or an engine that may not leave, as a joined cluster
-        was told; None where none is to go."""
+        was told; None where none is to go, and once the fleet is closed."""
         if not self._cluster.joined:
             return None
-        return seconds_until_drained({ray.get_runtime_context().get_node_id(), *self._placement.nodes()})
+        return self._cluster.answer(
+            lambda: seconds_until_drained({ray.get_runtime_context().get_node_id(), *self._placement.nodes()})
+        )
 
     def publish(self, version: int, keep: int) -> Publication:
         """Lay the trainer's weights where rollout engines fetch them; of the publications before, those stay that are

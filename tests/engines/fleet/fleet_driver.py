@@ -13,9 +13,12 @@ import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 
 import numpy as np
+import ray
 
 from cairn.engines.errors import ClusterLost
 from cairn.engines.fleet.fencing import Claim, Tenure
@@ -57,6 +60,24 @@ def acquire(lease: Path) -> Tenure:
     return Tenure(Claim("driver", epoch), check)
 
 
+def close(fleet: Fleet) -> None:
+    """While a thread asks, as a driver's does for drained machines, and later than that."""
+    closed = Event()
+
+    def ask() -> None:
+        while not closed.is_set():
+            fleet.seconds_until_drained()
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        fleet.close()
+        with suppress(ClusterLost):
+            fleet.rollout[0].abort()
+        closed.set()
+    asking.result()
+    assert not ray.is_initialized()
+
+
 def main(model: str, address: str, dtype: str, lease: str) -> None:
     tenure = acquire(Path(lease))
     ray_address = None if address == "none" else address
@@ -66,7 +87,7 @@ def main(model: str, address: str, dtype: str, lease: str) -> None:
     report(fleet)
     for command in sys.stdin:
         if command.strip() == "close":
-            fleet.close()
+            close(fleet)
             return
         try:
             if command.strip() == "hang":
