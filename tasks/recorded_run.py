@@ -28,7 +28,9 @@ class RecordedRun:
         self.ledger = ledger
         self._lock = threading.Lock()
         self._commits: dict[tuple[int, Step, str | None], Commit] = {}
-        self._tables: OrderedDict[str, pa.Table] = OrderedDict()
+        self._tables: OrderedDict[str, tuple[pa.Table, int]] = OrderedDict()
+        """Snapshots and their bytes, by their digests, the one that was asked for longest ago first."""
+        self._bytes_kept = 0
 
     def find(self, iteration: int, step: Step, shard: str | None = None) -> Commit | None:
         """The step's commit if there is one. Commits never change, so one that was seen is not read again."""
@@ -71,18 +73,19 @@ class RecordedRun:
 
     def _read(self, run: str, output: OutputFile, read: Callable[[Store, str, OutputFile], pa.Table]) -> pa.Table:
         with self._lock:
-            table = self._tables.get(output.sha256)
-            if table is not None:
+            if (kept := self._tables.get(output.sha256)) is not None:
                 self._tables.move_to_end(output.sha256)
-        if table is None:
-            table = read(self.ledger.store, run, output)
-            self.remember(output, table)
+                return kept[0]
+        table = read(self.ledger.store, run, output)
+        self.remember(output, table)
         return table
 
     def remember(self, output: OutputFile, table: pa.Table) -> None:
         """Keep a snapshot that was just written: the next steps read it."""
         with self._lock:
-            self._tables[output.sha256] = table
-            self._tables.move_to_end(output.sha256)
-            while sum(kept.nbytes for kept in self._tables.values()) > TABLE_BYTES_KEPT:
-                self._tables.popitem(last=False)
+            self._bytes_kept -= self._tables.pop(output.sha256, (table, 0))[1]
+            self._tables[output.sha256] = table, table.nbytes
+            self._bytes_kept += table.nbytes
+            while self._bytes_kept > TABLE_BYTES_KEPT:
+                _, (_, least_wanted) = self._tables.popitem(last=False)
+                self._bytes_kept -= least_wanted

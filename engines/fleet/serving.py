@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import EngineError, WeightsDiffer
@@ -68,11 +68,10 @@ class Serving:
             publication = self._publications.get(version)
             engine.looked = (0.0, None)
             began = time.monotonic()
-            engine.call("begin_weight_update", version, True)
-            self._publications.send(version, engine)
-            if engine.tells_checksum:
+            self._send(engine, version, in_flight=True)
+            if (checksum := self._checksum_of(engine)) is not None:
                 with self._dropped_where_wrong(version):
-                    verify_checksum(engine, version, publication.digest)
+                    verify_checksum(engine, checksum, version, publication.digest)
             engine.call("end_weight_update")
             engine.heard()
             return time.monotonic() - began
@@ -81,22 +80,35 @@ class Serving:
         publication = self._publications.get(version)
         self._leave(engine)
         self._turns.for_update(engine)
-        with engine.alone():
-            engine.call("begin_weight_update", version)
-            self._publications.send(version, engine)
-            engine.call("end_weight_update")
-        self._turns.for_rollout(engine)
         try:
             with self._dropped_where_wrong(version):
-                if engine.tells_checksum:
-                    verify_checksum(engine, version, publication.digest)
-                elif self._config.fleet.check_weight_update_equal:
+                with engine.alone():
+                    self._send(engine, version)
+                    ended, checksum = engine.submit("end_weight_update"), self._checksum_of(engine)
+                    served = engine.submit("get_weight_version")
+                    engine.finish(ended, "end_weight_update")
+                    if checksum is not None:
+                        verify_checksum(engine, checksum, version, publication.digest)
+                self._turns.for_rollout(engine)
+                if checksum is None and self._config.fleet.check_weight_update_equal:
                     verify_log_probs(self._training, engine, self._config)
         except WeightsDiffer:
             engine.call("begin_weight_update", version)  # and so it serves nothing
             raise
-        if (found := engine.weight_version()) != version:
+        if (found := engine.finish(served, "get_weight_version")) != version:
             raise EngineError(f"{engine.name} reports weight version {found} after an update to {version}")
+
+    def _send(self, engine: RolloutHandle, version: int, in_flight: bool = False) -> None:
+        """Begin an update and send all weights: an engine does in order what it is called for, so that nobody waits for
+        it in between."""
+        begun = engine.submit("begin_weight_update", version, in_flight)
+        try:
+            self._publications.send(version, engine)
+        finally:
+            engine.finish(begun, "begin_weight_update")  # where that failed, it is why the rest did
+
+    def _checksum_of(self, engine: RolloutHandle) -> Any:
+        return engine.submit("weights_checksum") if engine.tells_checksum else None
 
     @contextmanager
     def _dropped_where_wrong(self, version: int) -> Iterator[None]:

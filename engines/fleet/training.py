@@ -1,6 +1,7 @@
 """The training engine as the driver sees it: all of its ranks."""
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,17 +96,19 @@ class TrainingHandle(ModelHandle):
         return self._on_all("weights_checksum", dtype)[0]
 
     def export_weights(self, version: int, bucket_bytes: int) -> "Generator[ray.ObjectRef[Any]]":
-        """Buckets of weights (cairn.engines.weights.buckets) in the object store, each made while the last one is in
+        """Buckets of weights (cairn.engines.weights.buckets) in the object store, each made while the two before are in
         use.
 
         Raises WrongVersion if the engine does not stand at `version`.
         """
         with self._exporting(version, bucket_bytes) as first:
-            bucket, more = first.call("next_bucket", num_returns=2)
-            while self._result(more, Deadline(self._fleet.call_timeout), first, "next_bucket"):
-                following = first.call("next_bucket", num_returns=2)
+            asked = deque(first.call("next_bucket", num_returns=2) for _ in range(2))
+            while True:
+                bucket, more = asked.popleft()
+                if not self._result(more, Deadline(self._fleet.call_timeout), first, "next_bucket"):
+                    return
                 yield bucket
-                bucket, more = following
+                asked.append(first.call("next_bucket", num_returns=2))
 
     def broadcast_weights(
         self, version: int, bucket_bytes: int, backend: str, target: str

@@ -1,5 +1,7 @@
 """Whether a rollout engine holds the weights that it should: by checksum, or by what it makes of a few tokens."""
 
+from typing import Any
+
 import numpy as np
 
 from cairn.configs.schema.run import RunConfig
@@ -16,9 +18,9 @@ PROMPTS = [[(31 * row + 7 * column) % 97 for column in range(12)] for row in ran
 NEW_TOKENS = 12
 
 
-def verify_checksum(target: RolloutHandle, version: int, digest: str) -> None:
-    """Compare the checksum of the target's weights with that of the version. Raises WeightsDiffer."""
-    found = target.weights_checksum()
+def verify_checksum(target: RolloutHandle, asked: Any, version: int, digest: str) -> None:
+    """Compare the checksum that the target was asked for (`submit`) with that of the version. Raises WeightsDiffer."""
+    found = target.finish(asked, "weights_checksum")
     if found != digest:
         raise WeightsDiffer(
             f"{target.name} holds weights with checksum {found}, and weight version {version} was published with "
