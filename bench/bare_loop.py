@@ -5,14 +5,21 @@
 Rollout engines run in processes of their own, the training engine in this one; they talk through pipes. There is no
 Prefect, no Ray, no ledger and no file: a durable run of the same configuration does the same arithmetic (its
 `state_digest` is the same) and its time beyond this loop's is what durability costs.
+
+With `rollout.pipeline=lagged` the halves of two iterations are side by side, as in `cairn.flows.pipeline` with a lag of
+1. Each samples from the weights after the last but one, the first two from the initial ones:
+
+    a half          does                          in                    begins after
+    collect of i    rollout, reward, advantage    a thread of its own   collect of i-1, learn of i-2
+    learn of i      train, sync                   the caller's thread   collect of i, learn of i-1
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
@@ -38,6 +45,9 @@ from cairn.tasks.rewards.pool import GraderPool
 from cairn.tasks.rewards.sample import Sample
 from cairn.tasks.rollout import shard_rows
 
+Weights = tuple[int, dict[str, np.ndarray]]
+"""A version, and all tensors by name."""
+
 
 @dataclass(frozen=True)
 class Iteration:
@@ -47,7 +57,19 @@ class Iteration:
     tokens: int
     """Of responses."""
     seconds: dict[str, float]
-    """By step; their sum is the iteration's time."""
+    """By step. In turn their sum is the iteration's time; side by side the steps of two iterations share the clock, and
+    a rollout includes the loading of the weights that it samples from, which is part of `sync` in turn."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What one half of an iteration leaves to the other."""
+
+    batch: TrainBatch
+    reward: float
+    """The mean."""
+    seconds: dict[str, float]
+    """By step."""
 
 
 @dataclass
@@ -60,6 +82,8 @@ class Outcome:
     score_after: dict[str, float] = field(default_factory=dict)
     state_digest: str = ""
     iterations: list[Iteration] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    """Seconds from the first rollout's start to the end of each iteration: the last is the time of all."""
 
 
 class EngineProcess:
@@ -86,9 +110,9 @@ class EngineProcess:
         completions: list[Completion] = self._connection.recv()
         return completions
 
-    def start_update(self, version: int, weights: dict[str, np.ndarray]) -> None:
+    def start_update(self, weights: Weights) -> None:
         """Send all weights; `finish_update` waits until they are served."""
-        self._connection.send(("update", (version, weights)))
+        self._connection.send(("update", weights))
 
     def finish_update(self) -> None:
         """End an update."""
@@ -119,16 +143,16 @@ def _serve(connection: Connection, model_path: str, config: RolloutConfig) -> No
 
 
 class BareLoop:
-    """The loop's workers. `config` has no dynamic sampling, no top-p or top-k, no reference model and one
-    optimizer step a rollout."""
+    """The loop's workers. `config` has the pipeline `sync`, or `lagged` with a lag of 1, no dynamic sampling, no top-p
+    or top-k, no reference model and one optimizer step a rollout."""
 
     def __init__(self, config: RunConfig) -> None:
-        steps = config.training.num_steps_per_rollout
-        unknown = config.rollout.dynamic_sampling_filter or config.rollout.cuts_vocabulary
-        if unknown or config.algorithm.use_kl_loss or steps > 1:
+        rollout, steps = config.rollout, config.training.num_steps_per_rollout
+        unknown = rollout.dynamic_sampling_filter or rollout.cuts_vocabulary or config.algorithm.use_kl_loss
+        if unknown or rollout.pipeline == "streaming" or rollout.weights_lag > 1 or steps > 1:
             raise SystemExit(
-                "the bare loop knows no dynamic sampling, no top-p or top-k, no KL loss and one optimizer step a "
-                "rollout"
+                "the bare loop knows no streaming, no lag above 1, no dynamic sampling, no top-p or top-k, no KL loss "
+                "and one optimizer step a rollout"
             )
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -147,10 +171,36 @@ class BareLoop:
             engine.wait_until_up()
 
     def iterate(self, index: int) -> Iteration:
-        """Roll out, grade, estimate advantages, train and bring the rollout engines up to date."""
+        """Both halves of an iteration in turn: roll out, grade, estimate advantages, train and bring the rollout
+        engines up to date."""
+        iteration, weights = self._learn(index, self._collect(index))
+        with _timed(iteration.seconds, "sync"):
+            self._update_engines(weights)
+        return iteration
+
+    def iterate_side_by_side(self) -> Iterator[Iteration]:
+        """All iterations; each is collected while the one before is learned, with weights one iteration older than in
+        turn. Engines serve the last weights at the end."""
+        total = self.config.rollout.num_rollout
+        weights: Weights | None = None
+        with ThreadPoolExecutor(1) as beside:
+            collecting = beside.submit(self._collect, 0)
+            for index in range(total):
+                collected = collecting.result()
+                if index + 1 < total:
+                    collecting = beside.submit(self._collect, index + 1, weights)
+                iteration, weights = self._learn(index, collected)
+                yield iteration
+        if weights is not None:
+            self._update_engines(weights)
+
+    def _collect(self, index: int, weights: Weights | None = None) -> Collected:
+        """Make the batch of an iteration, with `weights`, or with those that the engines have already."""
         config, rollout = self.config, self.config.rollout
-        seconds: dict[str, float] = defaultdict(float)
+        seconds: dict[str, float] = {}
         with _timed(seconds, "rollout"):
+            if weights is not None:
+                self._update_engines(weights)
             drawn = draw(
                 self.data,
                 self.cursor,
@@ -203,11 +253,18 @@ class BareLoop:
                 old_log_probs=log_probs if config.algorithm.use_rollout_logprobs else None,
                 rollout_log_probs=log_probs,
             )
+        return Collected(batch, float(rewards.mean()), seconds)
+
+    def _learn(self, index: int, collected: Collected) -> tuple[Iteration, Weights]:
+        """Update the newest weights on an iteration's batch, and copy what comes out."""
+        batch, seconds = collected.batch, dict(collected.seconds)
         with _timed(seconds, "train"):
             result = self.trainer.train(batch, num_steps=1, expected_version=index, input_digest=str(index))
         with _timed(seconds, "sync"):
-            self._send_weights(result.weight_version)
-        return Iteration(float(rewards.mean()), sum(lengths), dict(seconds))
+            buckets = self.trainer.export_weights(self.config.fleet.update_weight_buffer_size)
+            weights = {name: tensor.numpy() for bucket in buckets for name, tensor in bucket.items()}
+        iteration = Iteration(collected.reward, sum(batch.response_lengths), seconds)
+        return iteration, (result.weight_version, weights)
 
     def score(self, benchmark: BenchmarkConfig) -> float:
         """Mean reward on a benchmark, drawn with the seeds of the `eval` step."""
@@ -262,14 +319,9 @@ class BareLoop:
             raise SystemExit(f"{len(failed)} samples could not be graded: {failed[0]}")
         return np.array([g.reward for g in graded], np.float32)
 
-    def _send_weights(self, version: int) -> None:
-        weights = {
-            name: tensor.numpy()
-            for bucket in self.trainer.export_weights(self.config.fleet.update_weight_buffer_size)
-            for name, tensor in bucket.items()
-        }
+    def _update_engines(self, weights: Weights) -> None:
         for engine in self.engines:
-            engine.start_update(version, weights)
+            engine.start_update(weights)
         for engine in self.engines:
             engine.finish_update()
 
@@ -279,8 +331,11 @@ def run(config: RunConfig) -> Iterator[Outcome]:
     loop = BareLoop(config)
     try:
         outcome = Outcome(config.seed, {b.name: loop.score(b) for b in config.eval.benchmarks})
-        for index in range(config.rollout.num_rollout):
-            outcome.iterations.append(loop.iterate(index))
+        in_turn = (loop.iterate(index) for index in range(config.rollout.num_rollout))
+        began = time.perf_counter()
+        for iteration in loop.iterate_side_by_side() if config.rollout.weights_lag else in_turn:
+            outcome.iterations.append(iteration)
+            outcome.ends.append(time.perf_counter() - began)
             yield outcome
         outcome.score_after = {b.name: loop.score(b) for b in config.eval.benchmarks}
         outcome.state_digest = loop.trainer.state_digest()
@@ -293,7 +348,7 @@ def run(config: RunConfig) -> Iterator[Outcome]:
 def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    seconds[step] += time.perf_counter() - began
+    seconds[step] = seconds.get(step, 0.0) + time.perf_counter() - began
 
 
 def main() -> None:
@@ -315,7 +370,7 @@ def main() -> None:
             step: statistics.median(iteration.seconds[step] for iteration in outcome.iterations)
             for step in outcome.iterations[0].seconds
         }
-        total = statistics.median(sum(iteration.seconds.values()) for iteration in outcome.iterations)
+        total = statistics.median(np.diff(outcome.ends, prepend=0.0))
         for name, before in outcome.score_before.items():
             print(f"seed {seed}: {name} {before:.3f} -> {outcome.score_after[name]:.3f}")
         print(

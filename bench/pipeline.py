@@ -9,6 +9,7 @@
     two threads  in turn, with both cores for rollout (an engine each), and both for training
     two engines  in turn, with both cores for rollout, and one for training
     bare         the loop of bench/bare_loop.py, in turn, a core each: nothing is durable; it learns as `sync` does
+    bare lagged  the same loop with its halves side by side: it learns as `lagged` does
 
 From the first rollout's start to the last update's end: starts are left out, and evaluations come after the run, of the
 weights that it left on its way. Every run has processes of its own; each seed is a round with one run of each.
@@ -63,8 +64,10 @@ MODES = {
     "two threads": ("rollout.num_engines=2", "training.num_threads=2"),
     "two engines": ("rollout.num_engines=2", "training.num_threads=1"),
     "bare": ONE_CORE_EACH,
+    "bare lagged": LAGGED,
 }
-USUAL = [name for name in MODES if name not in ("two engines", "bare")]
+BARE = ("bare", "bare lagged")
+USUAL = [name for name in MODES if name not in ("two engines", *BARE)]
 
 STAGGER = 2
 """Seconds between the first starts side by side: clusters that look for free ports at the same moment find the same."""
@@ -102,8 +105,9 @@ def bare(recipe: str, overrides: list[str], seed: int, cores: Cores) -> Outcome:
         (outcome,) = json.loads(found.read_text())
     steps = [iteration["seconds"] for iteration in outcome["iterations"]]
     return Outcome(
-        sum(sum(step.values()) for step in steps),
+        outcome["ends"][-1],
         outcome["score_after"],
+        ends=outcome["ends"],
         tokens=sum(iteration["tokens"] for iteration in outcome["iterations"]),
         rollout_seconds=sum(step["rollout"] for step in steps),
         train_seconds=sum(step["train"] + step["sync"] for step in steps),
@@ -181,7 +185,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one run of each mode by each")
     parser.add_argument("--score-every", type=int, default=2, help="evaluate the weights of every so many iterations")
     parser.add_argument("--pairs", type=int, default=1, help="runs side by side, each on two cores of its own")
-    arguments = parse(parser, modes=["sync", "lagged", "streaming 2", "bare"], iterations=3, seeds=[42])
+    arguments = parse(parser, modes=["sync", "lagged", "streaming 2", *BARE], iterations=3, seeds=[42])
     if load(arguments.recipe, arguments.set).model.path == str(FOLDER / "model") and not (FOLDER / "model").is_dir():
         subprocess.run([sys.executable, "-m", "examples.counting.build"], check=True)
     small = SMALL_RUN if arguments.smoke else ()
@@ -194,7 +198,7 @@ def main() -> None:
         options = [*common, *MODES[name], *arguments.set, f"seed={seed}"]
         cores = free.get()
         try:
-            if name == "bare":
+            if name in BARE:
                 return bare(arguments.recipe, options, seed, cores)
             return durable_run(arguments.recipe, options, score_every=arguments.score_every, pinned=pinned(cores))
         finally:
