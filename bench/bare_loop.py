@@ -7,7 +7,7 @@ Prefect, no Ray, no ledger and no file: a durable run of the same configuration 
 `state_digest` is the same) and its time beyond this loop's is what durability costs.
 
 With `rollout.pipeline=lagged` the halves of two iterations are side by side, as in `cairn.flows.pipeline` with a lag of
-1. Each samples from the weights after the last but one, the first two from the initial ones:
+1. Iteration i samples from the weights after i-2, the first two from the initial ones:
 
     a half          does                          in                    begins after
     collect of i    rollout, reward, advantage    a thread of its own   collect of i-1, learn of i-2
