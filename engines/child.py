@@ -48,9 +48,14 @@ def launch(
 
 def has_ended(process: "subprocess.Popen[bytes]") -> bool:
     """Whether it has, without waiting for it: then its group could not be killed any more."""
+    if not hasattr(os, "waitid"):  # macOS
+        try:
+            return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
     try:
-        return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
         return True
 
 

@@ -98,6 +98,8 @@ class LocalStore:
         self.retries = 0
         self._durable: set[Path] = set()
         """Folders below the root whose own names are known to be durable."""
+        self._folders: set[str] = set()
+        """Folders below the root that are no links."""
         self._syncing = ThreadPoolExecutor(_SYNCS_AT_A_TIME, thread_name_prefix="sync-folder")
 
     def __reduce__(self) -> tuple[type["LocalStore"], tuple[str]]:
@@ -110,16 +112,23 @@ class LocalStore:
         return target
 
     def _has_link(self, path: str) -> bool:
-        """Whether a part of the path is a symbolic link. To resolve the whole path looks at every folder above the root
-        too, which is most of what a small read takes."""
+        """Whether a part of the path is a symbolic link; of a folder that was found to be none it is not asked again.
+        Resolving the path instead would look at every folder from `/` on, which is most of what a small read takes."""
         part = self.url
         for name in path.split("/"):
             part = f"{part}/{name}"
+            if part in self._folders:
+                continue
             try:
-                if stat.S_ISLNK(os.lstat(part).st_mode):
-                    return True
+                mode = os.lstat(part).st_mode
             except OSError:  # nothing is there, nor below it
                 return False
+            if stat.S_ISLNK(mode):
+                return True
+            if stat.S_ISDIR(mode):
+                if len(self._folders) > _FOLDERS_REMEMBERED:
+                    self._folders.clear()
+                self._folders.add(part)
         return False
 
     @contextmanager
@@ -255,6 +264,7 @@ class LocalStore:
 
     def remove_empty_folders(self, folder: str) -> None:
         self._durable.clear()
+        self._folders.clear()
         for path, _, _ in os.walk(self._path(folder), topdown=False):
             with suppress(OSError):  # it holds something
                 os.rmdir(path)
