@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -47,6 +47,13 @@ def begin_sample(key: SampleKey) -> "WeakSet[asyncio.Task[Any]]":
     _place.set(_Place(key, tasks))
     _samples[task] = key
     return tasks
+
+
+def alone(key: SampleKey) -> Context:
+    """Where the code of a sample runs that starts no task: what it calls there counts as the sample's."""
+    context = copy_context()
+    context.run(_place.set, _Place(key, WeakSet()))
+    return context
 
 
 def sample_of(task: "asyncio.Task[Any]") -> SampleKey | None:

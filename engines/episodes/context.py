@@ -131,7 +131,7 @@ class Context:
             params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
         limits = f"{params.max_new_tokens}/" + "".join(f"{one!r}/" for one in stop)
         digest = hashlib.sha256(limits.encode() + before.tobytes()).hexdigest()
-        asked = replace(self._asked(call, CallKind.SAMPLE, "", digest), given=len(before))
+        asked = self._asked(call, CallKind.SAMPLE, "", digest, tokens=len(before))
 
         async def sample(asked: CallRecord) -> CallRecord:
             try:
@@ -244,9 +244,10 @@ class Context:
             raise BadPlugin(f"the grader {name!r} takes {', '.join(way)}: ctx.judge asks for one response at a time")
         return tuple(words.values())
 
-    def _asked(self, call: str, kind: CallKind, name: str, given: str) -> CallRecord:
+    def _asked(self, call: str, kind: CallKind, name: str, given: str, tokens: int = 0) -> CallRecord:
         digest = given if kind is CallKind.SAMPLE else hashlib.sha256(given.encode()).hexdigest()
-        return CallRecord(*self._sample.key, call, kind, name, digest, turn=len(self._calls), started_at=time.time())
+        turn, now = len(self._calls), time.time()
+        return CallRecord(*self._sample.key, call, kind, name, digest, turn=turn, given=tokens, started_at=now)
 
     def _key(self, call: str) -> str:
         """Of a call with effects, the same wherever it is made again."""
@@ -306,7 +307,9 @@ class Context:
         if cut_at is not None:
             # One token more tells whether it ended there: of a last token that ends it engines may say LENGTH or STOP.
             params = replace(params, max_new_tokens=min(params.max_new_tokens, cut_at + 1))
-        images = self._sample.images if np.array_equal(before[: len(self._prompt)], self._prompt) else ()
+        images = self._sample.images
+        if images and not np.array_equal(before[: len(self._prompt)], self._prompt):
+            images = ()
         if begun is None or not len(begun):
             request = GenerateRequest(id, before, seed, params, images=images)
         else:

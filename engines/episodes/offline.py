@@ -62,7 +62,7 @@ class _FromRecord(Recorder):
         if self._known_as(asked) is None:
             self._not_recorded[asked.call] = asked
             try:
-                await self._loop.create_future()
+                await asyncio.get_running_loop().create_future()
             finally:
                 del self._not_recorded[asked.call]
         record = await super().answer(asked, do)
@@ -77,7 +77,8 @@ class _FromRecord(Recorder):
             self._stuck = 0.0
             return
         self._stuck += seconds
-        by_the_clock = any(not timer.cancelled() for timer in self._loop._scheduled)  # type: ignore[attr-defined]
+        timers = asyncio.get_running_loop()._scheduled  # type: ignore[attr-defined]
+        by_the_clock = any(not timer.cancelled() for timer in timers)
         if self._stuck < (BY_THE_CLOCK if by_the_clock else STUCK):
             return
         if awaited is None or not self._asked:

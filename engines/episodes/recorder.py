@@ -75,7 +75,6 @@ class Recorder:
         """`recorded`: by earlier attempts; `resampled`: calls of the policy among it that are made again. `tasks`: of
         the sample. `say` takes a record of this attempt, `say_durably` one whose future is done when it and all before
         it are durable."""
-        self._loop = asyncio.get_running_loop()
         self._tasks = tasks
         self._say, self._say_durably = say, say_durably
         self._resampled = resampled
@@ -157,7 +156,7 @@ class Recorder:
         self, asked: CallRecord, do: Callable[[CallRecord], Awaitable[CallRecord]], *, again: bool, durable: bool
     ) -> CallRecord:
         known = self._known_as(asked)
-        future: asyncio.Future[CallRecord] = self._loop.create_future()
+        future: asyncio.Future[CallRecord] = asyncio.get_running_loop().create_future()
         if known is None:
             self._acting += durable
             try:
@@ -220,7 +219,7 @@ class Recorder:
     @property
     def _side_by_side(self) -> bool:
         """Whether the code is at several things."""
-        return sum(not task.done() for task in self._tasks) > 1
+        return len(self._tasks) > 1 and sum(not task.done() for task in self._tasks) > 1
 
     def _go_on(self) -> None:
         """Give the code its next answer, if that is there and the code has done with the one before."""
@@ -263,7 +262,7 @@ class Recorder:
         else:  # whatever comes next, the code asks for when it has done with this one
             self._busy = False
             if self._answered:
-                self._loop.call_soon(self._go_on)
+                asyncio.get_running_loop().call_soon(self._go_on)
 
     def _settle(self, left: int, quiet: int) -> None:
         """Let the code do all that it can."""
@@ -272,7 +271,7 @@ class Recorder:
             self._busy = False
             self._go_on()
         else:
-            self._loop.call_soon(self._settle, left - 1, quiet)
+            asyncio.get_running_loop().call_soon(self._settle, left - 1, quiet)
 
     def _is_quiet(self) -> bool:
         """Whether each task waits for something that has not come."""
@@ -282,6 +281,29 @@ class Recorder:
                 if waits_for is None or waits_for.done():
                     return False
         return True
+
+
+class Unrecorded(Recorder):
+    """Of a sample of which nothing is recorded: its code asks for one thing after the other, and runs anew where it
+    was lost."""
+
+    def __init__(self) -> None:
+        super().__init__((), (), _forget, _forget)
+
+    async def answer(
+        self,
+        asked: CallRecord,
+        do: Callable[[CallRecord], Awaitable[CallRecord]],
+        *,
+        again: bool = False,
+        durable: bool = False,
+    ) -> CallRecord:
+        """See `Recorder.answer`."""
+        return await do(asked)
+
+
+def _forget(record: CallRecord) -> Any:
+    pass
 
 
 def _require_same_call(known: CallRecord, asked: CallRecord) -> None:

@@ -195,31 +195,11 @@ class Runner:
         waits = partial(self.waits.of, sample.key)
         context = Context(sample, self._params, self._ask, self._tokenizer, recorder, self._tools, self._options, waits)
         try:
-            returned = await self._generate(context, sample)
-            if recorder.failure is not None:  # whatever the code made of it
-                raise recorder.failure
-            ended = context.checked(returned)
-            if recorder.awaited is not None:
-                raise EpisodeDiverged(f"the code ended without {recorder.awaited.told}, which is recorded")
-        except SampleAborted:
-            ended = context.aborted()
-        except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled
-            failure = recorder.failure or error
-            ended = context.aborted() if self._aborted else GeneratedSample.failed(sample, told_of(failure))
+            ended = await outcome(self._generate, context, sample, recorder, lambda: self._aborted)
         except BadTrajectory as error:
             self._failure = error
             self._stir.set()
             return
-        except KeyboardInterrupt:
-            raise
-        # It is user code: whatever it raises is the result of this sample, and no other is to suffer from it.
-        except BaseException as error:
-            failure = recorder.failure or error
-            ended = (
-                context.aborted()
-                if isinstance(failure, SampleAborted)
-                else GeneratedSample.failed(sample, told_of(failure))
-            )
         if sample.key in self._tasks:  # and was not given up
             self._end(ended)
 
@@ -261,6 +241,33 @@ class Runner:
             self._asking[id[:2]] -= 1
         else:
             del self._asking[id[:2]]
+
+
+async def outcome(
+    generate: Generate, context: Context, sample: SampleRequest, recorder: Recorder, aborted: Callable[[], bool]
+) -> GeneratedSample:
+    """What becomes of a sample. `aborted`: whether all are given back. Raises BadTrajectory."""
+    try:
+        returned = await generate(context, sample)
+        if recorder.failure is not None:  # whatever the code made of it
+            raise recorder.failure
+        ended = context.checked(returned)
+        if recorder.awaited is not None:
+            raise EpisodeDiverged(f"the code ended without {recorder.awaited.told}, which is recorded")
+        return ended
+    except SampleAborted:
+        return context.aborted()
+    except asyncio.CancelledError as error:  # without an abort, it waited for a task of its own that was cancelled
+        failure = recorder.failure or error
+        return context.aborted() if aborted() else GeneratedSample.failed(sample, told_of(failure))
+    except (BadTrajectory, KeyboardInterrupt):
+        raise
+    # It is user code: whatever it raises is the result of this sample, and no other is to suffer from it.
+    except BaseException as error:
+        failure = recorder.failure or error
+        if isinstance(failure, SampleAborted):
+            return context.aborted()
+        return GeneratedSample.failed(sample, told_of(failure))
 
 
 def told_of(error: BaseException) -> str:

@@ -8,15 +8,12 @@
 | it ends by itself | GenerationFailed |
 """
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 from cairn.configs.kinds import GENERATE
-from cairn.engines.episodes.asking import Asking
+from cairn.engines.episodes.beside import Beside
 from cairn.engines.episodes.records import Recorded, take_records
-from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.user_code import GenerateFunction, ProcessLost, SampleHung, UserCode
 from cairn.engines.errors import EngineDied
 from cairn.engines.rollout.streams import Stream
@@ -113,73 +110,3 @@ class SampleEngine:
                 self._user_code.kill()
             self._user_code = UserCode(function)
         return self._user_code
-
-
-class Beside:
-    """Generates samples by a function that waits for nothing but the engine, in the thread that reads them."""
-
-    def __init__(self, stream: Stream, params: SamplingParams, function: Generate) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._runner = Runner(self._loop, function, params, _no_tokenizer)
-        self._asking = Asking(stream)
-        self._turn = threading.Lock()
-        """Held by the thread in which samples go on, or join."""
-        self._over = False
-
-    def generate(self, samples: Sequence[SampleRequest]) -> Iterator[list[GeneratedSample]]:
-        """Generate samples, and those that join; yield each as it ends."""
-        runner = self._runner
-        try:
-            with self._turn:
-                runner.begin(samples)
-                ended = self._go_on()
-            while not self._over:
-                if ended:
-                    yield ended
-                answers = self._asking.answers() if runner.left else ()
-                with self._turn:
-                    for id, answer in answers:
-                        runner.answer(id, answer)
-                    ended = self._go_on()
-        finally:
-            with self._turn:
-                self._over = True
-                runner.close()
-
-    def join(self, samples: Sequence[SampleRequest]) -> bool:
-        """See `SampleEngine.join`."""
-        with self._turn:
-            if self._over or self._runner.aborted:
-                return False
-            self._runner.begin(samples)
-            self._settle()
-            return True
-
-    def _go_on(self) -> list[GeneratedSample]:
-        """Let samples go on until all of them wait for the engine. Returns those that have ended."""
-        self._settle()
-        ended, self._runner.ended = self._runner.ended, []
-        self._over = not ended and not self._runner.left
-        return ended
-
-    def _settle(self) -> None:
-        runner = self._runner
-        while runner.at_work or runner.asked:
-            while runner.at_work:
-                self._loop.call_soon(self._loop.stop)
-                self._loop.run_forever()
-            asked, runner.asked = runner.asked, []
-            for id, answer in self._asking.submit(asked):
-                runner.answer(id, answer)
-        runner.recorded()  # of which nobody makes anything
-
-
-def beside(
-    stream: Stream, samples: Sequence[SampleRequest], params: SamplingParams, function: Generate
-) -> Iterator[list[GeneratedSample]]:
-    """Generate samples, where none are to join."""
-    return Beside(stream, params, function).generate(samples)
-
-
-def _no_tokenizer() -> None:
-    raise NotImplementedError("a function of ours works on tokens")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from cairn.engines.capture.session import Session
-from cairn.engines.episodes import samples as episodes
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.tokenizers import read_tokenizer
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
 from examples.quickstart.model import build_model, build_tokenizer
+from tests.engines.episodes.looped import looped
 from tests.engines.rollout.models import rollout_config
 
 TEMPLATE = """
@@ -135,15 +135,14 @@ Run = Callable[..., list[GeneratedSample]]
 
 
 @pytest.fixture
-def run(engine: TransformersEngine, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(engine: TransformersEngine, tokenizer: Any) -> Run:
     """Runs a function for some samples, with a tokenizer."""
-    monkeypatch.setattr(episodes, "_no_tokenizer", lambda: tokenizer)
 
     def run(function: Any, samples: int = 1, **params: Any) -> list[GeneratedSample]:
         asked = [SampleRequest(0, index, [20, 21, 22], 1000 + index) for index in range(samples)]
         how = SamplingParams(**{"max_new_tokens": 60, "temperature": 0.0, **params})
         with closing(engine.open()) as stream:
-            found = [sample for part in episodes.beside(stream, asked, how, function) for sample in part]
+            found = [sample for part in looped(stream, asked, how, function, lambda: tokenizer) for sample in part]
         return sorted(found, key=lambda sample: sample.key)
 
     return run

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import cairn
+from cairn.engines.episodes.beside import beside
 from cairn.engines.episodes.context import Context
-from cairn.engines.episodes.samples import beside
 from cairn.engines.generation.single_turn import generate as single_turn
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.trajectories import (
@@ -22,6 +22,7 @@ from cairn.engines.trajectories import (
     call_seed,
 )
 from cairn.engines.types import FinishReason, GenerateRequest, SamplingParams
+from tests.engines.episodes.looped import looped
 from tests.engines.rollout.models import CONTEXT_LENGTH, configs, rollout_config, save_model
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -41,10 +42,16 @@ def requests(groups: int = 2, samples: int = 2) -> list[SampleRequest]:
     ]
 
 
-def generated(engine: TransformersEngine, function: Any, samples: list[SampleRequest]) -> list[GeneratedSample]:
+def generated(
+    engine: TransformersEngine, function: Any, samples: list[SampleRequest], way: Any = looped
+) -> list[GeneratedSample]:
     with closing(engine.open()) as stream:
-        found = [sample for part in beside(stream, samples, PARAMS, function) for sample in part]
+        found = [sample for part in way(stream, samples, PARAMS, function) for sample in part]
     return sorted(found, key=lambda sample: sample.key)
+
+
+both_ways = pytest.mark.parametrize("way", [looped, beside])
+"""On an event loop, as user code runs, and stepped beside the engine, as ours does."""
 
 
 async def two_turns(ctx: Context, sample: SampleRequest) -> Trajectory:
@@ -54,13 +61,14 @@ async def two_turns(ctx: Context, sample: SampleRequest) -> Trajectory:
     return Trajectory([first, told, second])
 
 
+@both_ways
 def test_one_turn_is_the_response_that_the_engine_gives_a_request_with_the_samples_own_seed(
-    engine: TransformersEngine,
+    engine: TransformersEngine, way: Any
 ) -> None:
     asked = requests()
     raw = engine.generate([GenerateRequest(one.key, one.prompt_ids, one.seed, PARAMS) for one in asked])
     expected = {done.request_id: done for part in raw for done in part}
-    for sample in generated(engine, single_turn, asked):
+    for sample in generated(engine, single_turn, asked, way):
         (segment,) = sample.trajectory.segments
         done = expected[sample.key]
         assert segment.ids.tolist() == done.response_ids.tolist()
@@ -70,11 +78,12 @@ def test_one_turn_is_the_response_that_the_engine_gives_a_request_with_the_sampl
         assert sample.finish_reason == done.finish_reason
 
 
+@both_ways
 def test_a_second_turn_is_drawn_from_a_seed_of_its_own_after_all_that_came_before_it(
-    engine: TransformersEngine,
+    engine: TransformersEngine, way: Any
 ) -> None:
     asked = requests()
-    for request, sample in zip(asked, generated(engine, two_turns, asked), strict=True):
+    for request, sample in zip(asked, generated(engine, two_turns, asked, way), strict=True):
         first, told, second = sample.trajectory.segments
         before = [*request.prompt_ids, *first.ids, *told.ids]
         seed = call_seed(request.seed, "1")
@@ -226,9 +235,12 @@ async def learns_twice(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
         (learns_twice, "returned call 0 of ctx.sample in two trajectories, .*trained on in both; set it to 0 in one"),
     ],
 )
-def test_what_is_no_trajectory_of_the_sample_is_refused(engine: TransformersEngine, function: Any, told: str) -> None:
+@both_ways
+def test_what_is_no_trajectory_of_the_sample_is_refused(
+    engine: TransformersEngine, function: Any, told: str, way: Any
+) -> None:
     with pytest.raises(BadTrajectory, match=told):
-        generated(engine, function, requests(1, 2))
+        generated(engine, function, requests(1, 2), way)
 
 
 async def made_anew(segment: Segment) -> Segment:
@@ -357,7 +369,10 @@ def test_a_sample_ends_whatever_its_generate_raises(engine: TransformersEngine, 
     assert (first.error, second.error) == (told, None)
 
 
-def test_a_sample_whose_generate_raises_or_is_refused_fails_and_no_other_does(engine: TransformersEngine) -> None:
+@both_ways
+def test_a_sample_whose_generate_raises_or_is_refused_fails_and_no_other_does(
+    engine: TransformersEngine, way: Any
+) -> None:
     async def sometimes(ctx: Context, sample: SampleRequest) -> Trajectory:
         if sample.index == 0:
             raise ValueError("no such tool")
@@ -365,18 +380,19 @@ def test_a_sample_whose_generate_raises_or_is_refused_fails_and_no_other_does(en
             await ctx.sample([20] * CONTEXT_LENGTH)
         return await single_turn(ctx, sample)
 
-    first, second, third = generated(engine, sometimes, requests(1, 3))
+    first, second, third = generated(engine, sometimes, requests(1, 3), way)
     assert first.error == "generate: ValueError: no such tool"
     assert second.error is not None
     assert "leaves no room in the context" in second.error
     assert (third.error, len(third.trajectory.segments)) == (None, 1)
 
 
+@both_ways
 def test_what_is_aborted_in_its_first_call_goes_on_there_and_ends_as_if_it_had_not_been(
-    engine: TransformersEngine,
+    engine: TransformersEngine, way: Any
 ) -> None:
     asked = requests(1, 2)
-    whole = generated(engine, two_turns, asked)
+    whole = generated(engine, two_turns, asked, way)
     cut = [
         replace(
             request,
@@ -391,7 +407,7 @@ def test_what_is_aborted_in_its_first_call_goes_on_there_and_ends_as_if_it_had_n
         )
         for request, sample in zip(asked, whole, strict=True)
     ]
-    for before, after in zip(whole, generated(engine, two_turns, cut), strict=True):
+    for before, after in zip(whole, generated(engine, two_turns, cut, way), strict=True):
         assert before.trajectory.response_ids.tolist() == after.trajectory.response_ids.tolist()
         assert np.allclose(before.trajectory.log_probs, after.trajectory.log_probs, atol=1e-5)
 

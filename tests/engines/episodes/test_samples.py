@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from cairn.engines.episodes.beside import beside
 from cairn.engines.episodes.records import Recorded
-from cairn.engines.episodes.samples import SampleEngine, beside
+from cairn.engines.episodes.samples import SampleEngine
 from cairn.engines.episodes.user_code import GenerateFunction, UserCode
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.rollout.transformers.engine import TransformersEngine

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from cairn.engines.episodes.beside import beside
 from cairn.engines.episodes.context import Context
-from cairn.engines.episodes.samples import beside
 from cairn.engines.errors import RequestRefused
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.trajectories import SampleRequest, Segment, Trajectory
