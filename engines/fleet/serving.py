@@ -68,7 +68,8 @@ class Serving:
             publication = self._publications.get(version)
             engine.looked = (0.0, None)
             began = time.monotonic()
-            self._send(engine, version, in_flight=True)
+            engine.call("begin_weight_update", version, True)
+            self._publications.send(version, engine)
             if (checksum := self._checksum_of(engine)) is not None:
                 with self._dropped_where_wrong(version):
                     verify_checksum(engine, checksum, version, publication.digest)
@@ -98,10 +99,10 @@ class Serving:
         if (found := engine.finish(served, "get_weight_version")) != version:
             raise EngineError(f"{engine.name} reports weight version {found} after an update to {version}")
 
-    def _send(self, engine: RolloutHandle, version: int, in_flight: bool = False) -> None:
-        """Begin an update and send all weights: an engine does in order what it is called for, so that nobody waits for
-        it in between."""
-        begun = engine.submit("begin_weight_update", version, in_flight)
+    def _send(self, engine: RolloutHandle, version: int) -> None:
+        """Begin an update of an idle engine and send all weights: it does in order what it is called for, so that
+        nobody waits for it in between."""
+        begun = engine.submit("begin_weight_update", version)
         try:
             self._publications.send(version, engine)
         finally:
