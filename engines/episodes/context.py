@@ -129,6 +129,14 @@ class Context:
             params = replace(params, max_new_tokens=min(index(max_new_tokens), params.max_new_tokens))
         if stop:
             params = replace(params, stop=tuple(dict.fromkeys((*params.stop, *stop))))
+        if self._recorder.records:
+            segment = await self._recorded(call, before, params, stop)
+        else:
+            segment = await self._continued(call, before, params)
+        self._calls[call] = Continuation(before, segment)
+        return segment
+
+    async def _recorded(self, call: str, before: np.ndarray, params: SamplingParams, stop: Sequence[str]) -> Segment:
         limits = f"{params.max_new_tokens}/" + "".join(f"{one!r}/" for one in stop)
         digest = hashlib.sha256(limits.encode() + before.tobytes()).hexdigest()
         asked = self._asked(call, CallKind.SAMPLE, "", digest, tokens=len(before))
@@ -147,7 +155,6 @@ class Context:
         for array in (segment.ids, segment.log_probs, segment.weight_versions):
             assert array is not None
             array.setflags(write=False)  # user code may change the mask, and nothing else
-        self._calls[call] = Continuation(before, segment)
         return segment
 
     async def call(self, tool: Tool | str, arguments: Mapping[str, Any] | None = None) -> Any:

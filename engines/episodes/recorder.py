@@ -63,6 +63,9 @@ class _Answered:
 class Recorder:
     """Of one sample. All of it is for the thread of its loop."""
 
+    records = True
+    """Whether the answers of the policy are kept, to be given again."""
+
     def __init__(
         self,
         recorded: Iterable[CallRecord],
@@ -284,22 +287,12 @@ class Recorder:
 
 
 class Unrecorded(Recorder):
-    """Of a sample of which nothing is recorded: its code asks for one thing after the other, and runs anew where it
-    was lost."""
+    """Of a sample of ours, whose code asks the policy and nobody else, and runs anew where it was lost."""
+
+    records = False
 
     def __init__(self) -> None:
         super().__init__((), (), _forget, _forget)
-
-    async def answer(
-        self,
-        asked: CallRecord,
-        do: Callable[[CallRecord], Awaitable[CallRecord]],
-        *,
-        again: bool = False,
-        durable: bool = False,
-    ) -> CallRecord:
-        """See `Recorder.answer`."""
-        return await do(asked)
 
 
 def _forget(record: CallRecord) -> Any:
