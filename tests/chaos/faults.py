@@ -211,6 +211,8 @@ class Striker:
             return any(fault.moment == "updating" and fault.iteration <= iteration for fault in self._pending)
 
     def _strike_update(self, iteration: int, engine: RolloutHandle) -> None:
+        if not (resting := len(engine.retracted())):
+            return  # it was too fast: the fault is left to another engine, or a later iteration
         with self._lock:
             due = [one for one in self._pending if one.moment == "updating" and one.iteration <= iteration]
             for fault in due[:1]:
@@ -218,7 +220,7 @@ class Striker:
         for fault in due[:1]:
             pids = {"driver": os.getpid(), "rollout": engine.health()["pid"]}
             victims = [psutil.Process(pids[fault.victim])] if fault.victim in pids else []
-            bear_witness(self._witness, victims, **asdict(fault), resting=len(engine.retracted()))
+            bear_witness(self._witness, victims, **asdict(fault), resting=resting)
             if fault.victim == "update":
                 engine.call("end_weight_update")
             strike(fault.victim, victims, Path.cwd() / PREFECT_HOME)

@@ -2,7 +2,7 @@
 
 Such an update needs an engine that is at work, which is a matter of milliseconds with a tiny model. So the prompts
 after those of the iteration are admitted when its weights are about to be published, and these are published when an
-engine is at work on the prompts. An engine that was too fast all the same leaves the fault to a later iteration.
+engine is at work on the prompts. Nobody strikes an engine that was too fast all the same.
 """
 
 import threading
