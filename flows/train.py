@@ -1,6 +1,5 @@
 """`train`: all iterations of a run, from its last commit to its last iteration."""
 
-import gc
 import signal
 import threading
 import time
@@ -179,7 +178,6 @@ def drive(run: RunContext, on_event: Watchers, ending: Ending) -> None:
     lease = run.ledger.lease
     assert lease is not None
     wait_for_engines(run)
-    gc.freeze()  # what it begins with it keeps: a search for garbage amid an iteration leaves that out
     ending.works(run)
     on_event(RunStarted(run.ledger.run, lease.epoch, first, total))
     report_changed_environment(run, first)
