@@ -76,9 +76,9 @@ async def page(url: str) -> str:
 
 
 class Forgetful:
-    """A recorder that keeps nothing."""
+    """A recorder that keeps nothing of what it is told."""
 
-    replaying, awaited, acting = False, None, False
+    records, replaying, awaited, acting = True, False, None, False
 
     async def answer(
         self, asked: CallRecord, do: Callable[[CallRecord], Awaitable[CallRecord]], **options: bool
