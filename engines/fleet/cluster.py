@@ -163,10 +163,10 @@ class Cluster:
                 return
 
     def answer(self, question: Callable[[], Answer]) -> Answer | None:
-        """What Ray answers to somebody who may ask late: None once the cluster was let go. Ray itself would start
-        another one to answer, and end the process in the midst of that."""
+        """What Ray answers to somebody who may ask late: None once the cluster was let go, or given up. Ray itself
+        would start another one to answer, and end the process in the midst of that."""
         with self._asking:
-            return None if self._closing.is_set() else question()
+            return None if self._closing.is_set() or self.lost is not None else question()
 
     def close(self) -> None:
         """Let go of the cluster; its last user leaves a joined one and ends a started one."""
@@ -176,9 +176,11 @@ class Cluster:
             if self._users:
                 return
             _current = None
-            with self._asking:
-                self._closing.set()
-                ray.shutdown()
+            self._closing.set()
+            asked = self._asking.acquire(timeout=HEAD_INTERVAL)  # a silent head keeps who asks it for a minute
+            ray.shutdown()
+            if asked:
+                self._asking.release()
             self._ended.set()
             if self._warm is not None:
                 self._warm.close()

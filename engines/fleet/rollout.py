@@ -154,10 +154,6 @@ class RolloutHandle(ModelHandle):
         ref = self._actor.call("get_weight_version", concurrency_group=CONTROL)
         return self._result(ref, Deadline(self._fleet.call_timeout), self._actor, "get_weight_version")
 
-    def weights_checksum(self) -> str:
-        """Checksum of its weights; comparable with the training engine's."""
-        return self.call("weights_checksum")
-
     @property
     def batch_invariant(self) -> bool:
         """Whether its samples do not depend on what else is in their batch, as tried when it started: asked once."""

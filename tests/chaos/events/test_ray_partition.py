@@ -30,10 +30,11 @@ EVENTS = [Fault(*place, moment, "event") for place in PLACES for moment in ("bef
 
 
 WAITING = """
-import sys, time
+import sys, threading, time
 import ray
 from cairn.engines.fleet.calls import Deadline, result
 from cairn.engines.fleet.cluster import Cluster
+from cairn.engines.fleet.watching import draining
 from cairn.engines.errors import ClusterLost
 
 @ray.remote
@@ -42,6 +43,13 @@ def work():
 
 joined = Cluster.open(sys.argv[1], num_cpus=0, object_store_memory=0, timeout=60)
 working = work.remote()
+
+def ask():
+    while True:
+        joined.answer(draining)
+        time.sleep(0.1)
+
+threading.Thread(target=ask, daemon=True).start()  # as a driver does
 print("works", flush=True)
 try:
     result(working, Deadline(600), "work()")

@@ -70,10 +70,12 @@ def close(fleet: Fleet) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask)
-        fleet.close()
-        with suppress(ClusterLost):
-            fleet.rollout[0].abort()
-        closed.set()
+        try:
+            fleet.close()
+            with suppress(ClusterLost):
+                fleet.rollout[0].abort()
+        finally:
+            closed.set()
     asking.result()
     assert not ray.is_initialized()
 
