@@ -3,6 +3,7 @@
     collect   rollout → reward → filter                          needs filter of i-1, weights of i-1-lag
     learn     [score] → advantage → train → [checkpoint] → sync  needs train of i-1, filter of i
 
+Without scores, `advantage` needs no weights: `estimate_ahead` makes it while the trainer is busy with i-1.
 Where samples are generated all the time, `collect` takes what is complete (`cairn.flows.streaming`). Where the data
 hold the responses that are learned there is nothing to sample or to grade, and from demonstrations no
 advantage to estimate: rollout reads the rows, filter takes them as they are (`cairn.tasks.given`).
@@ -99,15 +100,25 @@ def collect_given(run: RunContext, steps: StepRunner, index: int) -> list[Commit
     return [*evals, samples, selection]
 
 
-def learn(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
-    """Update the newest weights on the batch that `collect` selected, and publish what comes out."""
+def estimate_ahead(run: RunContext, steps: StepRunner, index: int) -> Commit | None:
+    """Estimate the advantages of the batch that `collect` selected, where no weights are asked for them."""
+    due = learning_steps(run.config, index)
+    if Step.ADVANTAGE not in due or Step.SCORE in due:
+        return None
+    selection = last_selection(run, index)
+    return steps.call(advantage, index, None, selection, *trained_shards(run, selection), None)
+
+
+def learn(run: RunContext, steps: StepRunner, index: int, advantages: Commit | None = None) -> list[Commit]:
+    """Update the newest weights on the batch that `collect` selected, and publish what comes out. `advantages`: those
+    that were estimated ahead."""
     updated = weights_after(run, index - 1)
     selection = last_selection(run, index)
     rollouts, rewards = trained_shards(run, selection)
     due = learning_steps(run.config, index)
     scores = steps.call(score, index, None, updated, selection, rollouts) if Step.SCORE in due else None
-    estimates = Step.ADVANTAGE in due
-    advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores) if estimates else None
+    if Step.ADVANTAGE in due and advantages is None:
+        advantages = steps.call(advantage, index, None, selection, rollouts, rewards, scores)
     trained = steps.call(train, index, None, updated, selection, rollouts, advantages, scores)
     saved = [steps.call(checkpoint, index, None, trained, selection)] if Step.CHECKPOINT in due else []
     synced = [steps.call(sync, index, None, trained)] if Step.SYNC in due else []

@@ -7,7 +7,7 @@ With a lag of k an iteration is collected with weights k iterations older than t
 
     a half          begins when there is
     collect of i    the batch of i-1, and all of iteration i-1-k: its weights are what this one samples from
-    learn of i      the batch of i, and all of `learn` of i-1
+    learn of i      the batch of i, and all of `learn` of i-1; advantages that need no scores, the batch alone
     evaluation of i its weights; it has the rollout engines to itself
 
 With `streaming` and a greatest age k it is the same, but for this: samples are generated all the time
@@ -33,7 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
 from cairn.flows.driver.approval import Withheld
-from cairn.flows.iteration import admit, collect, evaluate_after, learn
+from cairn.flows.iteration import admit, collect, estimate_ahead, evaluate_after, learn
 from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.step_runner import StepRunner
 from cairn.storage.commits import Commit, Step
@@ -84,6 +84,7 @@ class Pipeline:
         """Execute one iteration, each half when it may begin. The body of its flow run."""
         run, steps = self._run, self._steps
         collected = self._collected(index) if run.stream is None else self._streamed(index)
+        advantages = self._estimated(index)
         waited = self._last["learn"] == index - 1
         with self._half("learn", index, after={"learn": index - 1}):
             if not self._lag:
@@ -91,7 +92,7 @@ class Pipeline:
             if run.stream is not None:
                 self._pacing.learns(index, waited=waited)
                 run.stream.look_again()
-            learned = learn(run, steps, index)
+            learned = learn(run, steps, index, advantages)
             if run.stream is not None:
                 self._tell_stream(index)
             self._learned(index)
@@ -115,6 +116,14 @@ class Pipeline:
             admitted = admit(self._run, self._steps, index)
         with self._half("collect", index, after={"collect": index - 1}):
             return [*admitted, *collect(self._run, self._steps, index)]
+
+    def _estimated(self, index: int) -> Commit | None:
+        """What `learn` of an iteration would begin with otherwise. If that fails, what came before is to be done."""
+        try:
+            return estimate_ahead(self._run, self._steps, index)
+        except Exception:
+            self._wait({"all": index - 1}, f"learn of iteration {index}")
+            raise
 
     def _tell_stream(self, index: int) -> None:
         """Of new weights, every `update_weights_interval` iterations."""

@@ -17,6 +17,7 @@ from cairn.flows.pipeline import Pipeline
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
+from cairn.tasks.sample_filters import NothingLeft
 from cairn.tasks.step import DurableStep
 from cairn.tasks.sync import serve
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
@@ -146,18 +147,60 @@ def test_without_a_lag_the_next_iteration_is_made_while_one_learns_and_begins_wh
     assert done == sorted(done, key=lambda one: one[0])
 
 
+def test_advantages_are_estimated_while_the_iteration_before_learns(tiny_assets: Path, tmp_path: Path) -> None:
+    estimated = threading.Event()
+    done: list[tuple[int, Step]] = []
+
+    class Meeting(DirectSteps):
+        def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+            if (index, step.name) == (1, Step.TRAIN):
+                assert estimated.wait(60), "the trainer is waited for"
+            commit = super().call(step, index, shard, *args, **kwargs)
+            done.append((index, step.name))
+            if (index, step.name) == (2, Step.ADVANTAGE):
+                estimated.set()
+            return commit
+
+    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
+        drive(run, Meeting(run))
+    assert [index for index, step in done if step is Step.ADVANTAGE] == list(range(ITERATIONS)), "each once"
+
+
 def test_a_half_that_fails_stops_the_other(tiny_assets: Path, tmp_path: Path) -> None:
     class Failing(DirectSteps):
         def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
             if self._run.stopping.is_set():
                 raise Stopping
-            if (index, step.name) == (2, Step.ADVANTAGE):
+            if (index, step.name) == (2, Step.TRAIN):
                 raise EngineError("the very one")
             return super().call(step, index, shard, *args, **kwargs)
 
     with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
         with pytest.raises(EngineError, match="the very one"):
             drive(run, Failing(run))
+        assert run.find(2, Step.TRAIN) is None
+        assert run.find(4, Step.ROLLOUT, "00-000") is None
+
+
+def test_what_came_before_is_learned_though_advantages_cannot_be_estimated(tiny_assets: Path, tmp_path: Path) -> None:
+    """Or no driver would get as far as to where the run can be forked."""
+    failing = threading.Event()
+
+    class Failing(DirectSteps):
+        def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+            if self._run.stopping.is_set():
+                raise Stopping
+            if (index, step.name) == (1, Step.TRAIN):
+                assert failing.wait(60)
+            if (index, step.name) == (2, Step.ADVANTAGE):
+                failing.set()
+                raise NothingLeft("no token to train on")
+            return super().call(step, index, shard, *args, **kwargs)
+
+    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
+        with pytest.raises(NothingLeft, match="no token"):
+            drive(run, Failing(run))
+        assert run.find(1, Step.SYNC) is not None
         assert run.find(2, Step.TRAIN) is None
         assert run.find(4, Step.ROLLOUT, "00-000") is None
 
