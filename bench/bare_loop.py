@@ -1,6 +1,6 @@
 """GRPO on the same engines as a durable run, and with nothing around them: what is left when durability is taken away.
 
-    python -m bench.bare_loop [RECIPE] [--set a.b=c] [--seeds 42 1 2 3 4] [--smoke] [--json FILE]
+    python -m bench.bare_loop [RECIPE] [--set a.b=c] [--seeds 42 1 2 3 4] [--apart 0 1] [--smoke] [--json FILE]
 
 Rollout engines run in processes of their own, the training engine in this one; they talk through pipes. There is no
 Prefect, no Ray, no ledger and no file: a durable run of the same configuration does the same arithmetic (its
@@ -12,10 +12,13 @@ With `rollout.pipeline=lagged` the halves of two iterations are side by side, as
     a half          does                          in                    begins after
     collect of i    rollout, reward, advantage    a thread of its own   collect of i-1, learn of i-2
     learn of i      train, sync                   the caller's thread   collect of i, learn of i-1
+
+With `--apart` the trainer has the second of these cores alone, and the first is for all else.
 """
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -47,6 +50,9 @@ from cairn.tasks.rollout import shard_rows
 
 Weights = tuple[int, dict[str, np.ndarray]]
 """A version, and all tensors by name."""
+
+Apart = tuple[int, int] | None
+"""The trainer has the second of these cores alone, all else the first; None: any."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ class BareLoop:
     """The loop's workers. `config` has the pipeline `sync`, or `lagged` with a lag of 1, no dynamic sampling, no top-p
     or top-k, no reference model and one optimizer step a rollout."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, apart: Apart = None) -> None:
         rollout, steps = config.rollout, config.training.num_steps_per_rollout
         unknown = rollout.dynamic_sampling_filter or rollout.cuts_vocabulary or config.algorithm.use_kl_loss
         if unknown or rollout.pipeline == "streaming" or rollout.weights_lag > 1 or steps > 1:
@@ -169,6 +175,11 @@ class BareLoop:
         self.cursor = 0
         for engine in self.engines:
             engine.wait_until_up()
+        self.beside = ThreadPoolExecutor(1)
+        """For what is done while the caller's thread trains."""
+        if apart is not None:  # engines and graders are where this process was
+            self.beside.submit(os.sched_setaffinity, 0, {apart[0]}).result()
+            os.sched_setaffinity(0, {apart[1]})
 
     def iterate(self, index: int) -> Iteration:
         """Both halves of an iteration in turn: roll out, grade, estimate advantages, train and bring the rollout
@@ -183,14 +194,13 @@ class BareLoop:
         turn. Engines serve the last weights at the end."""
         total = self.config.rollout.num_rollout
         weights: Weights | None = None
-        with ThreadPoolExecutor(1) as beside:
-            collecting = beside.submit(self._collect, 0)
-            for index in range(total):
-                collected = collecting.result()
-                if index + 1 < total:
-                    collecting = beside.submit(self._collect, index + 1, weights)
-                iteration, weights = self._learn(index, collected)
-                yield iteration
+        collecting = self.beside.submit(self._collect, 0)
+        for index in range(total):
+            collected = collecting.result()
+            if index + 1 < total:
+                collecting = self.beside.submit(self._collect, index + 1, weights)
+            iteration, weights = self._learn(index, collected)
+            yield iteration
         if weights is not None:
             self._update_engines(weights)
 
@@ -295,6 +305,7 @@ class BareLoop:
 
     def close(self) -> None:
         """End all processes."""
+        self.beside.shutdown()
         self.grader.close()
         for engine in self.engines:
             engine.close()
@@ -326,9 +337,10 @@ class BareLoop:
             engine.finish_update()
 
 
-def run(config: RunConfig) -> Iterator[Outcome]:
-    """Execute the configuration; yields the growing outcome after each iteration and once more at the end."""
-    loop = BareLoop(config)
+def run(config: RunConfig, apart: Apart = None) -> Iterator[Outcome]:
+    """Execute the configuration; yields the growing outcome after each iteration and once more at the end. With `apart`
+    the process is to be on the first of these cores already."""
+    loop = BareLoop(config, apart)
     try:
         outcome = Outcome(config.seed, {b.name: loop.score(b) for b in config.eval.benchmarks})
         in_turn = (loop.iterate(index) for index in range(config.rollout.num_rollout))
@@ -357,12 +369,17 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="configs/recipes/quickstart.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="override an option")
     parser.add_argument("--seeds", type=int, nargs="+", help="runs to make (default: the recipe's own seed)")
+    parser.add_argument(
+        "--apart", type=int, nargs=2, metavar="CORE", help="a core for all but the trainer, and its own"
+    )
     arguments = parse(parser)
     small = ("rollout.num_rollout=2", *SMALL_RUN) if arguments.smoke else ()
     config = load(arguments.recipe, [*small, *arguments.set])
     outcomes = []
     for seed in arguments.seeds or [config.seed]:
-        for outcome in run(config.model_copy(update={"seed": seed})):
+        if arguments.apart:
+            os.sched_setaffinity(0, {arguments.apart[0]})
+        for outcome in run(config.model_copy(update={"seed": seed}), arguments.apart):
             done = len(outcome.iterations)
             say(f"seed {seed}: iteration {done:3}  reward {outcome.iterations[-1].reward:.3f}")
         outcomes.append(outcome)

@@ -72,11 +72,13 @@ def durable_run(
     many iterations, to the last update's end.
 
     Args:
-        score_every: evaluate the weights of every so many iterations on the recipe's benchmarks, after the run, which
-            then has none of its own. They are checkpoints.
+        score_every: evaluate the weights of every so many iterations on the recipe's benchmarks, if it has any, after
+            the run, which then has no evaluation of its own. They are checkpoints.
         pinned: the beginning of each command.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
+        if not load(recipe, list(overrides)).eval.benchmarks:
+            score_every = None
         if score_every is not None:
             overrides = [*overrides, "eval.eval_interval=null", f"checkpoint.save_interval={score_every}"]
         options = [word for option in overrides for word in ("--set", option)]
@@ -84,7 +86,7 @@ def durable_run(
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE)
         config = load(recipe, list(overrides))
         outcome = _measured(Ledger.open(open_store(store), RUN), config, after)
-        if score_every is None or not config.eval.benchmarks:
+        if score_every is None:
             return outcome
         scored = f"{RUN}@{score_every - 1}:{config.rollout.num_rollout - 1}"
         names = [benchmark.name for benchmark in config.eval.benchmarks]

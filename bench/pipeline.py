@@ -1,7 +1,7 @@
 """What it brings to learn while the next batches are collected: whole durable runs, in turns.
 
     python -m bench.pipeline [RECIPE] [--set a.b=c] [--modes sync lagged …] [--iterations 24] [--seeds 42 1 2 3 4]
-                             [--score-every 2] [--pairs 1] [--smoke] [--json FILE]
+                             [--score-every 2] [--hidden 256] [--pairs 1] [--apart] [--smoke] [--json FILE]
 
     sync         one rollout engine and the trainer, a core each, in turn
     lagged       the same side by side, with weights one iteration older
@@ -15,9 +15,13 @@ From the first rollout's start to the last update's end: starts are left out, an
 weights that it left on its way. Every run has processes of its own; each seed is a round with one run of each.
 By default the task is that of examples/counting, whose answers are long-tailed; it is built on first use.
 
-With `--pairs N` so many runs stand side by side, each pinned to two cores of its own. What was found is written to the
-file after every run; a run that fails is told of and left out.
+With `--pairs N` so many runs stand side by side, each pinned to two cores of its own. With `--apart` the trainer has
+one of them alone in modes with a core each, and the rollout engine, the driver, Prefect and Ray share the other, as
+they take none of its time where the trainer has a GPU; otherwise the system places them. With `--hidden N` a random
+model as wide as that takes the place of the recipe's: iterations last longer, and nothing is learned. What was found is
+written to the file after every run; a run that fails is told of and left out.
 
+    after it     seconds an iteration, from the end of the first one's update to that of the last
     to 0.80      seconds until weights score 0.80 at the first benchmark, between two that were evaluated on a
                  straight line
     idle         share of the time in which the rollout engines, and the trainer, did not work
@@ -32,15 +36,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from bench.command import SMALL_RUN, parse, say
 from bench.durable_run import DEADLINE, Outcome, durable_run
@@ -51,6 +60,9 @@ RECIPE = "configs/recipes/counting.yaml"
 SEEDS = (42, 1, 2, 3, 4)
 GOAL = 0.80
 """Score to reach."""
+
+HEAD_DIM = 32
+"""Of a model that `--hidden` asks for."""
 
 ONE_CORE_EACH = ("rollout.num_engines=1", "training.num_threads=1")
 LAGGED = (*ONE_CORE_EACH, "rollout.pipeline=lagged")
@@ -67,6 +79,7 @@ MODES = {
     "bare lagged": LAGGED,
 }
 BARE = ("bare", "bare lagged")
+TWO_CORES = ("two threads", "two engines")
 USUAL = [name for name in MODES if name not in ("two engines", *BARE)]
 
 STAGGER = 2
@@ -84,9 +97,9 @@ def pinned(cores: Cores) -> list[str]:
     return [sys.executable, "-c", program]
 
 
-def pairs_of_cores(count: int) -> list[Cores]:
-    """Disjoint ones of those that this process may use; for one pair, whatever there is."""
-    if count == 1:
+def pairs_of_cores(count: int, *, apart: bool) -> list[Cores]:
+    """Disjoint ones of those that this process may use; for one pair whose sides are not apart, whatever there is."""
+    if count == 1 and not apart:
         return [None]
     cores = sorted(os.sched_getaffinity(0))
     if 2 * count > len(cores):
@@ -94,12 +107,49 @@ def pairs_of_cores(count: int) -> list[Cores]:
     return [cores[first : first + 2] for first in range(0, 2 * count, 2)]
 
 
-def bare(recipe: str, overrides: list[str], seed: int, cores: Cores) -> Outcome:
+@contextmanager
+def trainer_apart(cores: Sequence[int]) -> Iterator[None]:
+    """Meanwhile, a trainer of Ray's that is found on the first of the cores is moved to the second."""
+    over = threading.Event()
+
+    def move() -> None:
+        while not over.wait(0.2):
+            for process in psutil.process_iter():
+                with suppress(psutil.Error, OSError):
+                    if process.name().startswith("ray::Train") and process.cpu_affinity() == [cores[0]]:
+                        for thread in process.threads():
+                            os.sched_setaffinity(thread.id, {cores[1]})
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    try:
+        yield
+    finally:
+        over.set()
+        mover.join()
+
+
+def widened(recipe: str, overrides: Sequence[str], hidden_size: int, folder: str) -> str:
+    """Save a model like the recipe's with random weights, so wide, and its tokenizer; returns the folder."""
+    model = load(recipe, list(overrides)).model.path
+    config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    config.update({"hidden_size": hidden_size, "intermediate_size": 3 * hidden_size, "head_dim": HEAD_DIM})
+    heads = hidden_size // HEAD_DIM
+    config.update({"num_attention_heads": heads, "num_key_value_heads": heads // 2})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def bare(recipe: str, overrides: list[str], seed: int, cores: Cores, *, apart: bool) -> Outcome:
     """A run of the bare loop, which is evaluated before and after."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         options = [word for option in overrides for word in ("--set", option)]
         given = [recipe, "--seeds", str(seed), "--json", str(found), *options]
+        if cores and apart:
+            given += ["--apart", *map(str, cores)]
         command = [*pinned(cores), sys.executable, "-m", "bench.bare_loop", *given]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=DEADLINE)
         (outcome,) = json.loads(found.read_text())
@@ -156,7 +206,8 @@ def _faster(found: dict[int, Outcome], sync: dict[int, Outcome]) -> str:
 def table(found: dict[str, dict[int, Outcome]]) -> Table:
     """A row for each mode: medians over seeds, and ranges in parentheses."""
     goal = f"to {GOAL:.2f}"
-    columns = "", "seconds", f"{goal}, s", f"× sync {goal}", "tokens/s", "rollout idle", "trainer idle", "scores"
+    times = "seconds", "the first", "after it", f"{goal}, s", f"× sync {goal}"
+    columns = "", *times, "tokens/s", "rollout idle", "trainer idle", "scores"
     shown = Table(*columns)
     for name, by_seed in found.items():
         outcomes = list(by_seed.values())
@@ -165,6 +216,8 @@ def table(found: dict[str, dict[int, Outcome]]) -> Table:
         shown.add_row(
             name,
             _spread([outcome.seconds for outcome in outcomes]),
+            _spread([outcome.ends[0] for outcome in outcomes]),
+            _spread([(one.ends[-1] - one.ends[0]) / max(1, len(one.ends) - 1) for one in outcomes], 2),
             _spread([seconds_to(GOAL, outcome) for outcome in outcomes]),
             _faster(by_seed, found.get("sync", {})),
             _spread([outcome.tokens / outcome.seconds for outcome in outcomes], 0),
@@ -184,29 +237,36 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=24, help="iterations of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one run of each mode by each")
     parser.add_argument("--score-every", type=int, default=2, help="evaluate the weights of every so many iterations")
+    parser.add_argument("--hidden", type=int, help="width of a random model in place of the recipe's")
     parser.add_argument("--pairs", type=int, default=1, help="runs side by side, each on two cores of its own")
+    parser.add_argument("--apart", action="store_true", help="one core is the trainer's alone")
     arguments = parse(parser, modes=["sync", "lagged", "streaming 2", *BARE], iterations=3, seeds=[42])
     if load(arguments.recipe, arguments.set).model.path == str(FOLDER / "model") and not (FOLDER / "model").is_dir():
         subprocess.run([sys.executable, "-m", "examples.counting.build"], check=True)
     small = SMALL_RUN if arguments.smoke else ()
     common = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *small]
     free: queue.SimpleQueue[Cores] = queue.SimpleQueue()
-    for cores in pairs_of_cores(arguments.pairs):
+    for cores in pairs_of_cores(arguments.pairs, apart=arguments.apart):
         free.put(cores)
 
     def measure(name: str, seed: int) -> Outcome:
         options = [*common, *MODES[name], *arguments.set, f"seed={seed}"]
         cores = free.get()
         try:
+            apart = arguments.apart and name not in TWO_CORES
             if name in BARE:
-                return bare(arguments.recipe, options, seed, cores)
-            return durable_run(arguments.recipe, options, score_every=arguments.score_every, pinned=pinned(cores))
+                return bare(arguments.recipe, options, seed, cores, apart=apart)
+            with trainer_apart(cores) if cores and apart else nullcontext():
+                on = pinned(cores[:1] if cores and apart else cores)
+                return durable_run(arguments.recipe, options, score_every=arguments.score_every, pinned=on)
         finally:
             free.put(cores)
 
     found: dict[str, dict[int, Outcome]] = {name: {} for name in arguments.modes}
     failed = []
-    with ThreadPoolExecutor(arguments.pairs) as beside:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.pairs) as beside:
+        if arguments.hidden is not None:
+            common.append(f"model.path={widened(arguments.recipe, arguments.set, arguments.hidden, folder)}")
         runs = {}
         for name, seed in [(name, seed) for seed in arguments.seeds for name in found]:
             runs[beside.submit(measure, name, seed)] = name, seed
