@@ -13,7 +13,7 @@ With `rollout.pipeline=lagged` the halves of two iterations are side by side, as
     collect of i    rollout, reward, advantage    a thread of its own   collect of i-1, learn of i-2
     learn of i      train, sync                   the caller's thread   collect of i, learn of i-1
 
-With `--apart` the trainer has the second of these cores alone, and the first is for all else.
+With `--apart A B` the trainer has the core B alone, and A is for all else.
 """
 
 import argparse

@@ -62,7 +62,10 @@ GOAL = 0.80
 """Score to reach."""
 
 HEAD_DIM = 32
-"""Of a model that `--hidden` asks for."""
+"""Of a model that `--hidden` asks for; two of its heads share one of keys and values."""
+
+LOOK_INTERVAL = 2.0
+"""Seconds between two looks for a trainer that is to have a core of its own."""
 
 ONE_CORE_EACH = ("rollout.num_engines=1", "training.num_threads=1")
 LAGGED = (*ONE_CORE_EACH, "rollout.pipeline=lagged")
@@ -103,7 +106,7 @@ def pairs_of_cores(count: int, *, apart: bool) -> list[Cores]:
         return [None]
     cores = sorted(os.sched_getaffinity(0))
     if 2 * count > len(cores):
-        raise SystemExit(f"--pairs {count} needs {2 * count} cores, and there are {len(cores)}")
+        raise SystemExit(f"--pairs {count}, or --apart, needs {2 * count} cores, and there are {len(cores)}")
     return [cores[first : first + 2] for first in range(0, 2 * count, 2)]
 
 
@@ -113,11 +116,12 @@ def trainer_apart(cores: Sequence[int]) -> Iterator[None]:
     over = threading.Event()
 
     def move() -> None:
-        while not over.wait(0.2):
+        os.sched_setaffinity(0, {cores[0]})  # of this thread: looking takes time too
+        while not over.wait(LOOK_INTERVAL):
             for process in psutil.process_iter():
                 with suppress(psutil.Error, OSError):
                     if process.name().startswith("ray::Train") and process.cpu_affinity() == [cores[0]]:
-                        for thread in process.threads():
+                        for thread in sorted(process.threads(), key=lambda thread: thread.id == process.pid):
                             os.sched_setaffinity(thread.id, {cores[1]})
 
     mover = threading.Thread(target=move)
@@ -237,20 +241,23 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=24, help="iterations of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="one run of each mode by each")
     parser.add_argument("--score-every", type=int, default=2, help="evaluate the weights of every so many iterations")
-    parser.add_argument("--hidden", type=int, help="width of a random model in place of the recipe's")
+    parser.add_argument("--hidden", type=int, help="width of a random model in place of the recipe's, a multiple of 64")
     parser.add_argument("--pairs", type=int, default=1, help="runs side by side, each on two cores of its own")
     parser.add_argument("--apart", action="store_true", help="one core is the trainer's alone")
     arguments = parse(parser, modes=["sync", "lagged", "streaming 2", *BARE], iterations=3, seeds=[42])
+    if arguments.hidden is not None and (arguments.hidden < 1 or arguments.hidden % (2 * HEAD_DIM)):
+        raise SystemExit(f"--hidden {arguments.hidden} is no multiple of {2 * HEAD_DIM}, which heads are made of")
     if load(arguments.recipe, arguments.set).model.path == str(FOLDER / "model") and not (FOLDER / "model").is_dir():
         subprocess.run([sys.executable, "-m", "examples.counting.build"], check=True)
     small = SMALL_RUN if arguments.smoke else ()
+    model: list[str] = []
     common = [f"rollout.num_rollout={arguments.iterations}", "tracking.tensorboard_dir=null", *small]
     free: queue.SimpleQueue[Cores] = queue.SimpleQueue()
     for cores in pairs_of_cores(arguments.pairs, apart=arguments.apart):
         free.put(cores)
 
     def measure(name: str, seed: int) -> Outcome:
-        options = [*common, *MODES[name], *arguments.set, f"seed={seed}"]
+        options = [*common, *MODES[name], *arguments.set, *model, f"seed={seed}"]
         cores = free.get()
         try:
             apart = arguments.apart and name not in TWO_CORES
@@ -266,7 +273,7 @@ def main() -> None:
     failed = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.pairs) as beside:
         if arguments.hidden is not None:
-            common.append(f"model.path={widened(arguments.recipe, arguments.set, arguments.hidden, folder)}")
+            model.append(f"model.path={widened(arguments.recipe, arguments.set, arguments.hidden, folder)}")
         runs = {}
         for name, seed in [(name, seed) for seed in arguments.seeds for name in found]:
             runs[beside.submit(measure, name, seed)] = name, seed

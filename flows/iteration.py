@@ -3,7 +3,7 @@
     collect   rollout → reward → filter                          needs filter of i-1, weights of i-1-lag
     learn     [score] → advantage → train → [checkpoint] → sync  needs train of i-1, filter of i
 
-Without scores, `advantage` needs no weights: `estimate_ahead` makes it while the trainer is busy with i-1.
+In an iteration without a score step `advantage` needs its filter step alone: `estimate_ahead`.
 Where samples are generated all the time, `collect` takes what is complete (`cairn.flows.streaming`). Where the data
 hold the responses that are learned there is nothing to sample or to grade, and from demonstrations no
 advantage to estimate: rollout reads the rows, filter takes them as they are (`cairn.tasks.given`).
@@ -41,7 +41,9 @@ def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Execute both halves of iteration `index`, one after the other, and the evaluations after them; return the commits
     that its metrics come from. Steps already committed do not run."""
     admitted = admit(run, steps, index) if run.config.rollout.pipeline == "streaming" else []
-    return [*admitted, *collect(run, steps, index), *learn(run, steps, index), *evaluate_after(run, steps, index)]
+    collected = collect(run, steps, index)
+    learned = learn(run, steps, index, estimate_ahead(run, steps, index))
+    return [*admitted, *collected, *learned, *evaluate_after(run, steps, index)]
 
 
 def admit(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
@@ -101,7 +103,7 @@ def collect_given(run: RunContext, steps: StepRunner, index: int) -> list[Commit
 
 
 def estimate_ahead(run: RunContext, steps: StepRunner, index: int) -> Commit | None:
-    """Estimate the advantages of the batch that `collect` selected, where no weights are asked for them."""
+    """Estimate the advantages of the batch that `collect` selected, where no score step comes before."""
     due = learning_steps(run.config, index)
     if Step.ADVANTAGE not in due or Step.SCORE in due:
         return None
@@ -110,8 +112,8 @@ def estimate_ahead(run: RunContext, steps: StepRunner, index: int) -> Commit | N
 
 
 def learn(run: RunContext, steps: StepRunner, index: int, advantages: Commit | None = None) -> list[Commit]:
-    """Update the newest weights on the batch that `collect` selected, and publish what comes out. `advantages`: those
-    that were estimated ahead."""
+    """Update the newest weights on the batch that `collect` selected, and publish what comes out. `advantages`: what
+    `estimate_ahead` left to be done no more."""
     updated = weights_after(run, index - 1)
     selection = last_selection(run, index)
     rollouts, rewards = trained_shards(run, selection)

@@ -7,7 +7,8 @@ With a lag of k an iteration is collected with weights k iterations older than t
 
     a half          begins when there is
     collect of i    the batch of i-1, and all of iteration i-1-k: its weights are what this one samples from
-    learn of i      the batch of i, and all of `learn` of i-1; advantages that need no scores, the batch alone
+    learn of i      the batch of i, and all of `learn` of i-1; while that goes on, advantages are estimated ahead where
+                    the iteration has no score step
     evaluation of i its weights; it has the rollout engines to itself
 
 With `streaming` and a greatest age k it is the same, but for this: samples are generated all the time
@@ -39,6 +40,7 @@ from cairn.flows.step_runner import StepRunner
 from cairn.storage.commits import Commit, Step
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import eval_due
+from cairn.tasks.events import Message
 from cairn.tasks.halves import newest_sampled, weights_after
 from cairn.tasks.streaming.pacing import Pacing
 
@@ -84,8 +86,8 @@ class Pipeline:
         """Execute one iteration, each half when it may begin. The body of its flow run."""
         run, steps = self._run, self._steps
         collected = self._collected(index) if run.stream is None else self._streamed(index)
-        advantages = self._estimated(index)
         waited = self._last["learn"] == index - 1
+        advantages = None if waited else self._estimated_ahead(index)
         with self._half("learn", index, after={"learn": index - 1}):
             if not self._lag:
                 self._make_next(index + 1)
@@ -117,13 +119,17 @@ class Pipeline:
         with self._half("collect", index, after={"collect": index - 1}):
             return [*admitted, *collect(self._run, self._steps, index)]
 
-    def _estimated(self, index: int) -> Commit | None:
-        """What `learn` of an iteration would begin with otherwise. If that fails, what came before is to be done."""
+    def _estimated_ahead(self, index: int) -> Commit | None:
+        """What `learn` of an iteration would begin with. If that fails, it begins with it all the same: what came
+        before is done then, as somebody needs who has to fork the run there."""
         try:
             return estimate_ahead(self._run, self._steps, index)
-        except Exception:
-            self._wait({"all": index - 1}, f"learn of iteration {index}")
+        except Stopping:
             raise
+        except Exception as error:
+            sentence = f"Iteration {index}: its advantages are estimated again when iteration {index - 1} is learned"
+            self._run.emit(Message(f"{sentence}: {error}", "warning"))
+            return None
 
     def _tell_stream(self, index: int) -> None:
         """Of new weights, every `update_weights_interval` iterations."""

@@ -305,7 +305,7 @@ def age(moment: float | None) -> str:
 
 def _chosen(status: "RunStatus") -> str:
     """The reward of what was trained on, where it is not that of all samples."""
-    return "" if status.trained_reward == status.reward else f" ({_number(status.trained_reward)} of those trained on)"
+    return "" if status.trained_reward == status.reward else f" ({_number(status.trained_reward)} of its batch)"
 
 
 def _gate(run: str, gate: "GateStanding") -> str:

@@ -81,4 +81,4 @@ def _has_ended_before(commit: Commit, ledger: Ledger, commits: dict[str, Commit]
     order = list(Step)
     last = ledger.last_iteration()
     later = [c for c in commits.values() if c.step not in _BESIDE and order.index(c.step) > order.index(commit.step)]
-    return (last is None or last <= commit.iteration) and not later
+    return (last is None or last - ledger.lag <= commit.iteration) and not later

@@ -131,7 +131,7 @@ class RunStatus(Record):
     reward: float | None = None
     """Mean of all samples that the newest iteration with a batch generated."""
     trained_reward: float | None = None
-    """Mean of those that it trained on."""
+    """Mean of those that are trained on: its batch."""
     eval: dict[str, Scores] = Field(default_factory=dict)
     last_commit: str | None = None
     last_commit_at: float | None = None

@@ -14,7 +14,9 @@ from cairn.engines.fleet.fleet import _object_store_memory
 from cairn.flows.iteration import iteration
 from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
+from cairn.flows.replay import replay, replay_all
 from cairn.storage.commits import Commit, Step
+from cairn.storage.ledger import Ledger
 from cairn.tasks.context import RunContext
 from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.sample_filters import NothingLeft
@@ -164,6 +166,27 @@ def test_advantages_are_estimated_while_the_iteration_before_learns(tiny_assets:
     with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _):
         drive(run, Meeting(run))
     assert [index for index, step in done if step is Step.ADVANTAGE] == list(range(ITERATIONS)), "each once"
+
+
+def test_advantages_of_what_is_not_learned_yet_are_replayed(tiny_assets: Path, tmp_path: Path) -> None:
+    estimated = threading.Event()
+
+    class Ending(DirectSteps):
+        def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
+            if (index, step.name) == (1, Step.TRAIN):
+                assert estimated.wait(60)
+                raise Ended
+            commit = super().call(step, index, shard, *args, **kwargs)
+            if (index, step.name) == (2, Step.ADVANTAGE):
+                estimated.set()
+            return commit
+
+    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _), pytest.raises(Ended):
+        drive(run, Ending(run))
+    ledger = Ledger.open(run.ledger.store, run.ledger.run)
+    (again,) = replay(ledger, 2, Step.ADVANTAGE)
+    assert (again.name, again.differences) == ("000002/advantage", ())
+    assert [one.name for one in replay_all(ledger, {Step.ADVANTAGE})] == [f"{n:06d}/advantage" for n in range(3)]
 
 
 def test_a_half_that_fails_stops_the_other(tiny_assets: Path, tmp_path: Path) -> None:

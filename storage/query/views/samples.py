@@ -141,7 +141,7 @@ SAMPLES = View(
         "grader_version": column("VARCHAR", "g.grader_version", ""),
         **_DECIDED,
         "advantage": column(
-            "DOUBLE", "list_avg(a.advantages)", "mean over the response's tokens; NULL: not trained on"
+            "DOUBLE", "list_avg(a.advantages)", "mean over the response's tokens; NULL: in no batch that has them yet"
         ),
         "age": column("INTEGER", "list_max(a.ages)", "of its oldest token when it was trained on, in publications"),
     },
@@ -236,14 +236,14 @@ REWARDS = View(
 )
 ADVANTAGES = View(
     "advantages",
-    "a sample of the batch that an iteration trained on",
+    "a sample of an iteration's batch, once its advantages are estimated",
     "cairn_advantage b",
     {
         **OF_RUN,
-        "iteration": column("BIGINT", "b.iteration", "that trained on it"),
+        "iteration": column("BIGINT", "b.iteration", "that trains on it"),
         "group_id": column("BIGINT", "b.group_id", ""),
         "sample_index": column("INTEGER", "b.sample_index", "position in the group"),
-        "reward": column("FLOAT", "b.reward", "as the update used it"),
+        "reward": column("FLOAT", "b.reward", "as the update uses it"),
         "advantage": column("DOUBLE", "list_avg(b.advantages)", "mean over the response's tokens"),
         "return": column("DOUBLE", "list_avg(b.returns)", "mean over the response's tokens"),
         "tokens": column("BIGINT", "len(b.advantages)", "of the response"),
@@ -262,7 +262,7 @@ TOKENS = View(
         "loss_mask": column("UTINYINT", "unnest(b.loss_mask)", "1: trained on, unless it was too old"),
         "weight_version": column("INTEGER", "unnest(b.weight_versions)", "that sampled it"),
         **_DECIDED,
-        "advantage": column("FLOAT", "unnest(a.advantages)", "NULL: not trained on"),
+        "advantage": column("FLOAT", "unnest(a.advantages)", "NULL: in no batch that has them yet"),
         "return": column("FLOAT", "unnest(a.returns)", ""),
         "age": column("INTEGER", "unnest(a.ages)", "when it was trained on, in publications"),
         "old_log_prob": column("FLOAT", "unnest(s.log_probs)", "under the policy before the update; NULL: not scored"),
