@@ -33,6 +33,7 @@ BENCHMARKS = {
     "seeds": "bench.bare_loop --seeds 42 1 2 3 4",
     "learning": "bench.learning --seeds 1",
     "durability": "bench.durability",
+    "cpu": "bench.cpu",
     "round_trips": "bench.round_trips",
     "pipeline": "bench.pipeline --seeds 42",
     "pipeline_sim": "bench.pipeline_sim",

@@ -18,7 +18,7 @@ from bench.__main__ import BENCHMARKS
 from bench.trl_process import ENVIRONMENT
 
 BENCH = Path(__file__).parents[2] / "bench"
-ON_THE_QUICKSTART = ("seeds", "learning", "durability", "round_trips", "pipeline", "start", "recovery", "trl")
+ON_THE_QUICKSTART = ("seeds", "learning", "durability", "cpu", "round_trips", "pipeline", "start", "recovery", "trl")
 """Benchmarks of a recipe's model and data."""
 
 ON_A_BUCKET = ("ledger", "write_ahead")
@@ -34,6 +34,7 @@ LONG = (
     "sglang",
     "megatron",
     "durability",
+    "cpu",
     "round_trips",
     "pipeline",
     "episodes",
