@@ -2,7 +2,7 @@
 
     python -m bench.cpu [RECIPE] [--set a.b=c] [--iterations 40] [--stacks FOLDER] [--smoke] [--json FILE]
 
-A run is started as a user starts it, and its processes are looked at twice: after its second iteration, when all
+A run is started as a user starts it; what its processes have computed is read after its second iteration, when all
 imports are made, and after its last. What other processes of the machine do is left out.
 
 With `--stacks` py-spy (`pip install py-spy`) samples the stacks of driver and engines meanwhile, which takes some of
@@ -114,16 +114,20 @@ def measure(recipe: str, options: Sequence[str], iterations: int, stacks: Path |
         run = subprocess.Popen(
             [CAIRN, "train", recipe, "--run", RUN, "--store", store, *words], stdout=subprocess.DEVNULL
         )
-        processes = Processes(run.pid)
-        before, began = wait_for(FIRST, store, run, processes), time.perf_counter()
-        sampled = [(pid, name) for pid, name in processes.roles.items() if name in SAMPLED]
-        spies = [_spy(pid, name, stacks) for pid, name in sampled] if stacks is not None else []
-        after, seconds = wait_for(iterations - 1, store, run, processes), time.perf_counter() - began
-        for spy in spies:
-            spy.send_signal(signal.SIGINT)
-        for spy in spies:
-            spy.wait()
-        run.wait()
+        processes, spies = Processes(run.pid), []
+        try:
+            before, began = wait_for(FIRST, store, run, processes), time.perf_counter()
+            sampled = [(pid, name) for pid, name in processes.roles.items() if name in SAMPLED]
+            spies = [_spy(pid, name, stacks) for pid, name in sampled] if stacks is not None else []
+            after, seconds = wait_for(iterations - 1, store, run, processes), time.perf_counter() - began
+            for spy in spies:
+                spy.send_signal(signal.SIGINT)
+            if any(spy.wait(DEADLINE) for spy in spies):
+                raise SystemExit("py-spy could not sample: may it look at other processes here (ptrace)?")
+            run.wait(DEADLINE)
+        finally:
+            for process in [*spies, run]:
+                process.terminate()
     spent: dict[str, float] = {}
     for pid, cpu in after.items():
         name = processes.roles[pid]

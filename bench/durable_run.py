@@ -77,14 +77,14 @@ def durable_run(
         pinned: the beginning of each command.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as store:
-        if not load(recipe, list(overrides)).eval.benchmarks:
+        config = load(recipe, list(overrides))
+        if not config.eval.benchmarks:
             score_every = None
         if score_every is not None:
             overrides = [*overrides, "eval.eval_interval=null", f"checkpoint.save_interval={score_every}"]
         options = [word for option in overrides for word in ("--set", option)]
         command = [*pinned, CAIRN, "train", recipe, "--run", RUN, "--store", store, *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE)
-        config = load(recipe, list(overrides))
         outcome = _measured(Ledger.open(open_store(store), RUN), config, after)
         if score_every is None:
             return outcome

@@ -40,10 +40,14 @@ from cairn.tasks.versions import version_of
 def iteration(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:
     """Execute both halves of iteration `index`, one after the other, and the evaluations after them; return the commits
     that its metrics come from. Steps already committed do not run."""
+    collected, advantages = up_to_learning(run, steps, index)
+    return [*collected, *learn(run, steps, index, advantages), *evaluate_after(run, steps, index)]
+
+
+def up_to_learning(run: RunContext, steps: StepRunner, index: int) -> tuple[list[Commit], Commit | None]:
+    """All of an iteration that does not follow the update before it: the commits of `collect`, and `estimate_ahead`."""
     admitted = admit(run, steps, index) if run.config.rollout.pipeline == "streaming" else []
-    collected = collect(run, steps, index)
-    learned = learn(run, steps, index, estimate_ahead(run, steps, index))
-    return [*admitted, *collected, *learned, *evaluate_after(run, steps, index)]
+    return [*admitted, *collect(run, steps, index)], estimate_ahead(run, steps, index)
 
 
 def admit(run: RunContext, steps: StepRunner, index: int) -> list[Commit]:

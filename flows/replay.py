@@ -17,7 +17,7 @@ from cairn.flows.driver.sources import Sources, open_graders
 from cairn.flows.driver.starting import fleet_name, starting_fleet, total_steps
 from cairn.flows.driver.trust import recorded_config
 from cairn.flows.events import Event
-from cairn.flows.iteration import admit, collect, estimate_ahead, iteration
+from cairn.flows.iteration import admit, iteration, up_to_learning
 from cairn.storage.commits import Commit, Step
 from cairn.storage.comparison import compare
 from cairn.storage.errors import Retired, RunDiffers
@@ -246,14 +246,10 @@ def weights_again(trained: Commit, found: Collection[Replayed]) -> Weights:
 def _walk(run: RunContext, runner: Replaying, index: int) -> None:
     """The steps of an iteration; of one that a stream has admitted prompts for, before there was the batch that it
     follows, no more than that; before the weights that it follows, its batch and the advantages."""
-    streams = run.config.rollout.pipeline == "streaming"
-    if streams and index and not is_collected(run, index - 1):
+    if run.config.rollout.pipeline == "streaming" and index and not is_collected(run, index - 1):
         admit(run, runner, index)
     elif index and run.find(index - 1, Step.TRAIN) is None:
-        if streams:
-            admit(run, runner, index)
-        collect(run, runner, index)
-        estimate_ahead(run, runner, index)
+        up_to_learning(run, runner, index)
     else:
         iteration(run, runner, index)
 

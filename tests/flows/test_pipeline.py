@@ -14,6 +14,7 @@ from cairn.engines.fleet.fleet import _object_store_memory
 from cairn.flows.iteration import iteration
 from cairn.flows.orchestration.steps import Stopping
 from cairn.flows.pipeline import Pipeline
+from cairn.flows.reading.diff import diff
 from cairn.flows.replay import replay, replay_all
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
@@ -168,7 +169,9 @@ def test_advantages_are_estimated_while_the_iteration_before_learns(tiny_assets:
     assert [index for index, step in done if step is Step.ADVANTAGE] == list(range(ITERATIONS)), "each once"
 
 
-def test_advantages_of_what_is_not_learned_yet_are_replayed(tiny_assets: Path, tmp_path: Path) -> None:
+def test_what_is_ahead_of_an_update_that_is_not_made_is_replayed_and_compared(
+    tiny_assets: Path, tmp_path: Path
+) -> None:
     estimated = threading.Event()
 
     class Ending(DirectSteps):
@@ -187,6 +190,11 @@ def test_advantages_of_what_is_not_learned_yet_are_replayed(tiny_assets: Path, t
     (again,) = replay(ledger, 2, Step.ADVANTAGE)
     assert (again.name, again.differences) == ("000002/advantage", ())
     assert [one.name for one in replay_all(ledger, {Step.ADVANTAGE})] == [f"{n:06d}/advantage" for n in range(3)]
+
+    with tiny_context(str(tmp_path / "whole"), lagged(tiny_assets, 1)) as (run, _):
+        drive(run, DirectSteps(run))
+    found = diff(ledger, Ledger.open(run.ledger.store, run.ledger.run))
+    assert (found.parts_at, found.ended) == (None, ledger.run)
 
 
 def test_a_half_that_fails_stops_the_other(tiny_assets: Path, tmp_path: Path) -> None:
