@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, help="width of a random model in place of the recipe's, a multiple of 64")
     parser.add_argument("--pairs", type=int, default=1, help="runs side by side, each on two cores of its own")
     parser.add_argument("--apart", action="store_true", help="one core is the trainer's alone")
-    arguments = parse(parser, modes=["sync", "lagged", "streaming 2", *BARE], iterations=3, seeds=[42])
+    arguments = parse(parser, modes=["streaming 2", "bare lagged"], iterations=2, seeds=[42])
     if arguments.hidden is not None and (arguments.hidden < 1 or arguments.hidden % (2 * HEAD_DIM)):
         raise SystemExit(f"--hidden {arguments.hidden} is no multiple of {2 * HEAD_DIM}, which heads are made of")
     if load(arguments.recipe, arguments.set).model.path == str(FOLDER / "model") and not (FOLDER / "model").is_dir():

@@ -1,6 +1,7 @@
 """What `cairn rescore` takes beside the graders' own time.
 
-    python -m bench.rescore [--groups 1000] [--tokens 256] [--rounds 3] [--smoke] [--json FILE]
+    python -m bench.rescore [--graders exact_match math] [--groups 1000] [--tokens 256] [--rounds 3] [--smoke]
+                            [--json FILE]
 
 Writes a ledger of `--groups` groups of eight responses with `--tokens` tokens each, in iterations of a hundred groups
 with two shards, and grades it again by
@@ -66,16 +67,17 @@ print(time.perf_counter() - began)
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graders", nargs="+", choices=GRADERS, default=GRADERS)
     parser.add_argument("--groups", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=256, help="of a response")
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parse(parser, groups=4, tokens=16, rounds=1)
+    arguments = parse(parser, graders=["math"], groups=4, tokens=16, rounds=1)
     with tempfile.TemporaryDirectory(prefix="bench-rescore-") as scratch:
         folder = Path(scratch)
         say(f"writing {arguments.groups * GROUP:,} samples")
         iterations = max(1, arguments.groups // GROUPS)
         _write(folder, iterations, arguments.groups // iterations * GROUP, arguments.tokens)
-        found = {name: measure(folder, name, arguments.rounds) for name in GRADERS}
+        found = {name: measure(folder, name, arguments.rounds) for name in arguments.graders}
     table = Table("grader", "own (s)", "rescore (s)", "command (s)", "1.2 × own + 1 s")
     for name, seconds in found.items():
         bound = 1.2 * seconds["own"] + 1

@@ -1,7 +1,7 @@
 """What a question to a million samples takes: SQL over 1,000 iterations on local files.
 
-    python -m bench.sql [--iterations 1000] [--samples 1000] [--tokens 16] [--rounds 3] [--folder DIR] [--smoke]
-                        [--json FILE]
+    python -m bench.sql [--iterations 1000] [--samples 1000] [--tokens 16] [--questions 5] [--rounds 3] [--folder DIR]
+                        [--smoke] [--json FILE]
 
 Writes a ledger of `--iterations` iterations of `--samples` samples of `--tokens` tokens, with nine commits each, into a
 temporary folder (or `--folder`, which is kept and used again), and asks it, each time in a new process:
@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -73,15 +75,17 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=1000, help="of an iteration")
     parser.add_argument("--tokens", type=int, default=16, help="of a response")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="the first of them alone")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="of a ledger that is kept, and used again")
-    arguments = parse(parser, iterations=4, samples=32, rounds=1)
+    arguments = parse(parser, iterations=4, samples=32, questions=1, rounds=1)
     with tempfile.TemporaryDirectory(prefix="bench-sql-") as scratch:
         folder = arguments.folder or Path(scratch) / "store"
         if not (folder / "runs" / RUN).exists():
             say(f"writing {arguments.iterations * arguments.samples:,} samples")
             write(folder, config_of(arguments.iterations), arguments.iterations, arguments.samples, arguments.tokens)
-        found = measure(folder, Path(scratch), arguments.iterations - 1, arguments.rounds)
+        asked = dict(islice(QUESTIONS.items(), arguments.questions))
+        found = measure(asked, folder, Path(scratch), arguments.iterations - 1, arguments.rounds)
     table = Table("question", *next(iter(found.values())))
     for question, seconds in found.items():
         table.add_row(question, *(f"{value:.2f}" for value in seconds.values()))
@@ -90,10 +94,12 @@ def main() -> None:
         arguments.json.write_text(json.dumps(found, indent=1))
 
 
-def measure(folder: Path, scratch: Path, last: int, rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    questions: Mapping[str, str], folder: Path, scratch: Path, last: int, rounds: int
+) -> dict[str, dict[str, float]]:
     """Median seconds of each question and way of asking."""
     found = {}
-    for question, template in QUESTIONS.items():
+    for question, template in questions.items():
         say(question)
         text = template.format(last=last)
         taken: dict[str, list[float]] = {"first": [], "second": [], "command": []}

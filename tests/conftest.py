@@ -20,6 +20,7 @@ settings.load_profile("cairn")
 
 pytest_plugins = [
     "tests.scheduling",
+    "tests.spare_engines",
     "tests.s3",
     "tests.tiny_run",
     "tests.ray_fixtures",
@@ -43,9 +44,13 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _memory_is_given_back() -> Iterator[None]:
     """What engines in the test's own process leave: TorchScript never forgets a recording by itself, several megabytes
-    each, and hundreds of tests make one."""
+    each, and hundreds of tests make one. What is left then is never looked through again."""
+    from tests.spare_engines import forget  # pytest imports its plugins itself
+
     yield
+    forget()
     gc.collect()
+    gc.freeze()
     if torch := sys.modules.get("torch"):
         torch._C._jit_clear_class_registry()
         torch.jit._recursive.concrete_type_store = torch.jit._recursive.ConcreteTypeStore()

@@ -17,13 +17,13 @@ from cairn.engines.errors import PublicationGone, RequestRefused, WrongVersion
 from cairn.engines.fleet.colocation import Turns
 from cairn.engines.fleet.membership import Membership
 from cairn.engines.rollout.streams import Stream
-from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.scoring.reward_model import RewardModel
 from cairn.engines.training.factory import make_engine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import Completion, GenerateRequest, Position, Publication, RequestId, SamplingParams
 from cairn.storage.commits import Environment
 from cairn.storage.store import StoredFile, open_store
+from tests.spare_engines import engine_of, give_back
 
 Generate = Callable[[Sequence[GenerateRequest]], Iterator[list[Completion]]]
 
@@ -113,8 +113,8 @@ def dying_after(fleet: "LocalFleet", completions: int) -> "LocalFleet":
 class LocalRollout:
     def __init__(self, config: RunConfig, index: int) -> None:
         self.name = f"rollout:{index}"
-        self.engine = TransformersEngine(config.model.path, view(config.rollout, reader_of("rollout"), "rollout"))
-        self.batch_invariant = self.engine.check_batch_invariance()
+        self.engine = engine_of(config.model.path, view(config.rollout, reader_of("rollout"), "rollout"))
+        self.batch_invariant = self.engine.batch_invariant()
         self.generated_groups = 0
         self._samples = SampleEngine(lambda: self.open(), self.engine.abort)
         self.serving = threading.Lock()
@@ -209,6 +209,11 @@ class LocalFleet:
         self._published: dict[int, list[dict[str, Any]]] = {}
         self._dtype = config.rollout.dtype
         self.turns = Turns([], self.training, config.fleet)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Its rollout engines are not asked for anything any more."""
+        for handle in self.rollout:
+            give_back(handle.engine)
 
     def seconds_until_drained(self) -> float | None:
         return None

@@ -124,6 +124,8 @@ def tiny_context(
     engines: Any = fleet or LocalFleet(config)
     events = Events()
     with ExitStack() as stack:
+        if fleet is None:
+            stack.callback(engines.close)
         lease = ledger.acquire(takeover=True)
         stack.callback(lease.release, Outcome.STOPPED)
         yield (

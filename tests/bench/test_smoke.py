@@ -22,12 +22,11 @@ ON_THE_QUICKSTART = ("seeds", "learning", "durability", "cpu", "round_trips", "p
 """Benchmarks of a recipe's model and data."""
 
 ON_A_BUCKET = ("ledger", "write_ahead")
-CHEAP = ("pipeline_sim", "snapshots", "rollout", "training", "write_ahead", "ledger", "invariance")
+CHEAP = ("pipeline_sim", "snapshots", "rollout", "training", "write_ahead", "ledger", "invariance", "seeds", "episodes")
 LONG = (
     "sql",
     "report",
     "rescore",
-    "seeds",
     "learning",
     "orchestration",
     "sync",
@@ -37,7 +36,6 @@ LONG = (
     "cpu",
     "round_trips",
     "pipeline",
-    "episodes",
     "start",
     "recovery",
     "trl",

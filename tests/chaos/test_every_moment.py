@@ -168,6 +168,7 @@ def test_a_driver_that_breaks_off_everywhere_leaves_what_an_undisturbed_one_does
         except Killed:
             run.exits.append(-9)
             if len(run.exits) % 2:
+                fleet.close()
                 fleet = LocalFleet(config)
     blows.peace = True
     assert run.exits[-1] == 0

@@ -27,7 +27,7 @@ from tests.engines.training.balance_cases import (
     run,
 )
 from tests.engines.training.builders import make_engine, weights_of
-from tests.engines.training.ranks import run_ranks
+from tests.engines.training.ranks import run_megatron_ranks, run_ranks
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -163,7 +163,7 @@ def test_two_ranks_count_the_tokens_of_both(work: Path, one: dict[str, Any]) -> 
 def test_megatron_moves_them_as_pytorch_does_and_follows_given_experts_of_grouped_routers(
     work: Path, one: dict[str, Any]
 ) -> None:
-    run_ranks(launched, work, True, world_size=2)
+    run_megatron_ranks(launched, work, True, world_size=2)
     for name in MEGATRON:
         assert_same(work, name, json.loads((work / f"{name}.json").read_text()), one)
 

@@ -109,10 +109,6 @@ def batch() -> TrainBatch:
 
 def launched(cases: Sequence[Case], models: Path, work: Path) -> None:
     """Run the cases, each rank in a fork that leaves a report."""
-    from cairn.engines.training.megatron.backend import backend_for
-
-    backend_for(torch.device("cpu"))
-    import cairn.engines.training.megatron.engine
     import cairn.engines.training.torch.engine  # noqa: F401  for all that are forked
 
     for case in cases:

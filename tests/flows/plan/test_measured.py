@@ -7,7 +7,7 @@ import pytest
 
 from cairn.flows.plan.subject import subject_of
 from cairn.flows.plan.training import rank_memory
-from tests.engines.training.ranks import run_forking
+from tests.engines.training.ranks import run_with_megatron
 from tests.flows.plan.measured import CASES, Case, launched
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all launches
@@ -28,7 +28,7 @@ def reports(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyte
     for case in cases:
         if not (models / case.architecture).exists():
             case.model().save(models / case.architecture)
-    run_forking(launched, cases, models, work)
+    run_with_megatron(launched, cases, models, work)
     return {
         case.name: [
             json.loads((work / f"{case.name.replace(' ', '-')}.{rank}.json").read_text()) for rank in range(case.ranks)

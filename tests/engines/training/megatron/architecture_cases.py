@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.training.megatron.families import UNMAPPED
 from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture
 from tests.engines.training.builders import make_batch
@@ -187,9 +186,6 @@ def gradients_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def launched(models: Path, work: Path, cases: Sequence[Case]) -> None:
     """Run these cases, every rank in a process that is forked for it."""
-    backend_for(torch.device("cpu"))
-    import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
-
     for case in cases:
         try:
             fork_ranks(take_part, case, models, work, world_size=case.layout.ranks)

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.megatron.backend import backend_for
 from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import EXPERTS, cut_vocabulary, make_batch, routed
 from tests.engines.training.ranks import fork_ranks
@@ -252,9 +251,6 @@ def number_of_threads(after: Callable[[], None] = lambda: None) -> int:
 def launched(models: Path, work: Path, cases: Sequence[Case]) -> None:
     """Run these cases, every rank in a process forked for it, which leaves a report and takes with it what Megatron
     keeps: over gloo every process group has three threads."""
-    backend_for(torch.device("cpu"))
-    import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
-
     for case in cases:
         fork_ranks(take_part, case, models, work, world_size=case.ranks)
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.megatron.backend import backend_for
 from cairn.storage.store import open_store
 from tests.engines.training.ranks import fork_ranks
 
@@ -25,9 +24,6 @@ OPTIONS: dict[str, dict[str, Any]] = {"MXFP4": {"expert_tensor_parallel_size": 1
 def launched(folders: Path, names: list[str], converted: list[str]) -> None:
     """Have every folder read and written again in every layout, as "<name> <layout>", and some on one rank as a
     checkpoint too, which becomes "<name> converted"."""
-    backend_for(torch.device("cpu"))
-    import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
-
     for layout, megatron in LAYOUTS.items():
         ranks = 1 if layout == "one rank" else 2
         fork_ranks(read_and_write, folders, names, converted, layout, megatron, ranks, world_size=ranks)

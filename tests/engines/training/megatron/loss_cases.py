@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from cairn.configs.schema.run import ModelConfig
 from cairn.configs.schema.training import TrainingConfig
-from cairn.engines.training.megatron.backend import backend_for
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.megatron.cases import CP, SEVERAL, SP, TRAINING, ZERO
 from tests.engines.training.ranks import fork_ranks
@@ -25,10 +23,7 @@ def two_updates(engine: Any) -> dict[str, float]:
 
 
 def launched(folder: Path, work: Path) -> None:
-    """Every layout in turn, its ranks forked from this process, which makes the imports for all of them."""
-    backend_for(torch.device("cpu"))
-    import cairn.engines.training.megatron.engine  # noqa: F401
-
+    """Every layout in turn."""
     for layout in LAYOUTS:
         fork_ranks(take_part, layout, folder, work, world_size=2)
 

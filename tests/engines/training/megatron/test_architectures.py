@@ -26,7 +26,7 @@ from tests.engines.training.megatron.architecture_cases import (
     make_reference,
     tensors,
 )
-from tests.engines.training.ranks import run_forking
+from tests.engines.training.ranks import run_with_megatron
 from tests.model_table import Check, record
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
@@ -64,7 +64,7 @@ def runs(cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in dict.fromkeys(case.architecture.name for case in cases):
         make_reference(architecture(name), work / name)
     torch.set_num_threads(threads)
-    run_forking(launched, work, work, cases)
+    run_with_megatron(launched, work, work, cases)
     return work
 
 

@@ -16,7 +16,7 @@ from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.megatron.cases import BATCH, LAYERS
 from tests.engines.training.megatron.checkpoint_cases import FREEZING, HANDED_ON, LAYOUTS, STAGING, launched
-from tests.engines.training.ranks import run_ranks
+from tests.engines.training.ranks import run_megatron_ranks
 from tests.small_disk import small_disk, why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for all launches
@@ -34,7 +34,7 @@ def reports(work: Path) -> list[dict[str, Any]]:
     model_folder(work / "deep", layers=LAYERS)
     model_folder(work / "experts", "qwen3_moe", layers=LAYERS)
     with nullcontext() if why_not() else small_disk(work / STAGING, 2**16):
-        run_ranks(launched, folder, work, world_size=2)
+        run_megatron_ranks(launched, folder, work, world_size=2)
     return [json.loads((work / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 

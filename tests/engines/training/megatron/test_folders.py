@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from cairn.engines.models import open_weights
 from tests.engines.training.megatron.folder_cases import LAYOUTS, launched
-from tests.engines.training.ranks import run_forking
+from tests.engines.training.ranks import run_with_megatron
 from tests.mtp_models import mtp_folder
 from tests.quantized_models import Tensors, fp8_folder, int4_folder, mxfp4_folder
 
@@ -39,7 +39,7 @@ def folders(
     work = tmp_path_factory.mktemp("folders")
     every = request.config.option.markexpr != "not slow"
     weights = {name: make(work / name) for name, make in {**QUANTIZED, **MTP}.items() if every or name in QUICK}
-    run_forking(launched, work, list(weights), [name for name in weights if name in MTP])
+    run_with_megatron(launched, work, list(weights), [name for name in weights if name in MTP])
     return work, weights
 
 

@@ -13,7 +13,7 @@ from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_engine, model_folder, weights_of
 from tests.engines.training.megatron.cases import TRAINING
 from tests.engines.training.megatron.loss_cases import LAYOUTS, launched, two_updates
-from tests.engines.training.ranks import run_forking
+from tests.engines.training.ranks import run_with_megatron
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for all launches
 
@@ -36,7 +36,7 @@ def reference(work: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports(work: Path, reference: dict[str, Any]) -> dict[str, Any]:
-    run_forking(launched, work / "model", work)
+    run_with_megatron(launched, work / "model", work)
     found = {
         layout: [json.loads((work / f"{layout}.{rank}.json").read_text()) for rank in (0, 1)] for layout in LAYOUTS
     }

@@ -23,7 +23,7 @@ from tests.engines.training.megatron.cases import (
     weights_after,
 )
 from tests.engines.training.megatron.table import write_table
-from tests.engines.training.ranks import run_forking
+from tests.engines.training.ranks import run_with_megatron
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 
@@ -87,7 +87,7 @@ def reference_run(case: Case, work: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def reports(work: Path, cases: list[Case], reference: References) -> dict[str, list[dict[str, Any]]]:
     """Of every case, what each of its ranks reports."""
-    run_forking(launched, work / "models", work, cases)
+    run_with_megatron(launched, work / "models", work, cases)
     return {
         case.name: [json.loads((work / f"{CASES.index(case)}.{rank}.json").read_text()) for rank in range(case.ranks)]
         for case in cases

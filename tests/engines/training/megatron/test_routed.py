@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.architectures import architecture
 from tests.engines.training.megatron.routed_cases import MODELS, launched
-from tests.engines.training.ranks import run_ranks
+from tests.engines.training.ranks import run_megatron_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for the launch
 
@@ -22,7 +22,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("routed")
     for name in MODELS:
         architecture(name).save(work / name)
-    run_ranks(launched, work, world_size=2)
+    run_megatron_ranks(launched, work, world_size=2)
     return work
 
 

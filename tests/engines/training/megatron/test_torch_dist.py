@@ -10,7 +10,7 @@ import torch
 from cairn.engines.models import open_weights
 from tests.architectures import architecture
 from tests.engines.training.megatron.torch_dist_cases import FORGERIES, WRITTEN, Written, launched
-from tests.engines.training.ranks import run_forking
+from tests.engines.training.ranks import run_with_megatron
 from tests.flows.cli.test_convert import cairn
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -21,7 +21,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torch-dist")
     for name in {written.architecture for written in WRITTEN} | {"qwen2"}:
         architecture(name).save(folder / name)
-    run_forking(launched, folder)
+    run_with_megatron(launched, folder)
     return folder
 
 

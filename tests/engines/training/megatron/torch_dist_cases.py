@@ -70,10 +70,6 @@ FORGERIES: list[Callable[..., None]] = [
 
 def launched(work: Path) -> None:
     """Write every checkpoint by two ranks, then convert each, and forgeries of the first, in one process."""
-    backend_for(torch.device("cpu"))
-    import cairn.engines.training.megatron.convert
-    import cairn.engines.training.megatron.engine  # noqa: F401  for all that are forked
-
     for number, written in enumerate(WRITTEN):
         fork_ranks(write, number, written, work, world_size=2)
     fork_ranks(convert, work, world_size=1)
