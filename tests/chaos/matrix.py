@@ -108,8 +108,13 @@ CI_SET = Plan(
         Driver((case(0, Step.SYNC, "before", "rollout"), case(1, Step.ADVANTAGE, "during", "ray"))),
         Driver((case(1, Step.TRAIN, "during", "training"), case(1, Step.CHECKPOINT, "uncommitted", "driver"))),
         Driver((case(2, Step.FILTER, "after", "database"),)),
-        Driver((case(3, Step.ROLLOUT, "during", "driver"),)),
-        Driver((case(3, Step.SCORE, "before", "prefect"), case(3, Step.EVAL, "before", "rollout"))),
+        Driver(
+            (
+                case(3, Step.ROLLOUT, "during", "rollout"),
+                case(3, Step.SCORE, "before", "prefect"),
+                case(3, Step.EVAL, "before", "rollout"),
+            )
+        ),
     ),
 )
 """Each step, each moment and each victim at least once, in one run."""

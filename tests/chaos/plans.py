@@ -53,7 +53,6 @@ LAGGED = Plan(
         Driver((case(0, Step.ROLLOUT, "halfway", "rollout"), case(0, Step.TRAIN, "during", "driver"))),
         Driver((case(1, Step.TRAIN, "uncommitted", "driver"),)),
         Driver((case(3, Step.ROLLOUT, "halfway", "notice"),)),
-        Driver((case(3, Step.FILTER, "after", "driver"),)),
         Driver((case(3, Step.TRAIN, "during", "training"),)),
     ),
     "lagged",
@@ -64,7 +63,6 @@ STREAMING = Plan(
     "joined-streaming",
     (
         Driver((case(0, Step.ADMIT, "uncommitted", "driver"),)),
-        Driver((case(0, Step.ADMIT, "after", "driver"),)),
         Driver(
             (
                 case(0, Step.ROLLOUT, "during", "rollout"),
