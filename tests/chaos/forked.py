@@ -7,6 +7,7 @@ its own, and is killed like any other. What it starts is started afresh.
 import atexit
 import os
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,7 +54,9 @@ def _drive(arguments: list[str], environment: dict[str, str], folder: Path, log:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     with ExitStack() as stack:
-        stack.callback(atexit._run_exitfuncs)  # multiprocessing leaves these out, other programs do not
+        # What other programs do when they end, in this order: Prefect's last logs go to a server that still serves.
+        stack.callback(atexit._run_exitfuncs)
+        stack.callback(threading._shutdown)
         if "PREFECT_API_URL" in environment:  # Prefect has read its settings when it was imported
             stack.enter_context(temporary_settings({PREFECT_API_URL: environment["PREFECT_API_URL"]}))
         main(*arguments)
