@@ -13,37 +13,46 @@ PARITY := tests/parity
 SLIME ?= ../slime
 SLIME_COMMIT ?= $(shell git -C $(SLIME) rev-parse --short HEAD 2>/dev/null || echo unknown)
 STAMP := $(VENV)/.installed
+TORCH := $(VENV)/.torch
 # A worker that crashed is not replaced: --dist loadfile would wait for its tests for ever.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 15
+SITE_PACKAGES = lib/$(notdir $(firstword $(wildcard $(VENV)/lib/python3.*)))/site-packages
 # What is never imported need not be compiled, and most of what is installed never is.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 # One environment is made on each of two cores: pip works on one. The longest way goes first: .venv, then mypy.
 BESIDE := $(MAKE) --jobs 2
 KILLS ?= 100
+# Give an environment the files of .venv's torch, as links where the file system has them. pip then finds it installed.
+link-torch = cp -al $(VENV)/$(SITE_PACKAGES)/torch $(VENV)/$(SITE_PACKAGES)/torch-* $(VENV)/$(SITE_PACKAGES)/functorch $(VENV)/$(SITE_PACKAGES)/torchgen $(1)/$(SITE_PACKAGES)/ 2>/dev/null || true
 ROOMS := flows tasks engines storage configs
 
 # Tests start hundreds of processes, each of which would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup sglang-env lm-eval-env inspect-env openenv-env quickstart tiny types docs lint test test-all test-ceph chaos bench
+.PHONY: help setup sglang-env lm-eval-env inspect-env openenv-env quickstart tiny types docs lint test test-proofs test-all test-ceph chaos bench
 .PHONY: clean parity
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # torch first and alone: its CPU build satisfies the pin, so nothing pulls CUDA packages on a machine without a GPU.
-$(STAMP): pyproject.toml constraints.txt
+$(TORCH): constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else f"Cairn needs Python 3.11 or 3.12, found {sys.version.split()[0]}; try make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip $(INSTALL) -c constraints.txt torch
+	@touch $@
+
+$(STAMP): $(TORCH) pyproject.toml constraints.txt
 	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[test]'
-	@touch $(STAMP)
+	@touch $@
 
 setup: $(STAMP) ## Make .venv with everything in it
 
-$(SGLANG)/.installed: engines/rollout/sglang/requirements.txt
+# What .venv has of torch is linked: an environment with a torch of its own takes half a gigabyte more.
+$(SGLANG)/.installed: engines/rollout/sglang/requirements.txt $(TORCH)
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(call link-torch,$(SGLANG))
 	$(SGLANG)/bin/pip $(INSTALL) torch==2.13.0
 	$(SGLANG)/bin/pip $(INSTALL) -r engines/rollout/sglang/requirements.txt
 	$(SGLANG)/bin/pip $(INSTALL) --no-deps torchvision==0.28.0 sglang==0.5.21
@@ -74,8 +83,9 @@ $(OPENENV)/.installed: tests/engines/environments/requirements.txt
 
 openenv-env: $(OPENENV)/.installed ## Make .venv-openenv: OpenEnv, whose servers are spoken to
 
-$(VERL)/.installed: $(PARITY)/requirements.txt
+$(VERL)/.installed: $(PARITY)/requirements.txt $(TORCH)
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(call link-torch,$(VERL))
 	$(VERL)/bin/pip $(INSTALL) torch==2.13.0
 	$(VERL)/bin/pip $(INSTALL) -r $(PARITY)/requirements.txt
 	$(VERL)/bin/pip $(INSTALL) --no-deps verl==0.9.1
@@ -103,17 +113,21 @@ lint: setup types ## Lint and check types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: ## Lint, check types, run all tests but the long ones
+test: ## Lint, check types, run what runs in pytest's own process and one whole path of every real part: 10 minutes
 	$(BESIDE) lint sglang-env
-	$(PYTEST) -m "not slow"
+	$(PYTEST) --tier quick --shares
 
-test-all: ## The same with the long ones, then test-ceph: what continuous integration runs
+test-proofs: ## The same with the proofs of every promise: what continuous integration runs, 30 minutes
+	$(BESIDE) lint sglang-env
+	$(PYTEST) --tier proofs
+
+test-all: ## Everything, test-ceph too; appends what ran to tests/record.jsonl: 75 minutes
 	$(BESIDE) lint sglang-env lm-eval-env inspect-env openenv-env
-	$(PYTEST)
+	$(PYTEST) --tier all --record all
 	$(MAKE) test-ceph
 
 test-ceph: setup ## Run the storage tests against a real Ceph RGW from Debian packages
-	$(BIN)/python -m pytest -m ceph tests/ceph
+	$(BIN)/python -m pytest -m ceph --record ceph tests/ceph
 
 chaos: sglang-env setup ## Kill everything at every step, then KILLS=100 times at random, also amid episodes; report, tally
 	$(BIN)/python -m tests.chaos --kills $(KILLS)

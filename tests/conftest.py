@@ -19,6 +19,8 @@ settings.register_profile("cairn", deadline=None)
 settings.load_profile("cairn")
 
 pytest_plugins = [
+    "tests.tiers",
+    "tests.seconds",
     "tests.scheduling",
     "tests.spare_engines",
     "tests.s3",

@@ -17,6 +17,7 @@ from cairn.configs.schema.run import RunConfig
 from cairn.engines.types import TrainBatch
 from tests.architectures import Architecture, architecture
 from tests.engines.training.ranks import fork_ranks
+from tests.tiers import Tier
 
 PROMPT, RESPONSE, SAMPLES = 16, 112, 8
 """Tokens of each, and samples of a step: enough for activations to be most of it."""
@@ -32,8 +33,8 @@ class Case:
     ranks: int = 1
     megatron: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
-    quick: bool = False
-    """Whether `make test` runs it too."""
+    tier: Tier = Tier.ALL
+    """The first tier that runs it."""
     bound: float = 0.1
     """How far the most that a step allocates may be from what is planned, relative to it."""
 
@@ -74,22 +75,22 @@ BF16 = {"dtype": "bfloat16"}
 RECOMPUTED = {"gradient_checkpointing": True}
 
 CASES = (
-    Case("torch, Qwen3", "qwen3", "torch", quick=True),
+    Case("torch, Qwen3", "qwen3", "torch", tier=Tier.PROOFS),
     Case("torch, Qwen3, bfloat16", "qwen3", "torch", training=BF16),
     Case("torch, Qwen3, recomputed", "qwen3", "torch", training=RECOMPUTED),
-    Case("torch, Qwen3-MoE", "qwen3_moe", "torch", quick=True),
+    Case("torch, Qwen3-MoE", "qwen3_moe", "torch", tier=Tier.PROOFS),
     Case("torch, DeepSeek V3", "deepseek_v3", "torch"),
     Case("torch, gpt-oss", "gpt_oss", "torch"),
     Case("torch, FSDP 2, Llama", "llama", "torch", 2),
     Case("Megatron, Qwen3", "qwen3", "megatron"),
     Case("Megatron, Qwen3, bfloat16", "qwen3", "megatron", training=BF16),
     Case("Megatron, Qwen3-MoE, recomputed", "qwen3_moe", "megatron", training=RECOMPUTED),
-    Case("Megatron, TP 2, Qwen3", "qwen3", "megatron", 2, TP, quick=True),
+    Case("Megatron, TP 2, Qwen3", "qwen3", "megatron", 2, TP, tier=Tier.PROOFS),
     # A step allocates more here than it keeps, and why is not known; what it keeps is as planned.
     Case("Megatron, TP 2, SP, Qwen3", "qwen3", "megatron", 2, {**TP, "sequence_parallel": True}, bound=0.2),
-    Case("Megatron, PP 2, Qwen3, tied", "qwen3", "megatron", 2, PP, quick=True),
+    Case("Megatron, PP 2, Qwen3, tied", "qwen3", "megatron", 2, PP, tier=Tier.PROOFS),
     Case("Megatron, PP 2, Llama", "llama", "megatron", 2, PP),
-    Case("Megatron, EP 2, Qwen3-MoE", "qwen3_moe", "megatron", 2, EP, quick=True),
+    Case("Megatron, EP 2, Qwen3-MoE", "qwen3_moe", "megatron", 2, EP, tier=Tier.PROOFS),
     Case("Megatron, DP 2, distributed optimizer, bfloat16", "llama", "megatron", 2, ZERO, BF16),
 )
 

@@ -9,6 +9,7 @@ from cairn.flows.plan.subject import subject_of
 from cairn.flows.plan.training import rank_memory
 from tests.engines.training.ranks import run_with_megatron
 from tests.flows.plan.measured import CASES, Case, launched
+from tests.tiers import marks, selected
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all launches
 
@@ -24,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Of every case that is run this time, what its ranks measured."""
     work = tmp_path_factory.mktemp("ranks")
-    cases = [case for case in CASES if case.quick or request.config.option.markexpr != "not slow"]
+    cases = selected(request, "case")
     for case in cases:
         if not (models / case.architecture).exists():
             case.model().save(models / case.architecture)
@@ -37,9 +38,7 @@ def reports(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyte
     }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case.quick else pytest.mark.slow, id=case.name) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case.tier), id=case.name) for case in CASES])
 def test_a_rank_holds_what_is_planned(case: Case, reports: Reports, models: Path) -> None:
     subject = subject_of(case.config(models), case.name, "h100", memory_of_this_machine=64e9)
     stages = subject.config.training.pipeline_model_parallel_size

@@ -23,11 +23,12 @@ from tests.architectures import ARCHITECTURES, VOCABULARY, Architecture
 from tests.engines.training.builders import make_batch
 from tests.engines.training.ranks import fork_ranks
 from tests.model_table import Check
+from tests.tiers import Tier
 
 _DRAWN = make_batch(6, seed=3)
 BATCH = replace(_DRAWN, input_ids=[ids % VOCABULARY for ids in _DRAWN.input_ids])
-QUICK = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight")
-"""Architectures that `make test` runs too."""
+PROVED = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "moonlight")
+"""Architectures that the tier `proofs` runs too."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class Case:
         return f"{self.architecture.name}, {self.layout.name}"
 
     @property
-    def quick(self) -> bool:
-        return self.architecture.name in QUICK and self.layout.name in list(Check)
+    def tier(self) -> Tier:
+        return Tier.PROOFS if self.architecture.name in PROVED and self.layout.name in list(Check) else Tier.ALL
 
 
 REFUSED = {each.name for each in ARCHITECTURES if each.model_type in UNMAPPED}

@@ -19,6 +19,7 @@ from cairn.configs.schema.training import TrainingConfig
 from cairn.engines.weights.checksum import weights_checksum
 from tests.engines.training.builders import EXPERTS, cut_vocabulary, make_batch, routed
 from tests.engines.training.ranks import fork_ranks
+from tests.tiers import Tier
 
 LAYERS = 4
 ALGORITHM = AlgorithmConfig(eps_clip_high=0.28, entropy_coef=0.01, use_kl_loss=True, kl_loss_coef=0.05, use_tis=True)
@@ -69,8 +70,8 @@ class Case:
     frozen: Lists = ()
     """What is frozen, or trained alone."""
     training: dict[str, Any] = field(default_factory=dict)
-    quick: bool = False
-    """Whether `make test` runs it too: all kinds of parallelism and of losses, and most families, are among these."""
+    tier: Tier = Tier.ALL
+    """The first tier that runs it. All kinds of parallelism and of losses, and most families, are in `proofs`."""
 
     @property
     def dtype(self) -> str:
@@ -113,11 +114,11 @@ CASES = [
     Case("one rank", 1),
     Case("one rank, Qwen2.5", 1, family="qwen2"),
     Case("one rank, Llama 3", 1, family="llama"),
-    Case("one rank, Qwen3-MoE", 1, family="qwen3_moe", quick=True),
+    Case("one rank, Qwen3-MoE", 1, family="qwen3_moe", tier=Tier.PROOFS),
     Case("one rank, GLM-4", 1, family="glm4"),
     Case("one rank, recompute, top-p", 1, cut=True, training=RECOMPUTED),
     Case("TP 2", 2, TP),
-    Case("TP 2, SP, top-p", 2, SP, cut=True, quick=True),
+    Case("TP 2, SP, top-p", 2, SP, cut=True, tier=Tier.PROOFS),
     Case("TP 2, SP, Qwen2.5, micro-batches of 3", 2, SP, family="qwen2", training=THREES),
     Case("TP 2, Llama 3", 2, TP, family="llama"),
     Case("TP 2, SP, recompute", 2, SP, training=RECOMPUTED),
@@ -125,7 +126,7 @@ CASES = [
     Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}),
     Case("DP 2, distributed optimizer, bfloat16", 2, ZERO, training={"dtype": "bfloat16"}),
     Case("PP 2", 2, PP),
-    Case("PP 2, Llama 3.1", 2, PP, family="llama3.1", quick=True),
+    Case("PP 2, Llama 3.1", 2, PP, family="llama3.1", tier=Tier.PROOFS),
     Case("PP 2, VPP 2, top-p", 2, VPP, cut=True),
     Case("DP 2", 2),
     Case("DP 2, loss per token", 2, per_token=True),
@@ -146,13 +147,15 @@ CASES = [
     Case("TP 2, SP, ETP 1", 2, {**SP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
     Case("EP 2, Qwen3-MoE without norm_topk_prob", 2, EP, family="qwen3_moe_raw"),
-    Case("one rank, routing replay, recompute", 1, family="qwen3_moe", replay=True, training=RECOMPUTED, quick=True),
+    Case(
+        "one rank, routing replay, recompute", 1, family="qwen3_moe", replay=True, training=RECOMPUTED, tier=Tier.PROOFS
+    ),
     Case("TP 2, SP, EP 2, routing replay", 2, {**SP, **EP_ONE}, family="qwen3_moe", replay=True),
     Case("PP 2, VPP 2, routing replay, recompute", 2, VPP, family="qwen3_moe", replay=True, training=RECOMPUTED),
     Case("CP 2, routing replay", 2, CP, family="qwen3_moe", replay=True),
     Case("EP 2, distributed optimizer, routing replay", 2, {**EP, **ZERO}, family="qwen3_moe", replay=True),
     Case("TP 2, SP, frozen layers", 2, {**SP, **ZERO}, frozen=FROZEN),
-    Case("PP 2, distributed optimizer, frozen layers", 2, {**PP, **ZERO}, frozen=FROZEN, quick=True),
+    Case("PP 2, distributed optimizer, frozen layers", 2, {**PP, **ZERO}, frozen=FROZEN, tier=Tier.PROOFS),
     Case("DP 2, distributed optimizer, recompute, frozen layers", 2, ZERO, frozen=FROZEN, training=RECOMPUTED),
     Case("CP 2, PPO, frozen layers", 2, CP, critic=True, frozen=FROZEN),
     Case("TP 2, SP, EP 2, experts alone", 2, {**SP, **EP_ONE}, family="qwen3_moe", frozen=EXPERTS_ALONE),

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tests.engines.rollout.models import rollout_config
 from tests.engines.training.megatron.architecture_cases import (
     CASES,
     ONE,
-    QUICK,
+    PROVED,
     REFUSED,
     Case,
     folder_of,
@@ -28,6 +27,7 @@ from tests.engines.training.megatron.architecture_cases import (
 )
 from tests.engines.training.ranks import run_with_megatron
 from tests.model_table import Check, record
+from tests.tiers import Tier, marks, selected
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 
@@ -39,20 +39,22 @@ GRADIENTS_BOUND = 1e-4
 thousandth of the model's largest: what is smaller is what sums of larger numbers leave."""
 
 
-def marked(cases: Any) -> list[Any]:
-    return [pytest.param(each, id=each.name, marks=[] if quick else pytest.mark.slow) for each, quick in cases]
-
-
-OF_CASES = pytest.mark.parametrize("case", marked((case, case.quick) for case in CASES))
+OF_CASES = pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case.tier)) for case in CASES])
 OF_ARCHITECTURES = pytest.mark.parametrize(
-    "of", marked((each, each.name in QUICK) for each in ARCHITECTURES if each.name not in REFUSED)
+    "of",
+    [
+        pytest.param(each, id=each.name, marks=marks(Tier.PROOFS if each.name in PROVED else Tier.ALL))
+        for each in ARCHITECTURES
+        if each.name not in REFUSED
+    ],
 )
 
 
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest) -> list[Case]:
-    """Those that are run this time."""
-    return [case for case in CASES if case.quick or request.config.option.markexpr != "not slow"]
+    """The cases of the selected tests."""
+    architectures = selected(request, "of")
+    return selected(request, "case") or [case for case in CASES if case.architecture in architectures]
 
 
 @pytest.fixture(scope="module")

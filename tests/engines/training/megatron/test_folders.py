@@ -15,6 +15,7 @@ from tests.engines.training.megatron.folder_cases import LAYOUTS, launched
 from tests.engines.training.ranks import run_with_megatron
 from tests.mtp_models import mtp_folder
 from tests.quantized_models import Tensors, fp8_folder, int4_folder, mxfp4_folder
+from tests.tiers import Tier, marks, selected
 
 QUANTIZED: dict[str, Callable[[Path], Tensors]] = {
     "FP8, DeepSeek": lambda folder: fp8_folder("deepseek_v3", folder),
@@ -23,22 +24,21 @@ QUANTIZED: dict[str, Callable[[Path], Tensors]] = {
     "INT4": lambda folder: int4_folder("qwen3_moe", folder),
 }
 MTP: dict[str, Callable[[Path], Tensors]] = {name: partial(mtp_folder, name) for name in ("deepseek_v3", "mimo")}
-QUICK = ("FP8, DeepSeek", "deepseek_v3")
+PROVED = ("FP8, DeepSeek", "deepseek_v3")
 
 
 def some(names: Iterable[str]) -> list[Any]:
-    """Those that are quick as they are, the others for long runs."""
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    """Parameters with the marks of their tiers."""
+    return [pytest.param(name, marks=marks(Tier.PROOFS if name in PROVED else Tier.ALL)) for name in names]
 
 
 @pytest.fixture(scope="module")
 def folders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Tensors]]:
-    """Every folder that is asked for, read and written in one launch."""
+    """Every folder that a selected test asks for, read and written in one launch."""
     work = tmp_path_factory.mktemp("folders")
-    every = request.config.option.markexpr != "not slow"
-    weights = {name: make(work / name) for name, make in {**QUANTIZED, **MTP}.items() if every or name in QUICK}
+    weights = {name: {**QUANTIZED, **MTP}[name](work / name) for name in selected(request, "name")}
     run_with_megatron(launched, work, list(weights), [name for name in weights if name in MTP])
     return work, weights
 

@@ -24,6 +24,7 @@ from tests.engines.training.megatron.cases import (
 )
 from tests.engines.training.megatron.table import write_table
 from tests.engines.training.ranks import run_with_megatron
+from tests.tiers import marks, selected
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
 
@@ -50,8 +51,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest) -> list[Case]:
-    """Those that are run this time, all in one launch."""
-    return [case for case in CASES if case.quick or request.config.option.markexpr != "not slow"]
+    """The cases of the selected tests, all in one launch."""
+    return selected(request, "case")
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +122,7 @@ def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
     return math.sqrt(sum(float((one - other).square().sum()) for one, other in pairs))
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[] if case.quick else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=marks(case.tier)) for case in CASES])
 def test_five_clipped_updates_are_those_of_pytorch(
     case: Case, reports: dict[str, list[dict[str, Any]]], reference: References, work: Path
 ) -> None:

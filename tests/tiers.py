@@ -1,0 +1,66 @@
+"""Three tiers of tests, each a command with a budget. A later tier contains the earlier ones.
+
+| tier | command | two cores | contains |
+|---|---|---|---|
+| `quick` | `make test` | 10 min | what runs in pytest's own process, and one whole path through every real part |
+| `proofs` | `.ci/run` | 30 min | the proofs of what Cairn promises: tests marked `proof` |
+| `all` | `make test-all` | 75 min | every architecture, layout, benchmark, chaos cell: tests marked `slow` |
+
+A test's tier is that of the closest of its marks, so that one test of a module marked `slow` can be marked `proof`.
+Without `--tier` pytest runs all tests of the files that it is given.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+
+class Tier(StrEnum):
+    """In the order of their budgets."""
+
+    QUICK = "quick"
+    PROOFS = "proofs"
+    ALL = "all"
+
+
+MARKS = {"proof": Tier.PROOFS, "slow": Tier.ALL}
+"""Marks of tests, by the first tier that runs them."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", type=Tier, choices=list(Tier), default=Tier.ALL, help="which tests run (tests/tiers.py)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of later tiers."""
+    wanted = list(Tier)[: list(Tier).index(config.getoption("--tier")) + 1]
+    later = [item for item in items if tier_of(item) not in wanted]
+    if later:
+        items[:] = [item for item in items if tier_of(item) in wanted]
+        config.hook.pytest_deselected(items=later)
+
+
+def tier_of(item: pytest.Item) -> Tier:
+    """The first tier that runs the test."""
+    return next((MARKS[mark.name] for mark in item.iter_markers() if mark.name in MARKS), Tier.QUICK)
+
+
+def marks(tier: Tier) -> list[pytest.MarkDecorator]:
+    """The marks of a case of `pytest.param` that this tier is the first to run."""
+    return [getattr(pytest.mark, name) for name, first in MARKS.items() if first == tier]
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Values of a parameter that tests of the requesting module run with this time, each once, in their order: what a
+    module's fixture has to prepare."""
+    values = [
+        item.callspec.params[parameter]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
+        and parameter in item.callspec.params
+    ]
+    return [value for index, value in enumerate(values) if value not in values[:index]]
