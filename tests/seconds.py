@@ -1,7 +1,8 @@
 """Where a session's seconds are: a report by file and by cause, kept shares, and a record of the long tiers.
 
 Each test's time is split by cause: `import` (of modules), `compute` (this process's other CPU time), `children` (CPU
-time of processes that the test started and that have ended) and `wait` (the rest: servers, actors, ranks, sleeps). The report names the ten largest files, and the tests whose deadline is less than ten times what they took.
+time of processes that the test started and that have ended) and `wait` (the rest: servers, actors, ranks, sleeps). The
+report names the ten largest files, and the tests whose deadline is less than ten times what they took.
 
 `--shares` fails a session in which a file takes more than `SHARE` of all tests' time and more than the share at which
 `tests/README.md` names it. Shares are of the session's own total, so they do not depend on how fast the machine is.
