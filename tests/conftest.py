@@ -19,6 +19,7 @@ settings.register_profile("cairn", deadline=None)
 settings.load_profile("cairn")
 
 pytest_plugins = [
+    "pytester",
     "tests.tiers",
     "tests.seconds",
     "tests.scheduling",

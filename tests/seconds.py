@@ -86,6 +86,9 @@ class Measured:
         self._failed = 0
         self._imports = _Imports()
 
+    def pytest_unconfigure(self) -> None:
+        self._imports.stop()
+
     @property
     def _controls_workers(self) -> bool:
         return not hasattr(self._config, "workerinput") and self._config.getoption("dist", "no") != "no"
@@ -192,7 +195,7 @@ class _Imports:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._depth = 0
-        original = builtins.__import__
+        self._original = original = builtins.__import__
 
         def timed(*args: Any, **options: Any) -> Any:
             if self._depth:
@@ -206,6 +209,9 @@ class _Imports:
                 self.seconds += time.monotonic() - begun
 
         builtins.__import__ = timed
+
+    def stop(self) -> None:
+        builtins.__import__ = self._original
 
 
 def named_shares(readme: str) -> dict[str, float]:
