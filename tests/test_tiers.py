@@ -45,6 +45,28 @@ def test_a_later_tier_contains_the_earlier_ones(session: pytest.Pytester, tier: 
     done.assert_outcomes(passed=passed, deselected=4 - passed)
 
 
+@pytest.mark.parametrize(
+    ("marked", "tier", "passed"),
+    [
+        ("pytest.mark.slow", Tier.PROOFS, {"passed": 1}),
+        ("[pytest.mark.timeout(9), pytest.mark.slow]", Tier.PROOFS, {"passed": 1}),
+        ("pytest.mark.slow", Tier.ALL, {"passed": 1, "errors": 1}),
+        ("pytest.mark.proof", Tier.QUICK, {"passed": 1}),
+        ("pytest.mark.proof", Tier.PROOFS, {"passed": 1, "errors": 1}),
+        ("[pytest.mark.timeout(9)]", Tier.QUICK, {"passed": 1, "errors": 1}),
+    ],
+)
+def test_a_file_of_which_all_tests_are_later_is_not_imported(
+    pytester: pytest.Pytester, marked: str, tier: Tier, passed: dict[str, int]
+) -> None:
+    pytester.makeini("[pytest]\nmarkers =\n    proof:\n    slow:\n    timeout:\n")
+    pytester.makepyfile(test_first="def test_first(): ...")
+    pytester.makepyfile(test_other=f"import pytest, no_such_module\n\npytestmark = {marked}\n\ndef test_other(): ...")
+    pytester.syspathinsert(ROOT)
+    done = pytester.runpytest_inprocess("-p", "tests.tiers", "--tier", tier, "--continue-on-collection-errors")
+    done.assert_outcomes(**passed)
+
+
 def test_a_file_that_takes_more_than_its_share_fails_the_session(
     session: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,9 @@ A test's tier is that of the closest of its marks, so that one test of a module 
 Without `--tier` pytest runs all tests of the files that it is given.
 """
 
+import ast
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,10 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", type=Tier, choices=list(Tier), default=Tier.ALL, help="which tests run (tests/tiers.py)")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which every test belongs to a later tier: their imports alone take seconds."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return True if _earliest(collection_path.read_text()) not in _wanted(config) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests of later tiers."""
-    wanted = list(Tier)[: list(Tier).index(config.getoption("--tier")) + 1]
+    wanted = _wanted(config)
     later = [item for item in items if tier_of(item) not in wanted]
     if later:
         items[:] = [item for item in items if tier_of(item) in wanted]
@@ -64,3 +73,23 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
         and parameter in item.callspec.params
     ]
     return [value for index, value in enumerate(values) if value not in values[:index]]
+
+
+def _wanted(config: pytest.Config) -> list[Tier]:
+    return list(Tier)[: list(Tier).index(config.getoption("--tier")) + 1]
+
+
+def _earliest(source: str) -> Tier:
+    """The earliest tier that a test of a file can belong to, by its `pytestmark` and the marks of its tests."""
+    if "\npytestmark = " not in source:
+        return Tier.QUICK
+    named = [
+        node.attr
+        for statement in ast.parse(source).body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "pytestmark"
+        for node in ast.walk(statement.value)
+        if isinstance(node, ast.Attribute)
+    ]
+    tier = next((MARKS[name] for name in named if name in MARKS), Tier.QUICK)
+    may_be_closer = "mark.proof" in source or "marks(" in source
+    return Tier.PROOFS if tier is Tier.ALL and may_be_closer else tier
