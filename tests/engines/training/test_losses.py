@@ -1,3 +1,6 @@
+"""What recorded values of other implementations (`tests/parity`) do not say of losses: how much is clipped, defaults,
+expectations, and numbers that are far apart."""
+
 import math
 
 import pytest
@@ -29,36 +32,6 @@ def test_the_ratio_is_clipped_on_the_side_where_the_advantage_would_push_it_furt
 def test_the_upper_clip_range_is_the_lower_one_unless_given() -> None:
     loss, _ = policy_loss(log_ratio(1.5), torch.tensor([1.0]), eps_clip=0.2)
     assert loss.item() == pytest.approx(-1.2)
-
-
-def test_the_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
-    loss, _ = policy_loss(log_ratio(10.0, 10.0, 2.0), torch.tensor([-1.0, 1.0, -1.0]), eps_clip=0.2, eps_clip_c=3.0)
-    assert loss.tolist() == pytest.approx([3.0, -1.2, 2.0])
-
-
-def test_a_clipped_token_has_no_gradient_and_another_one_that_of_the_ratio() -> None:
-    ppo_kl = log_ratio(1.5, 1.1).requires_grad_()
-    policy_loss(ppo_kl, torch.tensor([1.0, 1.0]), eps_clip=0.2)[0].sum().backward()
-    assert ppo_kl.grad is not None
-    assert ppo_kl.grad.tolist() == pytest.approx([0.0, 1.1])
-
-
-def test_kl_estimators_have_their_closed_forms() -> None:
-    current, reference = torch.tensor([math.log(0.5), math.log(0.2)]), torch.tensor([math.log(0.25), math.log(0.4)])
-    ln2 = math.log(2)
-    assert kl_divergence(current, reference, "k1").tolist() == pytest.approx([ln2, -ln2])
-    assert kl_divergence(current, reference, "k2").tolist() == pytest.approx([ln2**2 / 2] * 2)
-    for kind in ("k3", "low_var_kl"):
-        assert kl_divergence(current, reference, kind).tolist() == pytest.approx([0.5 - 1 + ln2, 2 - 1 - ln2])
-
-
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_k1_and_k3_are_unbiased(kind: KLType) -> None:
-    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
-    q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
-    divergence = (p * (p / q).log()).sum()
-    estimate = (p * kl_divergence(p.log(), q.log(), kind)).sum()
-    assert estimate.item() == pytest.approx(divergence.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
@@ -103,62 +76,36 @@ def test_the_default_of_the_kl_loss_has_the_gradient_of_the_divergence() -> None
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
-def test_gradients_of_the_estimators_are_those_of_finite_differences(kind: KLType) -> None:
-    reference = torch.tensor([-2.0, -1.0, -0.5, -3.0], dtype=torch.float64)
-    log_probs = torch.tensor([-0.1, -1.5, -2.5, -3.1], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind), log_probs)
-    old = torch.tensor([-0.5, -1.0, -2.0, -3.0], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind, old), log_probs)
+def test_the_kl_loss_and_its_gradient_are_finite_however_far_the_policy_is_from_the_reference(kind: KLType) -> None:
+    for far in (89.0, 200.0, 1e6):
+        log_probs = torch.tensor([-far, -far, 0.0], requires_grad=True)
+        loss = kl_divergence(log_probs, torch.tensor([0.0, -2 * far, -far]), kind)
+        loss.sum().backward()
+        assert loss.isfinite().all(), far
+        assert log_probs.grad is not None
+        assert log_probs.grad.isfinite().all(), far
+        if kind != "k1":  # whose gradient is 1 everywhere; that of the others never leads further away
+            assert (log_probs.grad * (log_probs - torch.tensor([0.0, -2 * far, -far])) >= 0).all(), far
 
 
-def test_gradients_of_the_policy_loss_are_those_of_finite_differences() -> None:
-    ppo_kl = log_ratio(1.5, 1.1, 0.5, 0.9, 10.0, 2.0).double().requires_grad_()
-    advantages = torch.tensor([2.0, -2.0, 2.0, -0.5, -1.0, -1.0], dtype=torch.float64)
-    clips = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": 3.0}
-    assert torch.autograd.gradcheck(lambda kl: policy_loss(kl, advantages, **clips)[0], ppo_kl)
-
-
-@pytest.mark.parametrize("far", [89.0, 200.0, 1e6])
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
-def test_the_kl_loss_and_its_gradient_are_finite_however_far_the_policy_is_from_the_reference(
-    kind: KLType, far: float
-) -> None:
-    log_probs = torch.tensor([-far, -far, 0.0], requires_grad=True)
-    loss = kl_divergence(log_probs, torch.tensor([0.0, -2 * far, -far]), kind)
-    loss.sum().backward()
-    assert loss.isfinite().all()
-    assert log_probs.grad is not None
-    assert log_probs.grad.isfinite().all()
-    if kind != "k1":  # whose gradient is 1 everywhere; that of the others never leads further away
-        assert (log_probs.grad * (log_probs - torch.tensor([0.0, -2 * far, -far])) >= 0).all()
-
-
-@pytest.mark.parametrize("far", [89.0, 200.0, 1e6])
-def test_the_policy_loss_its_gradient_and_importance_weights_are_finite_however_far_the_policies_are(
-    far: float,
-) -> None:
-    ppo_kl = torch.tensor([-far, -far, -far, far, far], requires_grad=True)
-    loss, _ = policy_loss(ppo_kl, torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0]), eps_clip=0.2)
-    loss.sum().backward()
-    assert loss.isfinite().all()
-    assert loss[0].item() == pytest.approx(-1.2)
-    assert ppo_kl.grad is not None
-    assert ppo_kl.grad.isfinite().all()
-    weights, ratio = importance_weights(torch.tensor([0.0, -far]), torch.tensor([-far, 0.0]), low=0.5, high=2.0)
-    assert weights.tolist() == [2.0, 0.5]
-    assert ratio.isfinite().all()
+def test_the_policy_loss_its_gradient_and_importance_weights_are_finite_however_far_the_policies_are() -> None:
+    for far in (89.0, 200.0, 1e6):
+        ppo_kl = torch.tensor([-far, -far, -far, far, far], requires_grad=True)
+        loss, _ = policy_loss(ppo_kl, torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0]), eps_clip=0.2)
+        loss.sum().backward()
+        assert loss.isfinite().all(), far
+        assert loss[0].item() == pytest.approx(-1.2)
+        assert ppo_kl.grad is not None
+        assert ppo_kl.grad.isfinite().all(), far
+        weights, ratio = importance_weights(torch.tensor([0.0, -far]), torch.tensor([-far, 0.0]), low=0.5, high=2.0)
+        assert weights.tolist() == [2.0, 0.5]
+        assert ratio.isfinite().all(), far
 
 
 def test_low_var_kl_is_limited_and_k3_is_not() -> None:
     far = torch.tensor([-5.0]), torch.tensor([0.0])
     assert kl_divergence(*far, "low_var_kl").item() == 10
     assert kl_divergence(*far, "k3").item() == pytest.approx(math.exp(5) - 6, rel=1e-6)
-
-
-def test_importance_weights_are_the_ratio_of_trainer_to_rollout_within_bounds() -> None:
-    weights, ratio = importance_weights(-log_ratio(0.1, 1.5, 3.0), torch.zeros(3), low=0.5, high=2.0)
-    assert ratio.tolist() == pytest.approx([0.1, 1.5, 3.0])
-    assert weights.tolist() == pytest.approx([0.5, 1.5, 2.0])
 
 
 def test_the_sample_mean_weighs_samples_alike_and_counts_those_without_trained_tokens() -> None:

@@ -65,23 +65,6 @@ FORMULAS = {"gspo": gspo, "cispo": cispo, "policy_loss": ppo}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_loss_and_its_gradient_are_those_of_its_formula(name: str) -> None:
-    tokens = tokens_of(BATCH, AlgorithmConfig())
-    assert tokens.old_log_probs is not None
-    assert tokens.advantages is not None
-    log_probs = near(tokens)
-    rows = [tokens.samples == sample for sample in range(len(BATCH))]
-    old, advantages = tokens.old_log_probs.double(), tokens.advantages.double()
-    expected = torch.stack([FORMULAS[name](log_probs[row], old[row], advantages[row]) for row in rows]).mean()
-    (right,) = torch.autograd.grad(expected, log_probs)
-    loss, gradient = of(AlgorithmConfig(loss_type=name, **CLIPS), log_probs, tokens)
-    assert loss == pytest.approx(expected.item(), rel=1e-6)
-    torch.testing.assert_close(gradient, right, rtol=1e-5, atol=1e-9)
-    clipped = (right == 0).sum().item()
-    assert (clipped == 0) == (name == "cispo"), "of the others some tokens have no gradient"
-
-
-@pytest.mark.parametrize("name", FORMULAS)
 @settings(max_examples=40, deadline=None)
 @given(samples=responses, draw=st.randoms(use_true_random=False))
 def test_it_is_its_formula_over_ragged_masks_empty_responses_and_policies_far_apart(
@@ -108,20 +91,6 @@ def test_it_is_its_formula_over_ragged_masks_empty_responses_and_policies_far_ap
     loss, gradient = of(algorithm, current, dataclasses.replace(tokens, rollout_log_probs=None))
     assert loss == pytest.approx(expected.item(), rel=1e-4, abs=1e-7)
     torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-8)
-
-
-@pytest.mark.parametrize("name", ["gspo", "policy_loss"])
-def test_the_gradient_is_the_finite_difference_of_the_loss(name: str) -> None:
-    """Along random directions; of `cispo` it is not meant to be."""
-    algorithm = AlgorithmConfig(loss_type=name, eps_clip=5.0, eps_clip_high=5.0)
-    tokens = tokens_of(BATCH, algorithm)
-    log_probs = near(tokens)
-    _, gradient = of(algorithm, log_probs, tokens)
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        step = 1e-2 * torch.randn(len(log_probs), generator=generator, dtype=torch.float64)
-        after, before = (of(algorithm, log_probs + sign * step, tokens)[0] for sign in (1, -1))
-        assert (after - before) / 2 == pytest.approx((gradient * step).sum().item(), rel=1e-3, abs=1e-7)
 
 
 def test_gspo_follows_tokens_where_their_advantages_differ_and_the_response_where_they_are_equal() -> None:
@@ -153,13 +122,13 @@ def test_in_one_optimizer_step_nothing_need_be_scored(name: str) -> None:
     torch.testing.assert_close(gradient, (-tokens.weights * tokens.advantages).double(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("far", [30.0, 89.0, 1e6])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_a_loss_and_its_gradient_are_finite_however_far_the_policies_are(name: str, far: float) -> None:
+def test_a_loss_and_its_gradient_are_finite_however_far_the_policies_are(name: str) -> None:
     algorithm = AlgorithmConfig(loss_type=name, **CLIPS)
     tokens = tokens_of(BATCH, algorithm)
-    signs = torch.where(torch.arange(len(tokens.targets)) % 3 == 0, far, -far)
-    log_probs = torch.full_like(signs, -1.0).requires_grad_()
-    found: Any = of(algorithm, log_probs, dataclasses.replace(tokens, old_log_probs=log_probs.detach() + signs))
-    assert np.isfinite(found[0])
-    assert found[1].isfinite().all()
+    for far in (30.0, 89.0, 1e6):
+        signs = torch.where(torch.arange(len(tokens.targets)) % 3 == 0, far, -far)
+        log_probs = torch.full_like(signs, -1.0).requires_grad_()
+        found: Any = of(algorithm, log_probs, dataclasses.replace(tokens, old_log_probs=log_probs.detach() + signs))
+        assert np.isfinite(found[0]), far
+        assert found[1].isfinite().all(), far

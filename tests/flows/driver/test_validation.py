@@ -195,142 +195,144 @@ def test_data_elsewhere_is_left_for_the_run_to_open(model: Path, data: Path) -> 
     assert data_problems(config(model, data, data={"path": "s3://no-such-bucket/train.jsonl"})) == []
 
 
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
-        (
-            {"fleet": {"update_weight_transport": "distributed"}},
-            "fleet.update_weight_transport is distributed, which rollout.engine=transformers cannot receive",
-        ),
-        (
-            {
-                "rollout": {
-                    "engine": "sglang",
-                    "num_engines": 2,
-                    "router": {},
-                    "server_groups": [{"worker_type": kind, "num_engines": 1} for kind in ("prefill", "decode")],
-                },
-                "fleet": {"check_weight_update_equal": True},
+IMPOSSIBLE: list[tuple[dict[str, dict[str, Any]], str]] = [
+    (
+        {"fleet": {"update_weight_transport": "distributed"}},
+        "fleet.update_weight_transport is distributed, which rollout.engine=transformers cannot receive",
+    ),
+    (
+        {
+            "rollout": {
+                "engine": "sglang",
+                "num_engines": 2,
+                "router": {},
+                "server_groups": [{"worker_type": kind, "num_engines": 1} for kind in ("prefill", "decode")],
             },
-            "fleet.check_weight_update_equal asks each server alone to generate",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "pipeline": "lagged"},
-                "algorithm": {"use_tis": True},
-                "fleet": {"check_weight_update_equal": True},
+            "fleet": {"check_weight_update_equal": True},
+        },
+        "fleet.check_weight_update_equal asks each server alone to generate",
+    ),
+    (
+        {
+            "rollout": {"engine": "sglang", "pipeline": "lagged"},
+            "algorithm": {"use_tis": True},
+            "fleet": {"check_weight_update_equal": True},
+        },
+        "fleet.check_weight_update_equal compares log-probs with the trainer's, which has gone on",
+    ),
+    (
+        {
+            "rollout": {"engine": "sglang", "num_gpus_per_engine": 2},
+            "training": {"world_size": 2, "num_gpus_per_rank": 1},
+            "fleet": {
+                "colocate": True,
+                "offload_rollout": True,
+                "update_weight_transport": "disk",
+                "update_weight_disk_dir": "weights",
             },
-            "fleet.check_weight_update_equal compares log-probs with the trainer's, which has gone on",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "num_gpus_per_engine": 2},
-                "training": {"world_size": 2, "num_gpus_per_rank": 1},
-                "fleet": {
-                    "colocate": True,
-                    "offload_rollout": True,
-                    "update_weight_transport": "disk",
-                    "update_weight_disk_dir": "weights",
-                },
-            },
-            "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away",
-        ),
-        (
-            {"rollout": {"engine": "sglang", "external_urls": ["http://a:1"]}},
-            "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "external_urls": ["http://a:1"]},
-                "fleet": {"colocate": True, "update_weight_transport": "distributed"},
-            },
-            "rollout.external_urls are servers whose memory is not ours",
-        ),
-        (
-            {
-                "rollout": {"num_engines": 2, "num_gpus_per_engine": 2, "rollout_batch_size": 2},
-                "training": {"world_size": 2, "num_gpus_per_rank": 1},
-                "fleet": {"colocate": True},
-            },
-            "2 × 2 are more than training.world_size = 2",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "num_gpus_per_engine": 1},
-                "training": {"num_gpus_per_rank": 1},
-                "fleet": {"colocate": True, "update_weight_transport": "distributed"},
-            },
-            "under fleet.colocate trainer and servers are on the same GPUs",
-        ),
-        (
-            {"rollout": {"engine": "sglang", "num_gpus_per_engine": 16}, "training": {"num_gpus_per_rank": 1}},
-            "is tensor, which puts weights into the memory of an engine's first machine",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "num_gpus_per_engine": 0.5},
-                "training": {"num_gpus_per_rank": 0.5},
-                "fleet": {"update_weight_transport": "distributed"},
-            },
-            "two of them may be on one GPU",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "num_gpus_per_engine": 1},
-                "fleet": {"update_weight_transport": "distributed"},
-            },
-            "not all on GPUs or all on CPUs",
-        ),
-        (
-            {
-                "rollout": {"num_gpus_per_engine": 0.5},
-                "training": {"num_gpus_per_rank": 1},
-                "fleet": {"colocate": True},
-            },
-            "rollout.num_gpus_per_engine is 0.5: make it a whole number",
-        ),
-        ({"rollout": {"num_gpus_per_engine": 2}}, "an engine of rollout.engine=transformers computes on one GPU"),
-        ({"training": {"num_gpus_per_rank": 2}}, "a rank computes on one GPU: set it to 1"),
-        (
-            {"training": {"num_gpus_per_rank": 0.5, "world_size": 2}},
-            "two of the 2 ranks would have one GPU, which NCCL refuses",
-        ),
-        (
-            {"training": megatron(8, tensor_model_parallel_size=8), "rollout": {"num_gpus_per_node": 4}},
-            "training.megatron.tensor_model_parallel_size (8) is above a machine's rollout.num_gpus_per_node (4)",
-        ),
-        (
-            {"training": megatron(12, expert_model_parallel_size=12)},
-            "training.megatron.expert_model_parallel_size takes 12 ranks, no multiple of a machine's",
-        ),
-        (
-            {
-                "training": megatron(24, tensor_model_parallel_size=4),
-                "rollout": {"engine": "sglang", "num_engines": 4, "num_gpus_per_engine": 6},
-                "fleet": {"colocate": True},
-            },
-            "12 training ranks must be on one machine",
-        ),
-        (
-            {
-                "rollout": {"engine": "sglang", "sglang": {"speculative_algorithm": "EAGLE"}},
-                "fleet": {"offload_rollout": True},
-            },
-            "no update brings back the layers that draft tokens",
-        ),
-        (
-            {"training": {"engine": "megatron", "megatron": {"nccl_ub": True}}, "fleet": {"colocate": True}},
-            "training.megatron.nccl_ub keeps addresses in it",
-        ),
-    ],
-)
-def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_named(
-    model: Path, data: Path, sections: dict[str, dict[str, Any]], problem: str
-) -> None:
+        },
+        "fleet.update_weight_transport is disk, but a server of several GPUs that gave its cache away",
+    ),
+    (
+        {"rollout": {"engine": "sglang", "external_urls": ["http://a:1"]}},
+        "fleet.update_weight_transport is tensor, which needs servers on the machines of their engines",
+    ),
+    (
+        {
+            "rollout": {"engine": "sglang", "external_urls": ["http://a:1"]},
+            "fleet": {"colocate": True, "update_weight_transport": "distributed"},
+        },
+        "rollout.external_urls are servers whose memory is not ours",
+    ),
+    (
+        {
+            "rollout": {"num_engines": 2, "num_gpus_per_engine": 2, "rollout_batch_size": 2},
+            "training": {"world_size": 2, "num_gpus_per_rank": 1},
+            "fleet": {"colocate": True},
+        },
+        "2 × 2 are more than training.world_size = 2",
+    ),
+    (
+        {
+            "rollout": {"engine": "sglang", "num_gpus_per_engine": 1},
+            "training": {"num_gpus_per_rank": 1},
+            "fleet": {"colocate": True, "update_weight_transport": "distributed"},
+        },
+        "under fleet.colocate trainer and servers are on the same GPUs",
+    ),
+    (
+        {"rollout": {"engine": "sglang", "num_gpus_per_engine": 16}, "training": {"num_gpus_per_rank": 1}},
+        "is tensor, which puts weights into the memory of an engine's first machine",
+    ),
+    (
+        {
+            "rollout": {"engine": "sglang", "num_gpus_per_engine": 0.5},
+            "training": {"num_gpus_per_rank": 0.5},
+            "fleet": {"update_weight_transport": "distributed"},
+        },
+        "two of them may be on one GPU",
+    ),
+    (
+        {
+            "rollout": {"engine": "sglang", "num_gpus_per_engine": 1},
+            "fleet": {"update_weight_transport": "distributed"},
+        },
+        "not all on GPUs or all on CPUs",
+    ),
+    (
+        {
+            "rollout": {"num_gpus_per_engine": 0.5},
+            "training": {"num_gpus_per_rank": 1},
+            "fleet": {"colocate": True},
+        },
+        "rollout.num_gpus_per_engine is 0.5: make it a whole number",
+    ),
+    ({"rollout": {"num_gpus_per_engine": 2}}, "an engine of rollout.engine=transformers computes on one GPU"),
+    ({"training": {"num_gpus_per_rank": 2}}, "a rank computes on one GPU: set it to 1"),
+    (
+        {"training": {"num_gpus_per_rank": 0.5, "world_size": 2}},
+        "two of the 2 ranks would have one GPU, which NCCL refuses",
+    ),
+    (
+        {"training": megatron(8, tensor_model_parallel_size=8), "rollout": {"num_gpus_per_node": 4}},
+        "training.megatron.tensor_model_parallel_size (8) is above a machine's rollout.num_gpus_per_node (4)",
+    ),
+    (
+        {"training": megatron(12, expert_model_parallel_size=12)},
+        "training.megatron.expert_model_parallel_size takes 12 ranks, no multiple of a machine's",
+    ),
+    (
+        {
+            "training": megatron(24, tensor_model_parallel_size=4),
+            "rollout": {"engine": "sglang", "num_engines": 4, "num_gpus_per_engine": 6},
+            "fleet": {"colocate": True},
+        },
+        "12 training ranks must be on one machine",
+    ),
+    (
+        {
+            "rollout": {"engine": "sglang", "sglang": {"speculative_algorithm": "EAGLE"}},
+            "fleet": {"offload_rollout": True},
+        },
+        "no update brings back the layers that draft tokens",
+    ),
+    (
+        {"training": {"engine": "megatron", "megatron": {"nccl_ub": True}}, "fleet": {"colocate": True}},
+        "training.megatron.nccl_ub keeps addresses in it",
+    ),
+]
+"""Sections whose engines cannot work together, and part of what is said of them."""
+
+
+def test_a_way_of_sending_weights_or_sharing_gpus_that_engines_cannot_take_is_named(model: Path, data: Path) -> None:
     base = {"num_rollout": 1, "rollout_batch_size": 24, "rollout_max_response_len": 16}
-    sections = sections | {"rollout": base | sections.get("rollout", {})}
-    problems = setup_problems(config(model, data, **sections))
-    assert any(problem in found for found in problems), problems
+    unnamed = {}
+    for sections, problem in IMPOSSIBLE:
+        given = sections | {"rollout": base | sections.get("rollout", {})}
+        found = setup_problems(config(model, data, **given))
+        if not any(problem in sentence for sentence in found):
+            unnamed[problem] = found
+    assert unnamed == {}
 
 
 def test_servers_that_run_elsewhere_need_no_sglang_here_and_take_no_options(

@@ -113,7 +113,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "FIRST_WAIT", 0.01)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    "num_workers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.proof)]
+)
 def test_a_process_that_the_machine_kills_costs_its_sample_nothing(struck: Any, num_workers: int) -> None:
     grade = struck(num_workers=num_workers)
     for name in ("SIGKILL", "SIGTERM", "SIGBUS"):
@@ -123,6 +125,7 @@ def test_a_process_that_the_machine_kills_costs_its_sample_nothing(struck: Any, 
         grade(f"signal {signal.SIGKILL:d}", KILLED)
 
 
+@pytest.mark.proof
 def test_a_process_that_ends_takes_what_it_started_with_it_and_is_not_taken_for_one_that_sleeps(
     struck: Any, tmp_path: Path
 ) -> None:
@@ -141,6 +144,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("response", ["no space", "no memory"])
+@pytest.mark.proof
 def test_a_machine_with_nothing_left_costs_a_sample_nothing(struck: Any, response: str) -> None:
     grade = struck()
     assert grade(response, KILLED - 1).reward == 0.5
@@ -149,6 +153,7 @@ def test_a_machine_with_nothing_left_costs_a_sample_nothing(struck: Any, respons
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts all data on Linux only")
+@pytest.mark.proof
 def test_a_sample_that_wants_more_memory_than_it_may_have_fails(struck: Any) -> None:
     assert struck()("much memory", 0).reward == 1.0
     one = struck(rm_memory=2**28)("much memory", 0)
@@ -164,11 +169,13 @@ def test_a_process_that_ends_itself_is_tried_afresh_before_its_sample_fails(stru
     assert (one.reward, one.error) == (None, "the grader's process died with signal 11")
 
 
+@pytest.mark.proof
 def test_a_grader_that_hangs_up_has_ended_itself(struck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cairn.tasks.rewards.process._TO_END", 0.5)
     assert struck()("hang up", FRESH + 1).error == "the grader closed the connection of its process"
 
 
+@pytest.mark.proof
 def test_a_process_whose_pool_died_before_it_heard_of_it_ends_without_a_word() -> None:
     here, there = Pipe()
     terms = ("sample", False, 1.0, 1, None)
@@ -184,6 +191,7 @@ def test_a_process_whose_pool_died_before_it_heard_of_it_ends_without_a_word() -
     assert process.returncode == 0
 
 
+@pytest.mark.proof
 def test_a_sample_fails_when_it_sleeps_in_every_process_or_computes_in_a_fresh_one(struck: Any) -> None:
     grade = struck(rm_timeout=0.5)
     assert grade("sleep", FRESH).reward == 0.5
@@ -193,18 +201,19 @@ def test_a_sample_fails_when_it_sleeps_in_every_process_or_computes_in_a_fresh_o
     assert (failed.error, failed.tries) == ("the grader took longer than 0.5 s", 2)
 
 
+@pytest.mark.proof
 def test_a_process_that_is_stopped_is_given_up_without_blame(struck: Any) -> None:
     assert struck(rm_timeout=0.5)(f"signal {signal.SIGSTOP:d}", 1).reward == 0.5
 
 
-@pytest.mark.parametrize("response", ["connection", "try again", "status 429", "status 503", "group of connections"])
-def test_what_may_pass_is_tried_again_before_the_sample_fails(struck: Any, response: str) -> None:
+def test_what_may_pass_is_tried_again_before_the_sample_fails(struck: Any) -> None:
     grade = struck()
-    one = grade(response, 3)
-    assert (one.reward, one.tries) == (0.5, 4)
-    assert one.waited == pytest.approx(0.01 + 0.02 + 0.04)
-    one = grade(response, 4)
-    assert (one.reward, one.tries) == (None, 4)
+    for response in ("connection", "try again", "status 429", "status 503", "group of connections"):
+        one = grade(response, 3)
+        assert (one.reward, one.tries) == (0.5, 4), response
+        assert one.waited == pytest.approx(0.01 + 0.02 + 0.04), response
+        one = grade(response, 4)
+        assert (one.reward, one.tries) == (None, 4), response
 
 
 def test_what_does_not_pass_is_not_tried_again(struck: Any) -> None:
@@ -351,6 +360,7 @@ def spent(code: str, until: Callable[[OwnTime], bool], stop: bool = False) -> Ow
         process.wait()
 
 
+@pytest.mark.proof
 def test_own_time_is_what_a_process_computes_and_what_it_sleeps_and_not_what_it_is_kept_waiting() -> None:
     computing = spent("while True: pass", lambda clock: clock.computed > 0.3)
     assert computing.rested < 0.2

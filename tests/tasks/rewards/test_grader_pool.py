@@ -94,29 +94,37 @@ def test_components_are_recorded_beside_the_reward(pool_of):
     assert graded == Graded(0.5, {"format": 1, "answer": "7"})
 
 
+FAILING = {
+    "raise": r"KeyError: 'no such thing' \(graders.py:\d+\)",
+    "nan": "returned nan, which is no reward",
+    "huge": r"returned -1e\+39, which is no reward: float32 ends at 3.4e38",
+    "nothing": "TypeError",
+    "unspeakable": "not JSON serializable",
+    "exit": "SystemExit: 3",
+}
+ENDING = {"crash": "died with signal 11", "exit at once": "died with exit code 3"}
+HANGING = {"hang with the interpreter locked": "took longer than 0.5 s"}
+
+
 @pytest.mark.parametrize(
-    ("response", "error"),
+    ("responses", "seconds"),
     [
-        ("raise", r"KeyError: 'no such thing' \(graders.py:\d+\)"),
-        ("nan", "returned nan, which is no reward"),
-        ("huge", r"returned -1e\+39, which is no reward: float32 ends at 3.4e38"),
-        ("nothing", "TypeError"),
-        ("unspeakable", "not JSON serializable"),
-        ("crash", "died with signal 11"),
-        ("exit", "SystemExit: 3"),
-        ("exit at once", "died with exit code 3"),
-        ("hang", "took longer than 0.5 s"),
-        ("hang with the interpreter locked", "took longer than 0.5 s"),
+        (FAILING, 60),
+        pytest.param(ENDING, 60, marks=pytest.mark.proof),
+        pytest.param(HANGING, 0.5, marks=pytest.mark.proof),
     ],
+    ids=["fails", "ends its process", "hangs"],
 )
-def test_a_failing_sample_has_an_error_and_its_neighbours_their_rewards(pool_of, response, error):
-    pool = pool_of(rm_timeout=0.5 if error.startswith("took") else 60)
-    graded = grade(pool, [("1", "1", {}), (response, "1", {}), ("1", "1", {}), (response, "1", {}), ("0", "1", {})])
-    assert [g.reward for g in graded] == [1.0, None, 1.0, None, 0.0]
-    for failed in (graded[1], graded[3]):
-        assert re.search(error, failed.error or ""), failed.error
+def test_a_failing_sample_has_an_error_and_its_neighbours_their_rewards(pool_of, responses, seconds):
+    pool = pool_of(rm_timeout=seconds)
+    for response, error in responses.items():
+        graded = grade(pool, [("1", "1", {}), (response, "1", {}), ("1", "1", {}), (response, "1", {}), ("0", "1", {})])
+        assert [g.reward for g in graded] == [1.0, None, 1.0, None, 0.0], response
+        for failed in (graded[1], graded[3]):
+            assert re.search(error, failed.error or ""), (response, failed.error)
 
 
+@pytest.mark.proof
 def test_a_hung_sample_is_tried_again_by_itself_and_no_other_with_it(pool_of):
     pool = pool_of(rm_timeout=1, num_workers=2)
     grade(pool, [("1", "1", {})] * 8)
@@ -164,6 +172,7 @@ def test_a_grader_process_imports_its_grader_and_little_else(pool_of):
     }
 
 
+@pytest.mark.proof
 def test_a_process_that_died_between_batches_costs_no_sample(pool_of):
     pool = pool_of()
     pid = grade(pool, [("pid", None, {})])[0].reward
@@ -173,6 +182,7 @@ def test_a_process_that_died_between_batches_costs_no_sample(pool_of):
     assert [g.reward for g in graded] == [1.0, 1.0]
 
 
+@pytest.mark.proof
 def test_a_process_that_was_stopped_before_it_took_its_samples_costs_none(pool_of):
     pool = pool_of(rm_timeout=1, num_workers=1)
     pid = grade(pool, [("pid", None, {})])[0].reward
@@ -181,6 +191,7 @@ def test_a_process_that_was_stopped_before_it_took_its_samples_costs_none(pool_o
     assert [(g.reward, g.error) for g in graded] == [(0.0, None), (1.0, None)]
 
 
+@pytest.mark.proof
 def test_cheap_samples_take_about_a_millisecond_at_most(pool_of):
     pool = pool_of(custom_rm_path=None, rm_type="exact_match")
     samples = [(r"the digits in order are \boxed{1 3 4 7 9}", "1 3 4 7 9", {})] * 256
@@ -219,6 +230,7 @@ def test_a_grader_that_cannot_be_imported_is_an_error_of_the_pool(pool_of, tmp_p
         grade(pool, [("", None, {})] * 2)
 
 
+@pytest.mark.proof
 def test_close_ends_a_busy_process_at_once(pool_of, tmp_path):
     pool = pool_of(rm_timeout=60)
     pid = int(grade(pool, [("pid", None, {})])[0].reward)
@@ -239,7 +251,8 @@ def test_close_ends_a_busy_process_at_once(pool_of, tmp_path):
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("busy_with", ["nothing", "hang", "hang with the interpreter locked"])
+@pytest.mark.parametrize("busy_with", ["nothing", "hang with the interpreter locked"])
+@pytest.mark.proof
 def test_processes_die_with_their_driver_however_it_ends(tmp_path, busy_with):
     (tmp_path / "graders.py").write_text(GRADER)
     told = {"told": str(tmp_path / "hangs")}

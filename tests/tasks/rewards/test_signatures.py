@@ -122,6 +122,7 @@ def test_a_coroutine_function_may_take_texts(pool_of: Any) -> None:
     assert [one.reward for one in pool_of("texts_and_waiting").grade(samples)] == [1.0, 1.0]
 
 
+@pytest.mark.proof
 def test_each_call_of_a_coroutine_function_has_its_deadline_and_no_other_pays_for_it(
     pool_of: Any, tmp_path: Path
 ) -> None:
@@ -136,7 +137,11 @@ def test_each_call_of_a_coroutine_function_has_its_deadline_and_no_other_pays_fo
 
 @pytest.mark.parametrize(
     ("response", "error"),
-    [("raises", "KeyError: 'no such thing'"), ("exits", "SystemExit: 3"), ("crashes", "died with exit code 3")],
+    [
+        ("raises", "KeyError: 'no such thing'"),
+        ("exits", "SystemExit: 3"),
+        pytest.param("crashes", "died with exit code 3", marks=pytest.mark.proof),
+    ],
 )
 def test_what_one_call_of_a_coroutine_function_ends_in_fails_no_other(pool_of: Any, response: str, error: str) -> None:
     graded = grade(pool_of("waiting", rm_concurrency=3), "1", response, "2", "3", "4")
@@ -144,12 +149,14 @@ def test_what_one_call_of_a_coroutine_function_ends_in_fails_no_other(pool_of: A
     assert error in (graded[1].error or "")
 
 
+@pytest.mark.proof
 def test_a_coroutine_function_that_does_not_let_the_others_run_fails_alone(pool_of: Any) -> None:
     graded = grade(pool_of("waiting", rm_timeout=0.2), "1", "blocks", "2")
     assert [one.reward for one in graded] == [1.0, None, 2.0]
     assert (graded[1].error, graded[1].tries) == ("the grader took longer than 0.2 s", 1 + FRESH)
 
 
+@pytest.mark.proof
 def test_memory_that_one_call_wants_is_no_fault_of_those_beside_it(pool_of: Any) -> None:
     graded = grade(pool_of("waiting", rm_memory=2**28), "1", "much memory", "2")
     assert [one.reward for one in graded] == [1.0, None, 2.0]
@@ -167,8 +174,8 @@ def test_a_grader_of_samples_is_given_batches(pool_of: Any, function: str) -> No
     ("response", "error"),
     [
         ("raises", "KeyError: 'no such thing'"),
-        ("crashes", "died with exit code 3"),
-        ("sleeps", "the grader took longer than 0.2 s"),
+        pytest.param("crashes", "died with exit code 3", marks=pytest.mark.proof),
+        pytest.param("sleeps", "the grader took longer than 0.2 s", marks=pytest.mark.proof),
         ("entry", "ValueError: this one"),
     ],
 )

@@ -137,6 +137,7 @@ OPEN_TO_ALL = ("network", "unix sockets", "the host's files", "the host's accoun
 
 
 @pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.proof
 def test_a_hostile_program_gets_nothing(grade, what, tmp_path, monkeypatch):
     import socket
 
@@ -161,18 +162,21 @@ def test_a_hostile_program_gets_nothing(grade, what, tmp_path, monkeypatch):
         "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: None)\nwhile True: time.sleep(60)",
     ],
 )
+@pytest.mark.proof
 def test_a_program_without_an_end_is_ended(grade, program):
     found = grade(program, [{"input": "", "output": ""}], test_timeout=0.3)
     assert found.components["failed_why"] == "it took too long"
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.proof
 def test_a_program_that_prints_without_an_end_is_ended(grade, stream):
     program = f"import sys\nwhile True: sys.{stream}.write('x' * 1000)"
     found = grade(program, [{"input": "", "output": ""}], file_size=2**16, test_timeout=60)
     assert found.components["failed_why"] == "it printed too much"
 
 
+@pytest.mark.proof
 def test_a_fork_bomb_goes_with_all_of_its_processes(grade):
     me = psutil.Process()
     before = {child.pid for child in me.children(recursive=True)}
@@ -195,6 +199,7 @@ def test_a_fork_bomb_goes_with_all_of_its_processes(grade):
     assert most > 2
 
 
+@pytest.mark.proof
 def test_processes_of_a_program_are_counted_where_that_can_be(bwrap, grade):
     config = RewardConfig.model_validate({"rm_type": "code", "code": {"bwrap": bwrap}}).code
     if not Sandbox(confined(config)).bounds_all:

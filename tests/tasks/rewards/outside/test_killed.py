@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cairn.configs.schema.reward import RewardConfig
 from cairn.storage.store import open_store
 from cairn.tasks.rewards.opening import open_grader
@@ -26,6 +28,7 @@ grader.grade([Sample(str(number), None) for number in range(40)])
 """
 
 
+@pytest.mark.proof
 def test_every_answer_is_paid_for_once_but_those_on_their_way_at_the_kill(tmp_path: Path):
     with serving(lambda body: float(body["response"]), seconds=0.1) as service:
         code = DRIVER.format(at_once=AT_ONCE)

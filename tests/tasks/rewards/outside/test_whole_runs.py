@@ -24,7 +24,6 @@ from tests.tasks.rewards.outside.service import Service, said, serving
 from tests.tiny_run import PROMPTS, DirectSteps, killed_driver, tiny_config, tiny_context, train_digests
 
 ITERATIONS = 2
-PAID = ("judge", "remote_rm")
 
 PROGRAM = '''
 """A program around one token of the policy's, which is right or not by that token."""
@@ -126,8 +125,14 @@ def test_every_step_of_a_run_is_made_and_no_question_is_asked_twice(
     check(config, store, rows)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*PAID, "code"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("judge", marks=pytest.mark.proof),
+        pytest.param("remote_rm", marks=pytest.mark.slow),
+        pytest.param("code", marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_graded_before_a_kill_is_paid_for_once_and_the_weights_are_the_same(
     kind: str, tiny_assets: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
