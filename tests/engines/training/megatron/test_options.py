@@ -202,6 +202,7 @@ def test_options_of_an_engine_that_is_not_used_are_refused() -> None:
         TrainingConfig(megatron={"tensor_model_parallel_size": 1})
 
 
+@pytest.mark.slow
 def test_checking_options_imports_no_megatron(folder: Path) -> None:
     program = f"""
 import sys
