@@ -7,7 +7,7 @@ from playwright.sync_api import Browser
 
 from tests.browser import visit
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 PAGE = """<!doctype html><title>A page</title><canvas width=4 height=4></canvas><p></p><script>
 const brush = document.querySelector("canvas").getContext("2d")

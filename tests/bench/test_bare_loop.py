@@ -7,6 +7,8 @@ from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("pipeline", ["sync", "lagged"])
 def test_the_bare_loop_ends_in_the_same_bits_as_a_durable_run(pipeline, tiny_assets, tmp_path):

@@ -2,12 +2,16 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from bench.ledger import CountingStore, commits_of, config_of, find_the_place
 from cairn.flows.reading.views import RunState, run_status
 from cairn.storage import layout
 from cairn.storage.commits import Commit, Step
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
+
+pytestmark = pytest.mark.proof
 
 ITERATIONS = 405
 """With more evaluations and checkpoints than `MOST`. That pages of a thousand names are few, `tests.storage` proves."""

@@ -22,7 +22,10 @@ ON_THE_QUICKSTART = ("seeds", "learning", "durability", "cpu", "round_trips", "p
 """Benchmarks of a recipe's model and data."""
 
 ON_A_BUCKET = ("ledger", "write_ahead")
-CHEAP = ("pipeline_sim", "snapshots", "rollout", "training", "write_ahead", "ledger", "invariance", "seeds", "episodes")
+CHEAP = ("pipeline_sim", "snapshots", "rollout", "training", "write_ahead", "invariance")
+DEAR = ("ledger", "seeds", "episodes")
+"""Benchmarks that run in this process too, and start others or write much."""
+
 LONG = (
     "sql",
     "report",
@@ -62,10 +65,10 @@ def test_every_benchmark_is_run_by_make_bench_and_here() -> None:
     assert {shlex.split(command)[0] for command in BENCHMARKS.values()} == {
         f"bench.{name}" for name in runnable - {"__main__", "trl_worker"}
     }
-    assert sorted(BENCHMARKS) == sorted([*CHEAP, *LONG])
+    assert sorted(BENCHMARKS) == sorted([*CHEAP, *DEAR, *LONG])
 
 
-@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize("name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in DEAR)])
 def test_a_cheap_benchmark_works(
     name: str,
     tiny_assets: Path,

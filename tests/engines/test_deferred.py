@@ -4,6 +4,8 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
 from cairn.engines.deferred import collecting_later
 
 BEFORE = """
@@ -67,6 +69,7 @@ for use in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported_for_its_first_use_whatever_that_is() -> None:
     uses = [use + AT_LAST for use in AFTER]
     ran = subprocess.run([sys.executable, "-c", BEFORE + EACH_IN_A_FORK, *uses], capture_output=True, text=True)

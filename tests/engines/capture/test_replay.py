@@ -29,6 +29,8 @@ import os
 import sys
 from urllib.request import Request, urlopen
 
+pytestmark = pytest.mark.proof
+
 KEY = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
 
 

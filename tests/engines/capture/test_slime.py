@@ -107,6 +107,7 @@ def generated(engine: TransformersEngine, talker: Path, tmp_path_factory: pytest
     return generated
 
 
+@pytest.mark.slow
 def test_what_they_ask_is_what_they_return(generated: Any, tokenizer: Any) -> None:
     sample = generated("by_tokens")
     assert sample.error is None

@@ -59,6 +59,7 @@ def test_hints_are_believed_where_the_server_is_trusted() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.proof
 def test_a_late_call_is_given_up_and_the_server_goes_on() -> None:
     async def run() -> None:
         async with cairn.mcp(command=STDIO, timeout=3) as tools:
@@ -70,6 +71,7 @@ def test_a_late_call_is_given_up_and_the_server_goes_on() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.proof
 def test_a_server_that_ends_or_floods_fails_the_sample_by_name() -> None:
     async def run() -> None:
         for name, why in (("end", "ended with exit code 3 (out of luck)"), ("flood", "more than 1,048,576 bytes")):
@@ -99,6 +101,7 @@ def test_a_server_that_does_not_start_is_named(command: list[str], why: str) -> 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_server_ends_with_its_episode_or_is_shared_until_the_work_ends() -> None:
     async def run() -> None:
         async with cairn.mcp(command=STDIO) as tools:
@@ -134,6 +137,7 @@ def test_what_cannot_be_is_refused() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_server_is_spoken_to_by_http(url: str) -> None:
     async def run() -> None:
         async with cairn.mcp(url=url, timeout=3) as tools:

@@ -149,8 +149,8 @@ def test_user_code_has_a_process_that_stays_for_the_next_call_of_the_function(qw
     ("function", "told"),
     [
         ("waits", "generate: GenerateTimeout: it took longer than 1 s without the engine"),
-        ("sleeps", BLOCKED),
-        ("asks_a_tool_that_stalls", BLOCKED),
+        pytest.param("sleeps", BLOCKED, marks=pytest.mark.proof),
+        pytest.param("asks_a_tool_that_stalls", BLOCKED, marks=pytest.mark.proof),
     ],
 )
 def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, function: str, told: str) -> None:
@@ -163,6 +163,7 @@ def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, functi
     assert found.keys() == {(0, 1), (0, 2)}
 
 
+@pytest.mark.proof
 def test_the_time_in_which_tools_of_others_are_at_work_is_not_a_samples_own(qwen3: TransformersEngine) -> None:
     engine = SampleEngine(qwen3.open, qwen3.abort)
     found = all_of(engine.generate(asked(*[[1]] * 16), PARAMS, users("computes", timeout=2)))

@@ -73,6 +73,7 @@ def driver(model: Path, *args: Any, **environment: str) -> Iterator[Driver]:
         running.process.communicate()
 
 
+@pytest.mark.proof
 def test_a_killed_driver_leaves_no_process_no_shared_memory_and_no_folder(model: Path, tmp_path: Path) -> None:
     with (
         watched_segments() as left_segments,
@@ -100,6 +101,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.proof
 def test_a_process_that_is_ended_with_its_cluster_leaves_no_shared_memory(tmp_path: Path) -> None:
     before = segments()
     with (tmp_path / "out").open("w") as out:
@@ -147,6 +149,7 @@ def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
         assert resources_in_use(address) == {}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("head", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
 def test_a_driver_whose_ray_head_died_ends_with_a_sentence_and_leaves_nothing(model: Path, head: str) -> None:
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, driver(model, TMPDIR=folder) as bereft:
@@ -163,6 +166,7 @@ def test_a_driver_whose_ray_head_died_ends_with_a_sentence_and_leaves_nothing(mo
         wait_for(lambda: not any(process.is_running() for process in below) and not list(Path(folder).glob("cairn-*")))
 
 
+@pytest.mark.proof
 def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing() -> None:
     script = (
         "from cairn.engines.fleet.cluster import Cluster\n"

@@ -29,6 +29,8 @@ from tests.engines.training.builders import model_folder
 from tests.ray_fixtures import fleet_config
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.proof
+
 PARAMS = SamplingParams(max_new_tokens=60)
 SEARCH = (str(Path(__file__).parents[3]), *sys.path)
 IN_FLIGHT = 300

@@ -136,6 +136,7 @@ def test_training_and_scores_are_those_of_an_engine_without_a_fleet(fleet: Fleet
     assert (position.state_digest, position.last_result) == (result.state_digest, result)
 
 
+@pytest.mark.proof
 def test_who_only_trains_gets_the_training_engine_alone_and_the_same_weights(ray_cluster: Cluster, model: Path) -> None:
     config = fleet_config(model, rollout={"num_engines": 2}, fleet={"colocate": True})
     engine = TorchEngine(config.model, config.training, config.algorithm, temperature=1.0, total_steps=TOTAL_STEPS)
@@ -165,6 +166,7 @@ def test_an_engine_says_what_its_own_process_computes_on(fleet: Fleet, model: Pa
     assert fleet.training.environment.threads == fleet_config(model).training.num_threads
 
 
+@pytest.mark.proof
 def test_a_machine_with_another_model_than_the_runs_is_refused(ray_cluster: Cluster, model: Path) -> None:
     config, digest = fleet_config(model), folder_digest(model)
     with pytest.raises(
@@ -175,6 +177,7 @@ def test_a_machine_with_another_model_than_the_runs_is_refused(ray_cluster: Clus
         assert fleet.rollout[0].weight_version() == 0
 
 
+@pytest.mark.proof
 def test_a_bad_model_folder_is_named_and_leaves_no_actor(ray_cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="nowhere does not exist"):
         Fleet.start(fleet_config(tmp_path / "nowhere"), name="bad", total_steps=1)
@@ -186,6 +189,7 @@ def test_a_bad_model_folder_is_named_and_leaves_no_actor(ray_cluster: Cluster, t
     wait_for(lambda: states() == ["REMOVED", "REMOVED"], 60)
 
 
+@pytest.mark.proof
 def test_an_engine_that_does_not_start_in_time_says_so_itself(fleet: Fleet, model: Path) -> None:
     config = fleet_config(model, rollout={"engine": "sglang"})
     nobody = ServerPlan(external_url="http://127.0.0.1:1")
@@ -203,6 +207,7 @@ def test_gpus_that_the_cluster_lacks_are_refused_at_once_with_what_it_has(ray_cl
         Fleet.start(config, name="gpus", total_steps=1)
 
 
+@pytest.mark.proof
 def test_a_killed_rollout_engine_is_an_error_that_names_it_and_is_replaced_by_the_base_model(
     fleet: Fleet, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +244,7 @@ def test_a_stopped_rollout_engine_is_a_timeout_and_is_killed_hard(fleet: Fleet, 
     assert len(generate(fleet.rollout[1], requests())) == 15
 
 
+@pytest.mark.proof
 def test_a_generation_that_takes_too_long_is_a_timeout_and_its_engine_is_replaced(fleet: Fleet, model: Path) -> None:
     engine, pid = hasty(fleet, model, 0, timeout=0.2, call_timeout=30), pid_of(fleet, 0)
     with pytest.raises(EngineTimeout, match=r"within 0\.2 s"):
@@ -247,6 +253,7 @@ def test_a_generation_that_takes_too_long_is_a_timeout_and_its_engine_is_replace
     assert engine.health()["pid"] != pid
 
 
+@pytest.mark.proof
 def test_what_an_engine_generates_for_a_stream_lasts_as_long_as_it_gets_work_and_weights(
     fleet: Fleet, model: Path
 ) -> None:
@@ -276,6 +283,7 @@ def test_what_an_engine_generates_for_a_stream_lasts_as_long_as_it_gets_work_and
     assert engine.weight_version() == version
 
 
+@pytest.mark.proof
 def test_an_engine_is_free_after_a_generation_that_was_given_up(fleet: Fleet) -> None:
     engine, pid = fleet.rollout[0], pid_of(fleet, 0)
     stream = engine.generate(requests(64, max_new_tokens=200))
@@ -287,6 +295,7 @@ def test_an_engine_is_free_after_a_generation_that_was_given_up(fleet: Fleet) ->
     assert engine.health()["pid"] == pid
 
 
+@pytest.mark.proof
 def test_an_abort_ends_the_stream_with_every_sample_as_far_as_it_came(fleet: Fleet) -> None:
     engine = fleet.rollout[0]
     asked = requests(64, max_new_tokens=200)
@@ -300,6 +309,7 @@ def test_an_abort_ends_the_stream_with_every_sample_as_far_as_it_came(fleet: Fle
     assert len(generate(engine, requests())) == 15, "an abort ends that generation alone"
 
 
+@pytest.mark.proof
 def test_a_killed_trainer_is_an_error_and_restarts_at_the_initial_weights(fleet: Fleet, initial: str) -> None:
     fleet.training.load(initial, "initial")
     before = fleet.training.position()
@@ -311,6 +321,7 @@ def test_a_killed_trainer_is_an_error_and_restarts_at_the_initial_weights(fleet:
     assert fleet.training.position() == before
 
 
+@pytest.mark.proof
 def test_an_engine_serves_what_was_published_while_the_trainer_goes_on(fleet: Fleet) -> None:
     version = train_once(fleet)
     published = fleet.publish(version, keep=2)
@@ -326,6 +337,7 @@ def test_an_engine_serves_what_was_published_while_the_trainer_goes_on(fleet: Fl
     assert fleet.training.position() == trained
 
 
+@pytest.mark.proof
 def test_publications_stay_after_the_trainer_died_and_go_when_newer_ones_are_as_many(fleet: Fleet) -> None:
     first = train_once(fleet)
     fleet.publish(first, keep=2)

@@ -72,6 +72,7 @@ def told() -> dict[str, Any]:
     return json.loads(ran.stdout)
 
 
+@pytest.mark.slow
 def test_workers_are_forks_of_a_process_that_has_made_the_imports(told: dict[str, Any]) -> None:
     first, second, third, _ = told["found"]
     for worker in (first, second, third):
@@ -82,10 +83,12 @@ def test_workers_are_forks_of_a_process_that_has_made_the_imports(told: dict[str
     assert len({worker["random"] for worker in told["found"]}) == 4
 
 
+@pytest.mark.slow
 def test_workers_of_another_number_of_threads_start_by_themselves(told: dict[str, Any]) -> None:
     assert not told["found"][-1]["forked"]
 
 
+@pytest.mark.slow
 def test_a_cluster_of_one_driver_has_no_dashboard_and_no_autoscaler(told: dict[str, Any]) -> None:
     processes = "\n".join(told["processes"])
     assert "raylet" in processes

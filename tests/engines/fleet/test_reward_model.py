@@ -15,6 +15,8 @@ from tests.ray_fixtures import fleet_config
 from tests.reward_models import write_reward_model
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.slow
+
 
 def test_it_scores_beside_the_others_and_is_made_again_where_it_dies(
     tiny_assets: Path, tmp_path: Path, ray_cluster: Cluster

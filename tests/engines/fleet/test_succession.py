@@ -29,6 +29,8 @@ from tests.fleets import sync
 from tests.ray_fixtures import NUM_CPUS, fleet_config
 from tests.requests import group
 
+pytestmark = pytest.mark.proof
+
 ASKED = [one for index in range(3) for one in group(index, [5 + index, 6, 7], (1, 2), SamplingParams(8))]
 
 

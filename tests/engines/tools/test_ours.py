@@ -92,6 +92,7 @@ def test_python_returns_what_a_program_prints(bwrap):
     assert run(python, code="x = '\ud800'").endswith("exit code 1")
 
 
+@pytest.mark.proof
 def test_programs_are_bounded(bwrap):
     options = {"bwrap": bwrap, "timeout": 1, "memory": 2**27, "file_size": 2**20, "max_output": 100}
     python = tools("python", python=options)["python"]
@@ -180,6 +181,7 @@ def test_a_sandbox_that_is_missing_is_no_answer(tmp_path):
             run(tool, **{argument: "1"})
 
 
+@pytest.mark.proof
 def test_a_sandbox_that_is_killed_runs_its_program_again(bwrap):
     python = tools("python", python={"bwrap": bwrap, "timeout": 30})["python"]
     assert run(python, code="print(1)") == "1"  # the first looks whether there are sandboxes, too

@@ -82,6 +82,7 @@ def test_a_gigabyte_of_text_is_cut_where_it_is():
     assert psutil.Process().memory_info().rss - before < 2**27
 
 
+@pytest.mark.proof
 def test_what_a_late_call_has_started_ends_with_it(tmp_path):
     with pytest.raises(cairn.ToolFailed, match=r"longer than 1\.5 s"):
         run(bad_tools.start_others, path=str(tmp_path / "pids"))
@@ -129,6 +130,7 @@ def test_a_call_that_is_given_up_frees_its_process():
     assert asyncio.run(give_up()) < 20
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("stuck", "good"),
     [(bad_tools.hang, bad_tools.hang), (bad_tools.compute_on, bad_tools.add)],
@@ -152,6 +154,7 @@ def test_stuck_calls_hold_no_other_up(stuck, good, tmp_path):
     asyncio.run(beside())
 
 
+@pytest.mark.proof
 def test_an_episode_that_asks_for_much_holds_no_other_up(tmp_path):
     """Of the same tool."""
 

@@ -156,7 +156,9 @@ def test_without_training_the_actor_the_critic_alone_learns_and_the_actors_sched
     assert engine.weights_checksum() == plain.weights_checksum()  # as from a first step: bias correction included
 
 
-@pytest.mark.parametrize(("dtype", "announced"), [("float32", 1), ("bfloat16", 1), ("float32", 0)])
+@pytest.mark.parametrize(
+    ("dtype", "announced"), [("float32", 1), pytest.param("bfloat16", 1, marks=pytest.mark.proof), ("float32", 0)]
+)
 def test_both_roles_go_on_bitwise_after_a_load_and_around_an_offload(
     folder: Path, tmp_path: Path, batch: TrainBatch, dtype: str, announced: int
 ) -> None:

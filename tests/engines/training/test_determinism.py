@@ -10,7 +10,7 @@ from tests.engines.training.builders import model_folder
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_updates_resumed_by_a_fresh_process_end_bitwise_where_uninterrupted_ones_do(tmp_path: Path) -> None:
     model = model_folder(tmp_path / "model")
 

@@ -296,6 +296,7 @@ def launched(rank: int, world_size: int, folder: Path, work: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_two_ranks_train_and_give_out_what_one_does(ranks: tuple[dict[str, Any], ...], dtype: str) -> None:
     one, two, _ = ranks

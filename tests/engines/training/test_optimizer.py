@@ -81,6 +81,7 @@ WEIGHT_DECAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.proof
 def test_rates_are_those_of_megatrons_own_scheduler() -> None:
     differing = {}
     for schedule, warm_up, decay in product(SCHEDULES, WARM_UPS, WEIGHT_DECAYS):

@@ -16,7 +16,7 @@ from tests.engines.training.builders import make_engine, model_folder
 from tests.engines.training.ranks import run_ranks
 from tests.engines.training.sharded_cases import ALGORITHM, CLIP, FROZEN, PPO, launched, run_cases
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the launch
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]  # the first test waits for the launch
 
 Report = dict[str, Any]
 

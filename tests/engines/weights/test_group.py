@@ -31,6 +31,7 @@ def join_and_take_nothing(name: str, host: str, port: int, joined: Any) -> None:
     time.sleep(600)
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_receiver_that_takes_nothing_or_dies_frees_the_sender_by_its_deadline(dies: bool) -> None:

@@ -37,7 +37,7 @@ from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 TRANSPORTS = ("tensor", "disk", "distributed")
 ASKED = group(0, [5, 6, 7], (1, 2), SamplingParams(8))
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

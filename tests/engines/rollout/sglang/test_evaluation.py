@@ -16,7 +16,7 @@ from cairn.storage.evals import Claim, find_or_claim, read_samples
 from cairn.storage.store import open_store
 from cairn.tasks.evaluation import Engines, compute
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 BENCHMARK = """
 name: digits

@@ -17,7 +17,7 @@ from tests.requests import group
 from tests.sglang_server import sglang_config
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 
 def connect(url: str, model: Path, log: Path, start_timeout: float = 60.0, **options: float) -> SGLangEngine:

@@ -33,7 +33,7 @@ from tests.waiting import wait_for
 
 CONTEXT = 1024
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 
 def requests(count: int, samples: int = 4, **params: object) -> list[GenerateRequest]:

@@ -7,7 +7,7 @@ from cairn.engines.types import SamplingParams
 from tests.requests import group
 from tests.sglang_server import sglang_config
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 
 def test_the_most_that_ran_and_waited_are_told_after_a_generation(engine: SGLangEngine) -> None:

@@ -73,6 +73,7 @@ class ServedFleet(LocalFleet):
         return model
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_long_responses_are_continued_over_iterations_and_a_kill(
     tiny_assets: Path, tmp_path: Path, engine: SGLangEngine

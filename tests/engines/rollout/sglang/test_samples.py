@@ -9,7 +9,7 @@ from tests.engines.episodes.test_samples import all_of, asked, users
 from tests.engines.rollout.transformers.test_cut_samples import LENGTH, differences, generating, in_their_rounds
 from tests.engines.rollout.transformers.test_cut_samples import asked as asked_in_pairs
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 
 def test_a_later_turn_begins_while_another_sample_is_still_decoded(engine: SGLangEngine) -> None:

@@ -20,7 +20,7 @@ from cairn.tasks.batch import arrays
 from examples.quickstart.model import build_model
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 SLOW = pytest.mark.slow
 
 

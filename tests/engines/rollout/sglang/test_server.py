@@ -63,6 +63,7 @@ def assert_gone(family: list[psutil.Process], segments: list[Path]) -> None:
     assert not [segment for segment in segments if segment.exists()]
 
 
+@pytest.mark.proof
 def test_a_server_dies_with_an_owner_that_is_killed_and_leaves_no_shared_memory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path / "log"), SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
@@ -72,6 +73,7 @@ def test_a_server_dies_with_an_owner_that_is_killed_and_leaves_no_shared_memory(
     assert_gone(*left)
 
 
+@pytest.mark.proof
 def test_a_server_that_is_ended_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
     server = Server([sys.executable, "-c", SERVER], {}, 1, tmp_path / "log")
     left = started(tmp_path / "log", server._process.pid)
@@ -79,6 +81,7 @@ def test_a_server_that_is_ended_leaves_no_process_and_no_shared_memory(tmp_path:
     assert_gone(*left)
 
 
+@pytest.mark.proof
 def test_a_server_leaves_nothing_where_ray_kills_the_children_of_its_actor(tmp_path: Path) -> None:
     server = Server([sys.executable, "-c", SERVER], {}, 1, tmp_path / "log")
     left = started(tmp_path / "log", server._process.pid)
@@ -86,6 +89,7 @@ def test_a_server_leaves_nothing_where_ray_kills_the_children_of_its_actor(tmp_p
     assert_gone(*left)
 
 
+@pytest.mark.proof
 def test_a_server_that_is_killed_takes_along_what_it_started(tmp_path: Path) -> None:
     server = Server([sys.executable, "-c", SERVER], {}, 1, tmp_path / "log")
     family, segments = started(tmp_path / "log", server._process.pid)

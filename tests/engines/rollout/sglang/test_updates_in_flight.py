@@ -1,11 +1,10 @@
 """Weights that are replaced while a real server generates: none ends, and each token is of the weights it names."""
 
 import copy
-import threading
-import time
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -13,6 +12,8 @@ from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import Completion, FinishReason, SamplingParams
 from tests.engines.rollout.sglang.test_partial_rollout import hf_log_probs
 from tests.requests import by_id, group
+from tests.sglang_server import is_decoding, once_decoding
+from tests.waiting import wait_for
 
 LENGTH, SAMPLES = 400, 4
 PARAMS = SamplingParams(LENGTH, stop_token_ids=())
@@ -23,25 +24,22 @@ def scaled(model: PreTrainedModel, factor: float) -> dict[str, torch.Tensor]:
     return {name: value.detach() * factor for name, value in model.named_parameters()}
 
 
+@pytest.mark.proof
+@pytest.mark.timeout(600)
 def test_samples_go_on_under_new_weights_and_none_is_lost(engine: SGLangEngine, model: PreTrainedModel) -> None:
     requests = group(0, [5, 6, 7], range(SAMPLES), PARAMS)
     told: list[Completion] = []
-    stalls = []
 
     def update_twice() -> None:
         for version in (1, 2):
-            time.sleep(0.4)
-            began = time.monotonic()
+            wait_for(lambda: is_decoding(engine.health()), 60)
             engine.begin_weight_update(version, True)
             told.extend(engine.retracted())
             engine.update_weights(scaled(model, 1 + 0.2 * version))
             engine.end_weight_update()
-            stalls.append(time.monotonic() - began)
 
-    thread = threading.Thread(target=update_twice)
-    thread.start()
-    found = by_id(engine.generate(requests))
-    thread.join()
+    with once_decoding(engine.health, update_twice):
+        found = by_id(engine.generate(requests))
     assert len(told) > SAMPLES / 2, "it ended before it was told"
     for part in told:
         assert part.finish_reason == FinishReason.ABORT

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 from cairn.engines.rollout.sglang.watch import QUESTION, Watch
 from tests.waiting import wait_for
 
@@ -53,6 +55,7 @@ def test_silence_is_told_once_and_not_within_a_pause() -> None:
     assert "did not answer for 0.5 s" in said[0]
 
 
+@pytest.mark.proof
 def test_a_server_that_is_still_compiling_is_not_asked() -> None:
     began = time.monotonic()
     with watched(lambda _: time.sleep(60), least=0.3, first_wait=2) as (_, said):
@@ -60,12 +63,14 @@ def test_a_server_that_is_still_compiling_is_not_asked() -> None:
     assert time.monotonic() - began > 2.3
 
 
+@pytest.mark.proof
 def test_a_second_question_may_be_answered_where_the_first_was_not() -> None:
     with watched(lambda number: time.sleep(60 if number == 1 else 0), least=3) as (watch, said):
         wait_for(lambda: len(watch._seconds) > 3)
         assert said == []
 
 
+@pytest.mark.proof
 def test_a_server_that_is_always_slow_gets_three_times_as_long() -> None:
     with watched(lambda _: time.sleep(1.5), least=4) as (watch, said):
         wait_for(lambda: watch.limit > 4)

@@ -1,8 +1,9 @@
 """A sample depends on the weights, its prompt, its seed and its sampling parameters: bit for bit, in any company."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,15 @@ from cairn.engines.rollout.transformers.batch import Batch, Sample
 from cairn.engines.rollout.transformers.engine import TransformersEngine
 from tests.engines.rollout.models import Samples, collect, configs, random_requests, rollout_config, same
 from tests.requests import by_id, group
+from tests.tiers import Tier, marks
+
+QUICK = ("qwen2", "qwen3")
+"""Models that the tier `quick` runs; the other kinds of attention and positions are in `proofs`."""
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    """Parameters with the marks of their tiers."""
+    return [pytest.param(name, marks=marks(Tier.QUICK if name in QUICK else Tier.PROOFS)) for name in names]
 
 
 def assert_same_samples(found: Samples, expected: Samples) -> None:
@@ -21,7 +31,7 @@ def assert_same_samples(found: Samples, expected: Samples) -> None:
     assert not different
 
 
-@pytest.mark.parametrize("architecture", [name for name in configs() if name != "qwen3"])
+@pytest.mark.parametrize("architecture", some(name for name in configs() if name != "qwen3"))
 def test_samples_are_equal_alone_together_and_in_another_order(
     architecture: str, model_folders: dict[str, str]
 ) -> None:
@@ -34,7 +44,7 @@ def test_samples_are_equal_alone_together_and_in_another_order(
         assert_same_samples(collect(engine, [request]), together)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.proof) for seed in (1, 2, 3))])
 def test_samples_are_equal_in_random_companies_and_numbers_of_rows(seed: int, model_folders: dict[str, str]) -> None:
     requests = random_requests(seed=100 + seed, count=30)
     expected = collect(TransformersEngine(model_folders["qwen3"], rollout_config()), requests)
@@ -45,7 +55,7 @@ def test_samples_are_equal_in_random_companies_and_numbers_of_rows(seed: int, mo
         assert_same_samples(collect(engine, some), expected)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2-sliding", "gated-delta"])
+@pytest.mark.parametrize("architecture", some(["qwen3", "qwen2-sliding", "gated-delta"]))
 def test_samples_are_equal_in_segments_of_rows_that_change_places(
     architecture: str, model_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +111,7 @@ def test_stale_keys_and_values_in_a_slot_change_nothing(qwen3: TransformersEngin
     assert_same_samples(collect(qwen3, requests), expected)
 
 
-@pytest.mark.parametrize("architecture", configs())
+@pytest.mark.parametrize("architecture", some(configs()))
 def test_the_check_at_start_up_finds_what_the_tests_above_prove(
     architecture: str, model_folders: dict[str, str]
 ) -> None:

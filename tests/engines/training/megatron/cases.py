@@ -71,7 +71,8 @@ class Case:
     """What is frozen, or trained alone."""
     training: dict[str, Any] = field(default_factory=dict)
     tier: Tier = Tier.ALL
-    """The first tier that runs it. All kinds of parallelism and of losses, and most families, are in `proofs`."""
+    """The first tier that runs it. `proofs` has every kind of parallelism, loss and number format, and each pair of kinds
+    of parallelism that any case has; `architecture_cases` has the families."""
 
     @property
     def dtype(self) -> str:
@@ -114,16 +115,16 @@ CASES = [
     Case("one rank", 1),
     Case("one rank, Qwen2.5", 1, family="qwen2"),
     Case("one rank, Llama 3", 1, family="llama"),
-    Case("one rank, Qwen3-MoE", 1, family="qwen3_moe", tier=Tier.PROOFS),
+    Case("one rank, Qwen3-MoE", 1, family="qwen3_moe"),
     Case("one rank, GLM-4", 1, family="glm4"),
     Case("one rank, recompute, top-p", 1, cut=True, training=RECOMPUTED),
-    Case("TP 2", 2, TP),
+    Case("TP 2", 2, TP, tier=Tier.QUICK),
     Case("TP 2, SP, top-p", 2, SP, cut=True, tier=Tier.PROOFS),
     Case("TP 2, SP, Qwen2.5, micro-batches of 3", 2, SP, family="qwen2", training=THREES),
     Case("TP 2, Llama 3", 2, TP, family="llama"),
     Case("TP 2, SP, recompute", 2, SP, training=RECOMPUTED),
     Case("TP 2, SP, GLM-4", 2, SP, family="glm4"),
-    Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}),
+    Case("TP 2, SP, bfloat16", 2, SP, training={"dtype": "bfloat16"}, tier=Tier.PROOFS),
     Case("DP 2, distributed optimizer, bfloat16", 2, ZERO, training={"dtype": "bfloat16"}),
     Case("PP 2", 2, PP),
     Case("PP 2, Llama 3.1", 2, PP, family="llama3.1", tier=Tier.PROOFS),
@@ -131,11 +132,11 @@ CASES = [
     Case("DP 2", 2),
     Case("DP 2, loss per token", 2, per_token=True),
     Case("DP 2, distributed optimizer, top-p", 2, ZERO, cut=True),
-    Case("DP 2, distributed optimizer, overlap", 2, OVERLAP),
+    Case("DP 2, distributed optimizer, overlap", 2, OVERLAP, tier=Tier.PROOFS),
     Case("CP 2, top-p", 2, CP, cut=True),
     Case("CP 2, loss per token", 2, CP, per_token=True),
     Case("one rank, loss of sequences, small micro-batches", 1, sequences=True, training={"max_tokens_per_gpu": 64}),
-    Case("DP 2, loss of sequences", 2, sequences=True),
+    Case("DP 2, loss of sequences", 2, sequences=True, tier=Tier.PROOFS),
     Case("CP 2, loss of sequences", 2, CP, sequences=True),
     Case("TP 2, SP, PPO", 2, SP, critic=True),
     Case("PP 2, PPO", 2, PP, critic=True),
@@ -147,24 +148,30 @@ CASES = [
     Case("TP 2, SP, ETP 1", 2, {**SP, "expert_tensor_parallel_size": 1}, family="qwen3_moe"),
     Case("PP 2, Qwen3-MoE", 2, PP, family="qwen3_moe"),
     Case("EP 2, Qwen3-MoE without norm_topk_prob", 2, EP, family="qwen3_moe_raw"),
+    Case("one rank, routing replay, recompute", 1, family="qwen3_moe", replay=True, training=RECOMPUTED),
+    Case("TP 2, SP, EP 2, routing replay", 2, {**SP, **EP_ONE}, family="qwen3_moe", replay=True, tier=Tier.PROOFS),
     Case(
-        "one rank, routing replay, recompute", 1, family="qwen3_moe", replay=True, training=RECOMPUTED, tier=Tier.PROOFS
+        "PP 2, VPP 2, routing replay, recompute",
+        2,
+        VPP,
+        family="qwen3_moe",
+        replay=True,
+        training=RECOMPUTED,
+        tier=Tier.PROOFS,
     ),
-    Case("TP 2, SP, EP 2, routing replay", 2, {**SP, **EP_ONE}, family="qwen3_moe", replay=True),
-    Case("PP 2, VPP 2, routing replay, recompute", 2, VPP, family="qwen3_moe", replay=True, training=RECOMPUTED),
     Case("CP 2, routing replay", 2, CP, family="qwen3_moe", replay=True),
     Case("EP 2, distributed optimizer, routing replay", 2, {**EP, **ZERO}, family="qwen3_moe", replay=True),
     Case("TP 2, SP, frozen layers", 2, {**SP, **ZERO}, frozen=FROZEN),
     Case("PP 2, distributed optimizer, frozen layers", 2, {**PP, **ZERO}, frozen=FROZEN, tier=Tier.PROOFS),
     Case("DP 2, distributed optimizer, recompute, frozen layers", 2, ZERO, frozen=FROZEN, training=RECOMPUTED),
-    Case("CP 2, PPO, frozen layers", 2, CP, critic=True, frozen=FROZEN),
+    Case("CP 2, PPO, frozen layers", 2, CP, critic=True, frozen=FROZEN, tier=Tier.PROOFS),
     Case("TP 2, SP, EP 2, experts alone", 2, {**SP, **EP_ONE}, family="qwen3_moe", frozen=EXPERTS_ALONE),
-    Case("TP 2 × PP 2", 4, {**SP, **PP}),
+    Case("TP 2 × PP 2", 4, {**SP, **PP}, tier=Tier.PROOFS),
     Case("TP 2 × PP 2, VPP 2", 4, {**SP, **VPP}),
-    Case("TP 2 × DP 2", 4, {**SP, **ZERO}),
-    Case("TP 2 × CP 2, top-p", 4, {**SP, **CP}, cut=True),
-    Case("PP 2 × DP 2", 4, {**PP, **ZERO}, per_token=True),
-    Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe"),
+    Case("TP 2 × DP 2", 4, {**SP, **ZERO}, tier=Tier.PROOFS),
+    Case("TP 2 × CP 2, top-p", 4, {**SP, **CP}, cut=True, tier=Tier.PROOFS),
+    Case("PP 2 × DP 2", 4, {**PP, **ZERO}, per_token=True, tier=Tier.PROOFS),
+    Case("EP 2 × DP 2", 4, {**EP, **ZERO}, family="qwen3_moe", tier=Tier.PROOFS),
 ]
 
 WATCHED = "TP 2 × PP 2"

@@ -19,7 +19,7 @@ from tests.engines.training.megatron.checkpoint_cases import FREEZING, HANDED_ON
 from tests.engines.training.ranks import run_megatron_ranks
 from tests.small_disk import small_disk, why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for all launches
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]  # the first test waits for all launches
 
 
 @pytest.fixture(scope="module")

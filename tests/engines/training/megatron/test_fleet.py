@@ -23,7 +23,7 @@ from tests.ray_fixtures import fleet_config
 from tests.requests import group
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 
 PROMPTS = [[5 + row, 6, 7, 90 - row] for row in range(4)]
 ASKED = [one for row, prompt in enumerate(PROMPTS) for one in group(row, prompt, (1, 2), SamplingParams(12))]

@@ -15,7 +15,7 @@ from tests.engines.training.megatron.cases import TRAINING
 from tests.engines.training.megatron.loss_cases import LAYOUTS, launched, two_updates
 from tests.engines.training.ranks import run_with_megatron
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for all launches
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]  # the first test waits for all launches
 
 
 @pytest.fixture(scope="module")

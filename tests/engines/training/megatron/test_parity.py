@@ -163,11 +163,17 @@ def test_digest_and_checksum_are_those_of_the_torch_engine_in_every_layout(
         if "moe" not in case.family:  # whose experts Transformers holds in one tensor
             for value in ("checksum",) if case.bfloat16 else ("digest", "checksum"):
                 assert reports[case.name][0][value] == reference[case.reference][value], case.name
+
+
+@pytest.mark.proof  # as the cases it looks at are
+def test_digests_of_models_with_experts_are_the_same_in_every_layout(
+    reports: dict[str, list[dict[str, Any]]], cases: list[Case]
+) -> None:
     of_experts = [case for case in cases if case.family == "qwen3_moe" and not case.frozen]
     assert len({reports[case.name][0]["digest"] for case in of_experts}) == 1
 
 
-@pytest.mark.slow  # as the case it looks at is
+@pytest.mark.proof  # as the case it looks at is
 def test_rank_0_holds_a_few_tensors_of_the_weights_it_exports(
     reports: dict[str, list[dict[str, Any]]], reference: References
 ) -> None:

@@ -13,7 +13,7 @@ from tests.engines.training.megatron.torch_dist_cases import FORGERIES, WRITTEN,
 from tests.engines.training.ranks import run_with_megatron
 from tests.flows.cli.test_convert import cairn
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def test_a_checkpoint_in_another_layout_becomes_the_model_byte_for_byte(work: Pa
     assert all(torch.equal(weight[...], before[name][...]) for name, weight in after.items())
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_newest_checkpoint_of_a_folder(work: Path) -> None:
     first = WRITTEN[0]
     done = cairn("convert", work / first.name, work / "by command", "--model", work / first.architecture)
