@@ -170,7 +170,7 @@ def await_end(driver: "subprocess.Popen[bytes]", temporary: Path, copy: Path) ->
         time.sleep(1)
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * DEADLINE)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(2 * DEADLINE)]
 
 
 def test_the_run_completes_with_the_weights_of_a_run_on_local_files(

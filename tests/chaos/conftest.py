@@ -1,10 +1,11 @@
-"""The undisturbed twin of all runs."""
+"""Struck runs, and their undisturbed twins."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.chaos import in_process
 from tests.chaos.runs import Disturbed, chaos_config
 from tests.chaos.standing import Standing
 from tests.shared_memory import watched_segments
@@ -37,7 +38,5 @@ def standing(tmp_path_factory: pytest.TempPathFactory, tiny_assets: Path, api_ur
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, config_file: Path, api_url: str) -> Disturbed:
-    run = Disturbed(tmp_path_factory.mktemp("undisturbed"), config_file, {"PREFECT_API_URL": api_url}, warm=True)
-    assert run.drive() == 0, run.log()
-    return run
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, config_file: Path) -> Disturbed:
+    return in_process.undisturbed(tmp_path_factory.mktemp("undisturbed"), config_file)

@@ -106,8 +106,13 @@ CI_SET = Plan(
     (
         Driver((case(0, Step.REWARD, "before", "store"), case(0, Step.TRAIN, "uncommitted", "driver"))),
         Driver((case(0, Step.SYNC, "before", "rollout"), case(1, Step.ADVANTAGE, "during", "ray"))),
-        Driver((case(1, Step.TRAIN, "during", "training"), case(1, Step.CHECKPOINT, "uncommitted", "driver"))),
-        Driver((case(2, Step.FILTER, "after", "database"),)),
+        Driver(
+            (
+                case(1, Step.TRAIN, "during", "training"),
+                case(1, Step.CHECKPOINT, "uncommitted", "training"),
+                case(2, Step.FILTER, "after", "database"),
+            )
+        ),
         Driver(
             (
                 case(3, Step.ROLLOUT, "during", "rollout"),

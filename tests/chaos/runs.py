@@ -112,6 +112,11 @@ class Disturbed:
         """Of the servers that its drivers start."""
         return self.folder / PREFECT_HOME
 
+    @property
+    def config(self) -> RunConfig:
+        """What its drivers are configured with."""
+        return RunConfig.model_validate_json(self.config_file.read_text())
+
     def join(self, address: str) -> None:
         """Make its drivers join a cluster."""
         config = json.loads(self.config_file.read_text())

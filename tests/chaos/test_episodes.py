@@ -40,7 +40,7 @@ ALL: Sequence[AnyVictim] = ("tool", "worker", "driver", "code", "tool", "rollout
 MOST_BLIND = 12
 """Kills of the run whose tools offer nothing: each fails the groups of what is under way, and others are drawn."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900 + 60 * KILLS)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900 + 60 * KILLS)]
 
 
 def run_of(folder: Path, assets: Path, api_url: str, *tools: str) -> Disturbed:

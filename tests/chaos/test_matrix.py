@@ -10,6 +10,7 @@ import pytest
 from tests.chaos.beside import COMMANDS
 from tests.chaos.configurations import CONFIGURATIONS
 from tests.chaos.faults import FurtherVictim
+from tests.chaos.in_process import drive_whole
 from tests.chaos.matrix import CI_SET, MOMENTS, STEPS, VICTIMS, every_case, execute
 from tests.chaos.oracle import differences
 from tests.chaos.plans import JOINED_PARTIAL, LAGGED, STREAMING, whole
@@ -39,7 +40,7 @@ def test_every_configuration_and_every_victim_is_in_the_matrix() -> None:
     assert len({plan.name for plan in plans}) == len(plans)
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_a_run_struck_everywhere_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed, s3_server: S3Server
@@ -69,11 +70,12 @@ def test_engines_that_outlive_their_drivers_and_unfinished_groups_lose_nothing(s
             run.kill_what_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(1200)
 def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(standing: Standing) -> None:
     standing.warm = True
-    undisturbed = standing.undisturbed(LAGGED.configuration).run
+    undisturbed = standing.run("undisturbed-lagged", LAGGED.configuration)
+    drive_whole(undisturbed)
     with watched_segments() as left_segments:
         run = standing.run(LAGGED.name, LAGGED.configuration)
         try:
@@ -85,7 +87,7 @@ def test_a_run_whose_halves_lie_side_by_side_may_be_killed_in_either(standing: S
             run.kill_what_is_left()
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(1200)
 def test_a_run_that_streams_loses_nothing_and_trains_on_what_was_decided_once(standing: Standing) -> None:
     standing.warm = True

@@ -13,7 +13,7 @@ from tests.s3 import S3Server, use_server
 from tests.tiny_run import tiny_config
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -43,7 +43,6 @@ def test_of_two_drivers_started_at_once_one_proceeds_and_the_other_names_it(
     assert len(short_run.state_digests()) == 2
 
 
-@pytest.mark.slow
 def test_a_driver_that_slept_through_a_takeover_commits_nothing_and_ends(short_run: Disturbed) -> None:
     sleeper = short_run.start()
     wait_for(lambda: _epochs(short_run) == {1}, 240)

@@ -21,8 +21,9 @@ from cairn.storage.verification import verify
 from cairn.tasks.context import RunContext
 from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.step import DurableStep
+from tests.chaos.in_process import drive
 from tests.engines.fleet import simulated_machines
-from tests.flows.test_streaming import ITERATIONS, drive, streaming
+from tests.flows.test_streaming import ITERATIONS, streaming
 from tests.forks import FORKS
 from tests.tiny_run import DirectSteps, tiny_context
 from tests.waiting import wait_for

@@ -19,10 +19,11 @@ from cairn.flows.replay import replay, replay_all
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.tasks.context import RunContext
-from cairn.tasks.halves import oldest_open, publish_for_open_halves
 from cairn.tasks.sample_filters import NothingLeft
 from cairn.tasks.step import DurableStep
 from cairn.tasks.sync import serve
+from tests.chaos.in_process import EndingAt, Killed, drive
+from tests.tiers import Tier, marks
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 ITERATIONS = 5
@@ -42,34 +43,6 @@ def lagged(assets: Path, lag: int, **sections: dict[str, Any]) -> RunConfig:
 
 def digests(run: RunContext) -> list[str | None]:
     return [run.committed(index, Step.TRAIN).state_digest for index in range(ITERATIONS)]
-
-
-class Ended(BaseException):
-    """A driver that is killed."""
-
-
-class EndingAt(DirectSteps):
-    """Ends the driver before, or after, one of its steps."""
-
-    def __init__(self, run: RunContext, index: int, step: Step, moment: str) -> None:
-        super().__init__(run)
-        self._place, self._moment = (index, step), moment
-
-    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
-        if (index, step.name) == self._place and self._moment == "before":
-            raise Ended
-        commit = super().call(step, index, shard, *args, **kwargs)
-        if (index, step.name) == self._place:
-            raise Ended
-        return commit
-
-
-def drive(run: RunContext, steps: DirectSteps) -> list[int]:
-    """What `cairn.flows.train.drive` does, without Prefect."""
-    publish_for_open_halves(run)
-    pipeline = Pipeline(run, steps, oldest_open(run.ledger), learned=lambda index: None, stop=run.stopping.set)
-    with closing(pipeline.run(pipeline.iterate, ITERATIONS)) as iterations:
-        return [index for index, _ in iterations]
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +151,13 @@ def test_what_is_ahead_of_an_update_that_is_not_made_is_replayed_and_compared(
         def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
             if (index, step.name) == (1, Step.TRAIN):
                 assert estimated.wait(60)
-                raise Ended
+                raise Killed
             commit = super().call(step, index, shard, *args, **kwargs)
             if (index, step.name) == (2, Step.ADVANTAGE):
                 estimated.set()
             return commit
 
-    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _), pytest.raises(Ended):
+    with tiny_context(str(tmp_path), lagged(tiny_assets, 1)) as (run, _), pytest.raises(Killed):
         drive(run, Ending(run))
     ledger = Ledger.open(run.ledger.store, run.ledger.run)
     (again,) = replay(ledger, 2, Step.ADVANTAGE)
@@ -237,18 +210,23 @@ def test_what_came_before_is_learned_though_advantages_cannot_be_estimated(tiny_
 
 
 PLACES = [
-    (1, Step.ROLLOUT, "after"),
-    (2, Step.FILTER, "before"),
-    (2, Step.FILTER, "after"),
     (1, Step.ADVANTAGE, "after"),
     (2, Step.TRAIN, "before"),
-    (2, Step.TRAIN, "after"),
-    (3, Step.SYNC, "before"),
+    *(
+        pytest.param(*place, marks=marks(Tier.ALL))  # tests/chaos/test_every_moment.py strikes at them too
+        for place in (
+            (1, Step.ROLLOUT, "after"),
+            (2, Step.FILTER, "before"),
+            (2, Step.FILTER, "after"),
+            (2, Step.TRAIN, "after"),
+            (3, Step.SYNC, "before"),
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize(("index", "step", "moment"), PLACES, ids=lambda value: str(value))
-def test_a_killed_run_goes_on_at_its_oldest_open_half_and_ends_with_the_same_weights(
+def test_a_killed_run_goes_on_at_its_oldest_open_half_and_keeps_its_live_trainer(
     index: int,
     step: Step,
     moment: str,
@@ -258,7 +236,7 @@ def test_a_killed_run_goes_on_at_its_oldest_open_half_and_ends_with_the_same_wei
 ) -> None:
     lag = 1 + index % 2
     config = lagged(tiny_assets, lag, checkpoint={"save_interval": 2})
-    with tiny_context(str(tmp_path), config) as (run, _), pytest.raises(Ended):
+    with tiny_context(str(tmp_path), config) as (run, _), pytest.raises(Killed):
         drive(run, EndingAt(run, index, step, moment))
     with tiny_context(str(tmp_path), config) as (run, events):
         drive(run, DirectSteps(run))

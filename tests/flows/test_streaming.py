@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,6 @@ from cairn.engines.rollout.transformers.loop import DecodeLoop
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason
 from cairn.flows.iteration import collect, learn
-from cairn.flows.pipeline import Pipeline
 from cairn.flows.reading.metrics import iteration_metrics
 from cairn.flows.replay import Replaying, _EndOfLedger, _walk
 from cairn.flows.streaming import admit_prompts
@@ -37,7 +36,7 @@ from cairn.storage.store import open_store
 from cairn.storage.stream_log import StreamLog
 from cairn.tasks.context import RunContext
 from cairn.tasks.groups import Group
-from cairn.tasks.halves import oldest_open, publish_for_open_halves, weights_after
+from cairn.tasks.halves import publish_for_open_halves, weights_after
 from cairn.tasks.recovery import restore_trainer
 from cairn.tasks.selection import is_collected
 from cairn.tasks.step import DurableStep, StepCall
@@ -45,8 +44,10 @@ from cairn.tasks.streaming.admit import admit, admitted_groups
 from cairn.tasks.streaming.opening import open_stream
 from cairn.tasks.streaming.stream import Stream, Taken
 from cairn.tasks.streaming.take import encode_rows
+from tests.chaos.in_process import EndingAt, drive
 from tests.forks import FORKS
 from tests.local_fleet import LocalFleet
+from tests.tiers import Tier, marks
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 from tests.waiting import wait_for
 
@@ -63,14 +64,6 @@ def streaming(assets: Path, max_age: int, **sections: dict[str, Any]) -> RunConf
         "max_age": max_age,
     }
     return tiny_config(assets, rollout=rollout, **sections)
-
-
-def drive(run: RunContext, steps: DirectSteps) -> list[int]:
-    """What `cairn.flows.train.drive` does, without Prefect."""
-    publish_for_open_halves(run)
-    pipeline = Pipeline(run, steps, oldest_open(run.ledger), learned=lambda index: None, stop=run.stopping.set)
-    with open_stream(run), closing(pipeline.run(pipeline.iterate, run.config.rollout.num_rollout)) as iterations:
-        return [index for index, _ in iterations]
 
 
 @pytest.mark.parametrize("max_age", [1, 2])
@@ -123,22 +116,6 @@ def test_engines_take_new_weights_after_so_many_iterations(tiny_assets: Path, tm
         assert max(versions[-1]) >= 2, "they never had other weights"
 
 
-class EndingAt(DirectSteps):
-    """Ends the driver before, or after, one of its steps."""
-
-    def __init__(self, run: RunContext, index: int, step: Step, moment: str, end: Callable[[], None]) -> None:
-        super().__init__(run)
-        self._place, self._moment, self._end = (index, step), moment, end
-
-    def call(self, step: DurableStep[Any], index: int, shard: str | None, *args: Any, **kwargs: Any) -> Commit:
-        if (index, step.name) == self._place and self._moment == "before":
-            self._end()
-        commit = super().call(step, index, shard, *args, **kwargs)
-        if (index, step.name) == self._place:
-            self._end()
-        return commit
-
-
 def be_killed(store: str, config: RunConfig, index: int, step: Step, moment: str) -> None:
     with tiny_context(store, config) as (run, _):
 
@@ -156,13 +133,18 @@ def be_killed(store: str, config: RunConfig, index: int, step: Step, moment: str
 
 
 PLACES = [
-    (0, Step.ADMIT, "after"),
-    (2, Step.ADMIT, "before"),
     (1, Step.ROLLOUT, "before"),
-    (2, Step.ROLLOUT, "after"),
-    (2, Step.FILTER, "before"),
-    (1, Step.TRAIN, "before"),
-    (2, Step.TRAIN, "after"),
+    *(
+        pytest.param(*place, marks=marks(Tier.ALL))  # tests/chaos/test_every_moment.py strikes at them too
+        for place in (
+            (0, Step.ADMIT, "after"),
+            (2, Step.ADMIT, "before"),
+            (2, Step.ROLLOUT, "after"),
+            (2, Step.FILTER, "before"),
+            (1, Step.TRAIN, "before"),
+            (2, Step.TRAIN, "after"),
+        )
+    ),
 ]
 
 

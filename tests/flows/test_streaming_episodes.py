@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
+import pytest
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.episodes.records import CallRecord
@@ -21,7 +22,8 @@ from cairn.tasks.calls import call_records, read_calls
 from cairn.tasks.context import RunContext
 from cairn.tasks.groups import row_segments
 from cairn.tasks.recovery import restore_trainer
-from tests.flows.test_streaming import EndingAt, drive, streaming
+from tests.chaos.in_process import EndingAt, drive
+from tests.flows.test_streaming import streaming
 from tests.forks import FORKS
 from tests.tiny_run import DirectSteps, tiny_context
 from tests.waiting import wait_for
@@ -141,6 +143,7 @@ def be_killed(store: str, config: RunConfig, logged: int) -> None:
         drive(run, EndingAt(run, 0, Step.ROLLOUT, "before", die))
 
 
+@pytest.mark.proof
 def test_episodes_go_on_from_their_records_after_their_driver_was_killed(tiny_assets: Path, tmp_path: Path) -> None:
     config, store = paying(tiny_assets, tmp_path), tmp_path / "store"
     driver = FORKS.Process(target=be_killed, args=(str(store), config, 4))

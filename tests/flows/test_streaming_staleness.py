@@ -17,7 +17,8 @@ from cairn.storage.verification import verify
 from cairn.tasks.context import RunContext
 from cairn.tasks.selection import last_selection
 from cairn.tasks.step import DurableStep
-from tests.flows.test_streaming import drive, streaming
+from tests.chaos.in_process import drive
+from tests.flows.test_streaming import streaming
 from tests.tiny_run import DirectSteps, tiny_context
 
 AGENT = '''
@@ -74,6 +75,7 @@ def fleet(config: RunConfig, ray_cluster: Cluster) -> Iterator[Fleet]:
         yield fleet
 
 
+@pytest.mark.proof
 def test_a_group_that_is_too_old_when_it_is_taken_counts_less_and_so_it_does_again(
     config: RunConfig, fleet: Fleet, tmp_path: Path
 ) -> None:

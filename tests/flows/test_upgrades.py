@@ -38,6 +38,8 @@ from cairn.tasks.stale_commits import stale_steps
 from cairn.tasks.steps import STEPS, rules
 from tests.tiny_run import DirectSteps, Events, tiny_context
 
+pytestmark = pytest.mark.proof
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "ledgers"
 FORMATS = sorted(int(folder.name) for folder in FIXTURES.iterdir() if folder.is_dir())
 

@@ -88,6 +88,7 @@ class Record(list[str]):
         return {""} if fleet.training.health()["offloaded"] else set(), set(fleet.rollout[0].health()["released"])
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_memory_changes_hands_in_slimes_order_and_the_weights_are_those_of_engines_apart(
     config: RunConfig, fleet: Fleet, undisturbed: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +99,7 @@ def test_memory_changes_hands_in_slimes_order_and_the_weights_are_those_of_engin
     assert record == (ROUND * 3)[:-3]  # nobody asks for the last weights
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_whatever_a_crash_left_asleep_is_found_and_woken(
     config: RunConfig, fleet: Fleet, undisturbed: list[str | None], tmp_path: Path

@@ -41,6 +41,7 @@ def cut_config(assets: Path, **rollout: object) -> RunConfig:
     )
 
 
+@pytest.mark.proof
 def test_a_run_trains_within_what_was_kept_and_goes_on_after_a_kill_to_the_same_state(
     tiny_assets: Path, tmp_path: Path
 ) -> None:

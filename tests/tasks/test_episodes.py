@@ -114,6 +114,7 @@ def test_all_that_code_was_given_is_committed_once(whole: tuple[RunContext, Path
         assert all(len(one.result or "") > LONG for one in mine if one.name == "pay" and one.order is not None)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_costs_what_was_under_way_and_no_effect_is_repeated(
     whole: tuple[RunContext, Path], tiny_assets: Path, tmp_path: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_killed_driver_costs_what_was_under_way_and_no_effect_is_repeated(
     assert files.keys() == {"samples.parquet", CALLS_FILE, RESULTS_FILE}
 
 
+@pytest.mark.proof
 def test_calls_that_cannot_be_logged_end_the_step_though_all_episodes_wait_for_that(
     ray_cluster: Cluster, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from cairn.storage.errors import StoreError
 from cairn.tasks.context import RunContext
 from tests.local_fleet import LocalFleet
 from tests.tasks.test_iteration import run_iterations
+from tests.tiers import Tier, marks
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 STEPS = 2
@@ -71,14 +72,25 @@ def lose(run: RunContext, fleet: LocalFleet, point: str, strike: Callable[[], No
     run.commit = committing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("point", ["asked", "updated", "returned", "committed"])
-@pytest.mark.parametrize("lost", ["driver", "actor", "reply"])
+ONE_OF_EACH = {("driver", "updated"), ("actor", "updated"), ("reply", "returned"), ("reply", "committed")}
+"""Losses that an update survives, one that its commit survives, and each kind of loss: the others are beside them."""
+
+
+@pytest.mark.parametrize(
+    ("lost", "point"),
+    [
+        pytest.param(lost, point, marks=marks(Tier.QUICK if (lost, point) in ONE_OF_EACH else Tier.PROOFS))
+        for lost in ("driver", "actor", "reply")
+        for point in ("asked", "updated", "returned", "committed")
+    ],
+)
 def test_a_train_step_is_one_update_whatever_is_lost_and_when(
     config: RunConfig, undisturbed: list[str | None], tmp_path: Path, lost: str, point: str
 ) -> None:
     check_that_a_train_step_is_one_update(config, undisturbed, tmp_path, lost, point)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("lost", "point"), [("driver", "updated"), ("actor", "updated"), ("reply", "returned")])
 def test_actor_and_critic_are_updated_together_whatever_is_lost(
     ppo: RunConfig, undisturbed_ppo: list[str | None], tmp_path: Path, lost: str, point: str
@@ -114,6 +126,7 @@ def check_that_a_train_step_is_one_update(
     assert [(commit.weight_version_in, commit.weight_version_out) for commit in trained] == [(0, 2), (2, 4), (4, 6)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("save_interval", [2, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["torch", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_a_reference_that_follows_the_policy_is_the_same_after_a_kill(
@@ -164,7 +177,7 @@ def long_config(assets: Path, save_interval: int | None) -> RunConfig:
     return tiny_config(assets, rollout=rollout, checkpoint={"save_interval": save_interval})
 
 
-@pytest.mark.parametrize("save_interval", [1, 5, None])
+@pytest.mark.parametrize("save_interval", [5, *(pytest.param(one, marks=pytest.mark.proof) for one in (1, None))])
 def test_a_driver_killed_with_its_engines_is_succeeded_to_the_same_weights(
     tiny_assets: Path, tmp_path: Path, long_undisturbed: list[str | None], save_interval: int | None
 ) -> None:

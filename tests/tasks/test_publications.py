@@ -61,6 +61,7 @@ def exchange(fleet: Fleet) -> None:
     fleet._publications._laid[1] = (fleet._publications.get(1), fleet._publications._laid[0][1])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("spoil", [lose, pytest.param(exchange, marks=pytest.mark.slow)])
 def test_it_is_published_again_from_the_newest_checkpoint(
     spoil: Callable[[Fleet], None], config: RunConfig, fleet: Fleet, undisturbed: str, tmp_path: Path

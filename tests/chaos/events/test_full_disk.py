@@ -20,7 +20,7 @@ from tests.local_fleet import LocalFleet
 from tests.small_disk import fill, small_disk, why_not
 from tests.tiny_run import DirectSteps, Events, tiny_config, tiny_context, train_digests
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

@@ -119,6 +119,7 @@ def test_a_clock_that_is_set_neither_ends_a_live_driver_nor_keeps_a_dead_one(
     assert (waited >= TIME_TO_LIVE) == (where is not None)  # here its process is known to be gone
 
 
+@pytest.mark.proof
 def test_of_two_machines_with_processes_of_one_number_one_owns_the_run(machines: Machines) -> None:
     first = machines.driver("one")
     assert first.said == "holds epoch 1"

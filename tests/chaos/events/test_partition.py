@@ -88,6 +88,7 @@ def test_a_partition_from_the_store_costs_time_and_nothing_else(
     assert {commit.epoch for index in ledger.iterations() for commit in ledger.commits(index)} == {1}
 
 
+@pytest.mark.proof
 def test_a_driver_that_was_succeeded_behind_a_partition_commits_nothing_more(
     tiny_assets: Path, store_url: str, store_host: Host
 ) -> None:

@@ -49,9 +49,9 @@ def acknowledged(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     return groups
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_what_was_acknowledged_survives_a_power_failure_at_any_moment(
     tiny_assets: Path, disk: VolatileDisk, acknowledged: Counter[int], tmp_path: Path, share: float
 ) -> None:

@@ -49,9 +49,9 @@ def write_recipe(folder: Path, name: str, assets: Path, **sections: dict[str, An
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [CAIRN, *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=DEADLINE
+        [CAIRN, *arguments], cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=DEADLINE
     )
 
 
@@ -62,6 +62,25 @@ def read(*arguments: str) -> Result:
 
 def status(name: str) -> dict[str, Any]:
     return json.loads(read("status", name, "--json").stdout)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_assets: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """What `cairn train` said of a whole run, origin, in which an iteration is collected while another is learned."""
+    write_recipe(home, "origin", tiny_assets, rollout={"num_rollout": 4, "pipeline": "lagged"})
+    return run("train", "origin.yaml", cwd=home)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_run_trains_to_its_end_with_an_engine_a_trainer_and_a_prefect_server_of_its_own(
+    trained: subprocess.CompletedProcess[str],
+) -> None:
+    assert trained.returncode == 0, trained.stderr
+    assert "[4/4] iteration 3  reward " in trained.stdout
+    done = status("origin")
+    assert (done["state"], done["iterations"], done["weight_version"]) == ("completed", 4, 4)
+    assert done["state_digest"] in trained.stdout
+    assert json.loads(read("verify", "origin", "--json").stdout)["findings"] == []
 
 
 @pytest.mark.slow
@@ -152,10 +171,8 @@ def test_a_run_that_learns_from_its_data_goes_on_where_it_was_interrupted(
 
 @pytest.mark.slow
 def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
-    tiny_assets: Path, folder: Path, api_url: str
+    trained: subprocess.CompletedProcess[str], folder: Path, api_url: str
 ) -> None:
-    write_recipe(folder, "origin", tiny_assets, rollout={"num_rollout": 4, "pipeline": "lagged"})
-    trained = run("train", "origin.yaml", PREFECT_API_URL=api_url)
     assert trained.returncode == 0, trained.stderr
     made = read("fork", "origin@1", "faster", "--set", "training.lr=0.002")
     assert made.stdout == (
@@ -184,6 +201,7 @@ def test_a_fork_trains_otherwise_from_weights_that_only_replay_can_bring_back(
     assert read("replay", "faster", "2", "training").exit_code == 2
 
 
+@pytest.mark.proof
 def test_a_second_driver_is_refused_with_the_name_of_the_first(tiny_assets: Path, folder: Path) -> None:
     config = tiny_config(tiny_assets)
     tokenizer = load_tokenizer(config.model.path)

@@ -161,6 +161,7 @@ def test_a_full_disk_is_a_failure_and_no_bad_input(recipe: Path, tmp_path: Path)
     assert describe(unnamed) == "no space is left: [Errno 28] No space left on device: '/file'; free some"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("signum", NOTICES)
 def test_a_notice_that_comes_before_there_is_a_run_ends_a_driver_as_preempted_too(
     tmp_path: Path, signum: signal.Signals

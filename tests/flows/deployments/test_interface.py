@@ -108,6 +108,7 @@ def picture(visited: Visit, name: str) -> None:
         visited.page.screenshot(path=Path(PICTURES) / f"prefect-{name}.png")
 
 
+@pytest.mark.proof
 def test_a_run_that_was_started_by_the_form_and_killed_ends_by_retry_with_the_undisturbed_digest(
     operated: Operated, browser: "Browser"
 ) -> None:

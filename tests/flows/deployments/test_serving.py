@@ -27,7 +27,7 @@ def deploy(store: str) -> DeploymentResponse:
     return asyncio.run(one())
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_what_people_set_stays_when_the_deployments_are_made_again(api_url: str) -> None:
     with temporary_settings({PREFECT_API_URL: api_url}), get_client(sync_client=True) as client:
         first = deploy("/first")
@@ -42,7 +42,7 @@ def test_what_people_set_stays_when_the_deployments_are_made_again(api_url: str)
     assert again.parameters == {"store": "/second"}
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_a_flow_run_keeps_the_store_that_it_was_made_with(api_url: str) -> None:
     with temporary_settings({PREFECT_API_URL: api_url}), get_client(sync_client=True) as client:
         made = client.create_flow_run_from_deployment(deploy("/first").id, parameters={"run": "kept"})

@@ -36,7 +36,7 @@ print("said", flush=True)
 time.sleep(600)
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
 Begin = Callable[..., FlowRun]
 

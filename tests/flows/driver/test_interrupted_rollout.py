@@ -37,7 +37,7 @@ def dying_fleet(config: RunConfig, samples: int) -> LocalFleet:
     return fleet
 
 
-@pytest.mark.parametrize("scheme", ["file", "s3"])
+@pytest.mark.parametrize("scheme", ["file", pytest.param("s3", marks=pytest.mark.proof)])
 def test_only_the_missing_groups_are_generated_and_status_counts_them(
     tiny_assets: Path, tmp_path: Path, s3_url: str, scheme: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

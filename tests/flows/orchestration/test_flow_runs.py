@@ -272,6 +272,7 @@ def test_a_flow_that_tries_again_in_its_process_gets_fresh_iterations(url: str, 
     assert states(client, run_tags("again", ".")) == expected
 
 
+@pytest.mark.proof
 def test_the_next_driver_of_a_run_marks_what_a_killed_one_left_as_crashed(
     url: str, client: SyncPrefectClient, script: Path, tmp_path: Path
 ) -> None:
@@ -334,6 +335,7 @@ def test_cancel_of_a_flow_run_that_no_runner_started_is_heard_by_its_driver_and_
     assert client.read_flow_run(flow_run).state_name == "Cancelled"
 
 
+@pytest.mark.proof
 def test_retry_runs_a_killed_flow_run_of_a_deployment_again_with_its_parameters(
     url: str, client: SyncPrefectClient, script: Path, tmp_path: Path
 ) -> None:

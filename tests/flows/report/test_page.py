@@ -70,7 +70,6 @@ def page(opened: Visit) -> Page:
     return opened.page
 
 
-@pytest.mark.slow
 def test_curves_are_drawn_and_arrow_keys_read_them(page: Page, real: tuple[Report, str]) -> None:
     assert (real[0].iterations, real[0].samples, real[0].findings) == (ITERATIONS, 16 * ITERATIONS, 0)
     reward = page.locator("figure").filter(has=page.get_by_role("heading", name="Reward", exact=True))
@@ -90,7 +89,6 @@ def test_curves_are_drawn_and_arrow_keys_read_them(page: Page, real: tuple[Repor
     assert {"Entropy", "KL divergence", "Response length", "Seconds of each iteration", "Scores"} <= set(titles)
 
 
-@pytest.mark.slow
 def test_search_and_filters_leave_the_samples_that_fit(page: Page) -> None:
     total = 16 * ITERATIONS
     page.get_by_role("searchbox", name="Search").fill("sort the digits 5")
@@ -102,7 +100,6 @@ def test_search_and_filters_leave_the_samples_that_fit(page: Page) -> None:
     expect(page.locator("#sample-table")).to_contain_text("No sample fits")
 
 
-@pytest.mark.slow
 def test_tokens_are_coloured_by_what_is_asked_for_and_tell_their_values(page: Page) -> None:
     page.locator("#sample-table .tabulator-row").first.click()
     tokens = page.locator("#sample-response .token")
@@ -122,7 +119,6 @@ def test_tokens_are_coloured_by_what_is_asked_for_and_tell_their_values(page: Pa
         expect(page.locator("#token-card dt").get_by_text(name, exact=True)).to_be_visible()
 
 
-@pytest.mark.slow
 def test_keys_go_from_sample_to_sample(page: Page) -> None:
     page.locator("#sample-table .tabulator-row").first.click()
     first = page.locator("#sample-title").inner_text()
@@ -134,7 +130,6 @@ def test_keys_go_from_sample_to_sample(page: Page) -> None:
     expect(page.locator("#sample-search")).to_be_focused()
 
 
-@pytest.mark.slow
 def test_nothing_leaves_the_page_and_nothing_goes_wrong(page: Page, opened: Visit, real: tuple[Report, str]) -> None:
     assert opened.errors == []
     assert [url for url in opened.requests if not url.startswith("blob:")] == [real[1]]
@@ -142,7 +137,6 @@ def test_nothing_leaves_the_page_and_nothing_goes_wrong(page: Page, opened: Visi
     opened.errors.clear()  # the policy has said so on the console
 
 
-@pytest.mark.slow
 def test_hostile_text_is_shown_and_runs_nothing(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
