@@ -21,6 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.proof
 def test_a_page_is_looked_at_between_two_turns(folder: Path, tiny_assets: Path) -> None:
     option = {"custom_generate_function_path": f"{folder / 'page.py'}:generate"}
     config = tiny_config(tiny_assets, rollout=option)
@@ -41,6 +42,7 @@ def test_a_page_is_looked_at_between_two_turns(folder: Path, tiny_assets: Path) 
         assert sample["loss_mask"] == [1] * first["tokens"] + [0] * world["tokens"] + [1] * second["tokens"]
 
 
+@pytest.mark.slow
 def test_an_agent_of_its_own_process_is_trained_by_what_it_asks(folder: Path, tiny_assets: Path) -> None:
     option = {
         "custom_generate_function_path": f"{folder / 'calls_home.py'}:generate",

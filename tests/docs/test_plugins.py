@@ -25,10 +25,10 @@ from cairn.tasks.batch import arrays, train_batch, trained_shards
 from cairn.tasks.context import RunContext
 from cairn.tasks.evaluate import evaluate
 from cairn.tasks.stale_commits import stale_steps
-from cairn.tasks.staleness import stale_weights
 from tests.local_fleet import LocalFleet, dying_after
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
+pytestmark = pytest.mark.proof
 PAGE = Path(__file__).parents[2] / "docs" / "plugins.md"
 EXAMPLES = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL))
 
@@ -320,12 +320,6 @@ def test_a_filter_of_samples(folder: Path, tiny_assets: Path) -> None:
                 assert row["priority"] == -sum(len(sample["response_ids"]) for sample in group) / 4
         assert selection.metrics.get("dynamic_filter/drop_cut", 0) <= reasons.count("cut")
         assert stale(run, "rollout.dynamic_sampling_filter") >= {"filter", "advantage", "train"}
-
-
-def test_a_staleness_policy(folder: Path) -> None:
-    policy = f"{folder / 'mostly_young.py'}:weigh"
-    assert stale_weights(policy, {0: 3, 2: 1, 3: 2}, 1) == (0.0, 0.0)
-    assert stale_weights(policy, {0: 3, 3: 4}, 1) is None
 
 
 def test_a_sample_filter(folder: Path, tiny_assets: Path) -> None:

@@ -19,7 +19,6 @@ from tests.examples.agents import Scripted, trained
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs/recipes/calculator.yaml"
-SHORT = ["rollout.num_rollout=1", "rollout.rollout_batch_size=4", "eval.eval_interval=null"]
 
 
 def test_one_demonstration_in_sixteen_is_right_and_one_in_four_asks() -> None:
@@ -91,18 +90,13 @@ def test_the_last_box_counts_and_the_calculator_answers_nothing_by_itself() -> N
     assert paid("\\boxed{1781} \\boxed{178}") == paid("") == paid("1781") == 0
 
 
-def test_the_recipe_lets_the_model_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "CALLS", 1.0)  # so that it has learned to within a few steps
-    with trained(RECIPE, builder, tmp_path, 40, SHORT) as run:
-        samples = iteration_samples(run.ledger, 0)
-    assert any(re.search(r"\ntool\n-?\d+\nassistant\n", sample.response) for sample in samples)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_reward_rises_from_a_tenth_to_four_fifths(tmp_path: Path) -> None:
+def test_the_model_calls_and_its_reward_rises_from_a_tenth_to_four_fifths(tmp_path: Path) -> None:
     with trained(RECIPE, builder, tmp_path, builder.STEPS) as run:
+        samples = iteration_samples(run.ledger, 0)
         heldout = run_status(run.ledger.store, run.ledger.run).eval["heldout"]
     assert heldout.first is not None
     assert heldout.first <= 0.1
     assert heldout.last >= 0.8
+    assert any(re.search(r"\ntool\n-?\d+\nassistant\n", sample.response) for sample in samples)

@@ -34,6 +34,7 @@ def test_no_held_out_question_is_shown_or_trained_on() -> None:
     assert not held_out & (trained | shown)
 
 
+@pytest.mark.slow
 def test_the_recipe_rewards_by_the_generators_own_scorer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     begin(tmp_path / "build/quarter_turns", shown(0, 64), seed=0)

@@ -92,6 +92,7 @@ def test_a_second_build_does_nothing_and_another_seed_builds_again(built):
     assert builder._read_stamp(built) != builder._stamp(seed=1, steps=20)
 
 
+@pytest.mark.proof
 def test_a_build_whose_warm_start_is_lost_goes_on_with_it(tmp_path):
     folder = tmp_path / "quickstart"
 

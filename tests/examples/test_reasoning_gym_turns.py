@@ -84,6 +84,7 @@ def test_a_right_answer_is_worth_half_of_what_it_was_a_turn_earlier(answers: lis
     assert found["answers"] == len(answers)
 
 
+@pytest.mark.slow
 def test_the_recipe_plays_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -78,6 +78,7 @@ def test_the_last_answer_counts() -> None:
     assert paid("<answer> Puzu </answer> <answer> Pibe </answer>") == paid("Puzu") == paid("") == 0
 
 
+@pytest.mark.slow
 def test_the_recipe_lets_the_model_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "SEARCHES", 1.0)  # so that it has learned to within a few steps
     with trained(RECIPE, builder, tmp_path, 50, SHORT) as run:

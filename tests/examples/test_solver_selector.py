@@ -65,6 +65,7 @@ def test_the_warm_start_picks_at_random_among_answers() -> None:
     assert min(picks.count(str(number)) for number in range(1, SOLVERS + 1)) > len(picks) / SOLVERS * 0.75
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_both_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

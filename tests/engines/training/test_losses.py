@@ -76,6 +76,16 @@ def test_the_default_of_the_kl_loss_has_the_gradient_of_the_divergence() -> None
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_gradients_of_the_estimators_are_those_of_finite_differences(kind: KLType) -> None:
+    """What an expectation does not tell: a term of the estimate without its gradient, which is 0 on average."""
+    reference = torch.tensor([-2.0, -1.0, -0.5, -3.0], dtype=torch.float64)
+    log_probs = torch.tensor([-0.1, -1.5, -2.5, -3.1], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind), log_probs)
+    old = torch.tensor([-0.5, -1.0, -2.0, -3.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda current: kl_divergence(current, reference, kind, old), log_probs)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
 def test_the_kl_loss_and_its_gradient_are_finite_however_far_the_policy_is_from_the_reference(kind: KLType) -> None:
     for far in (89.0, 200.0, 1e6):
         log_probs = torch.tensor([-far, -far, 0.0], requires_grad=True)
