@@ -29,8 +29,6 @@ import os
 import sys
 from urllib.request import Request, urlopen
 
-pytestmark = pytest.mark.proof
-
 KEY = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
 
 

@@ -71,8 +71,8 @@ class Case:
     """What is frozen, or trained alone."""
     training: dict[str, Any] = field(default_factory=dict)
     tier: Tier = Tier.ALL
-    """The first tier that runs it. `proofs` has every kind of parallelism, loss and number format, and each pair of kinds
-    of parallelism that any case has; `architecture_cases` has the families."""
+    """The first tier that runs it. `proofs` has every kind of parallelism, loss and number format, and each pair of
+    kinds of parallelism that any case has; `architecture_cases` has the families."""
 
     @property
     def dtype(self) -> str:
