@@ -14,6 +14,8 @@ from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
 
+pytestmark = pytest.mark.proof
+
 CODE = '''
 import asyncio
 import os
