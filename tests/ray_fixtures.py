@@ -40,7 +40,13 @@ def ray_cluster() -> "Iterator[Cluster]":
         timeout=240,
         make_warm=lambda: WarmProcess(engines, num_threads=1),
     )
-    yield cluster
+
+    def require_forks(num_threads: int | None) -> None:
+        assert num_threads == 1, "the cluster would end its warm process: engines of all later tests would be no forks"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "start_workers_with", require_forks)
+        yield cluster
     cluster.close()
 
 
