@@ -29,7 +29,9 @@ _RAY = str(Path(sys.executable).parent / "ray")
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> "Iterator[Cluster]":
-    from cairn.engines.fleet.cluster import Cluster  # tests without it need not wait for Ray's import
+    import ray  # tests without it need not wait
+
+    from cairn.engines.fleet.cluster import Cluster
     from cairn.engines.fleet.warm import WarmProcess
 
     engines = ["cairn.engines.rollout.transformers.engine", "cairn.engines.training.torch.engine"]
@@ -40,7 +42,17 @@ def ray_cluster() -> "Iterator[Cluster]":
         timeout=240,
         make_warm=lambda: WarmProcess(engines, num_threads=1),
     )
-    yield cluster
+
+    end_warm_process = cluster.start_workers_with
+
+    def require_forks(num_threads: int | None) -> None:
+        """Engines with GPUs are no forks; where there is none, engines of all later tests would be no forks either."""
+        assert num_threads == 1 or "GPU" in ray.cluster_resources(), "the cluster would end its warm process"
+        end_warm_process(num_threads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "start_workers_with", require_forks)
+        yield cluster
     cluster.close()
 
 

@@ -65,6 +65,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_every_file_of_the_folders(wheel: Path) -> None:
     held = {PurePath(name) for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}
     wanted = {file if file.parts[0] == "cairn" else "cairn" / file for file in files()}
@@ -74,6 +75,7 @@ def test_a_wheel_holds_every_file_of_the_folders(wheel: Path) -> None:
     assert any(file.is_relative_to("cairn" / STAND_INS) for file in held)
 
 
+@pytest.mark.slow
 def test_a_wheel_installed_elsewhere_runs_cairn(wheel: Path, tmp_path: Path, tiny_assets: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     run(*pip, "--no-deps", "--no-index", "--quiet", "--target", "installed", wheel, cwd=tmp_path)

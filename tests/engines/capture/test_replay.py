@@ -14,6 +14,8 @@ from cairn.engines.rollout.transformers.engine import TransformersEngine
 from cairn.engines.trajectories import GeneratedSample, SampleRequest
 from cairn.engines.types import SamplingParams
 
+pytestmark = pytest.mark.proof
+
 CODE = '''
 import asyncio
 import os
@@ -28,8 +30,6 @@ import json
 import os
 import sys
 from urllib.request import Request, urlopen
-
-pytestmark = pytest.mark.proof
 
 KEY = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
 

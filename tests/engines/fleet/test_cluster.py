@@ -149,8 +149,10 @@ def test_engines_on_a_joined_cluster_outlive_a_killed_driver_and_serve_the_next(
         assert resources_in_use(address) == {}
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("head", ["gcs_server", pytest.param("raylet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "head",
+    [pytest.param("gcs_server", marks=pytest.mark.proof), pytest.param("raylet", marks=pytest.mark.slow)],
+)
 def test_a_driver_whose_ray_head_died_ends_with_a_sentence_and_leaves_nothing(model: Path, head: str) -> None:
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder, driver(model, TMPDIR=folder) as bereft:
         bereft.read()

@@ -199,8 +199,11 @@ def test_an_engine_that_does_not_start_in_time_says_so_itself(fleet: Fleet, mode
         engine._make_engine(Deadline(2))
 
 
-def test_gpus_that_the_cluster_lacks_are_refused_at_once_with_what_it_has(ray_cluster: Cluster, model: Path) -> None:
+def test_gpus_that_the_cluster_lacks_are_refused_at_once_with_what_it_has(
+    ray_cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = fleet_config(model, rollout={"num_engines": 2, "num_gpus_per_engine": 64})
+    monkeypatch.setattr(ray_cluster, "start_workers_with", lambda num_threads: None)  # engines with GPUs are no forks
     with pytest.raises(
         ClusterError, match=r"rollout 2 × \(1 CPU, 64 GPU\).*it has 16 CPU.*rollout.num_gpus_per_engine"
     ):

@@ -15,7 +15,7 @@ from tests.ray_fixtures import fleet_config
 from tests.reward_models import write_reward_model
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.proof
 
 
 def test_it_scores_beside_the_others_and_is_made_again_where_it_dies(

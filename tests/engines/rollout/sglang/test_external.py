@@ -90,5 +90,5 @@ def test_nobody_there_is_said_with_the_way_out(sglang_model: Path, tmp_path: Pat
     with socket.socket() as taken:  # and nobody listens
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(EngineTimeout, match=f"{url} did not serve within 5 s: start it, or take it out"):
-            connect(url, sglang_model, tmp_path / "log", start_timeout=5.0)
+        with pytest.raises(EngineTimeout, match=f"{url} did not serve within 1 s: start it, or take it out"):
+            connect(url, sglang_model, tmp_path / "log", start_timeout=1.0)

@@ -211,16 +211,18 @@ def test_what_does_not_end_in_time_is_an_error_and_leaves_the_server_idle(engine
 
 
 def test_a_sample_that_meets_new_weights_has_its_time_anew(engine: SGLangEngine, route: Route) -> None:
-    asked = generation(route, timeout=3, concurrency=4)
-    futures = asked.submit(requests(1, samples=4, max_new_tokens=900))
+    asked = generation(route, timeout=3)
+    futures = asked.submit(requests(1, samples=16, max_new_tokens=900))
     end = time.monotonic() + 4
     while time.monotonic() < end:
         wait_for(lambda: running(engine.health()) or all(future.done() for future in futures))
         asked.rest()
+        time.sleep(0.9)  # a rest counts, so that no server is so fast that samples end before their time
         asked.go_on()
-        time.sleep(0.2)
+    assert not all(future.done() for future in futures)
     asked.abort()
-    assert max(len(future.result(60).response_ids) for future in futures) > 100  # few end themselves before
+    for future in futures:
+        future.result(60)
     asked.close()
     wait_until_idle(engine)
 

@@ -6,6 +6,7 @@ from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.types import SamplingParams
 from tests.requests import group
 from tests.sglang_server import sglang_config
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 
@@ -13,10 +14,15 @@ pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 def test_the_most_that_ran_and_waited_are_told_after_a_generation(engine: SGLangEngine) -> None:
     slots = sglang_config().max_running_requests
     asked = group(0, [5, 6, 7, 8], range(3 * slots), SamplingParams(64))
-    assert sum(len(samples) for samples in engine.generate(asked)) == 3 * slots
-    busy = engine.usage()
-    assert slots / 2 <= busy["running_requests_max"] <= slots
-    assert 1 <= busy["queued_requests_max"] <= 2 * slots
+
+    def busy() -> bool:
+        assert sum(len(samples) for samples in engine.generate(asked)) == 3 * slots
+        told = engine.usage()
+        assert told["running_requests_max"] <= slots
+        assert told["queued_requests_max"] <= 2 * slots
+        return told["running_requests_max"] >= slots / 2 and told["queued_requests_max"] >= 1
+
+    wait_for(busy)  # a server is asked now and then, which may fall where it has just begun or ended
 
     list(engine.generate(group(0, [5, 6, 7, 8], [1], SamplingParams(64))))
     assert all(count <= 1 for count in engine.usage().values())

@@ -15,7 +15,7 @@ from tests.requests import by_id, group
 from tests.sglang_server import is_decoding, once_decoding
 from tests.waiting import wait_for
 
-LENGTH, SAMPLES = 400, 4
+LENGTH, SAMPLES = 400, 8
 PARAMS = SamplingParams(LENGTH, stop_token_ids=())
 
 
