@@ -30,7 +30,7 @@ from tests.s3 import S3Server
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context, train_digests
 
 DEADLINE = 400
-OUTAGE = 30.0
+OUTAGE = 15.0
 ITERATIONS = 3
 ACCESS_KEY, SECRET_KEY = "AKIACAIRNSAFETYTEST", "cairn/Unmistakable+Secret/K7MDENG"
 

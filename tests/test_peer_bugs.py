@@ -34,6 +34,8 @@ from cairn.tasks.step import DurableStep
 from tests.local_fleet import LocalFleet, LocalRollout, calls
 from tests.tiny_run import PROMPTS, DirectSteps, tiny_config, tiny_context, train_digests
 
+pytestmark = pytest.mark.proof
+
 ROLLOUT = {"num_rollout": 4, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "rollout_max_response_len": 12}
 
 

@@ -6,12 +6,14 @@
 | `proofs` | `.ci/run` | 30 min | the proofs of what Cairn promises: tests marked `proof` |
 | `all` | `make test-all` | 75 min | every architecture, layout, benchmark, chaos cell: tests marked `slow` |
 
-A test's tier is that of the closest of its marks, so that one test of a module marked `slow` can be marked `proof`.
+A test's tier is that of the closest of its marks: of its case, its function, its module. So one test of a module
+marked `slow` can be marked `proof`, and one case of such a test `slow`.
 Without `--tier` pytest runs all tests of the files that it is given.
 """
 
 import ast
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def tier_of(item: pytest.Item) -> Tier:
     """The first tier that runs the test."""
-    return next((MARKS[mark.name] for mark in item.iter_markers() if mark.name in MARKS), Tier.QUICK)
+    of_case = item.callspec.marks if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    found = chain(of_case, item.iter_markers())  # which gives those of a function before those of its case
+    return next((MARKS[mark.name] for mark in found if mark.name in MARKS), Tier.QUICK)
 
 
 def marks(tier: Tier) -> list[pytest.MarkDecorator]:

@@ -41,7 +41,7 @@ def test_every_configuration_and_every_victim_is_in_the_matrix() -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_run_struck_everywhere_ends_in_the_undisturbed_state(
     disturbed: Disturbed, undisturbed: Disturbed, s3_server: S3Server
 ) -> None:

@@ -75,7 +75,7 @@ def fleet(config: RunConfig, ray_cluster: Cluster) -> Iterator[Fleet]:
         yield fleet
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_a_group_that_is_too_old_when_it_is_taken_counts_less_and_so_it_does_again(
     config: RunConfig, fleet: Fleet, tmp_path: Path
 ) -> None:

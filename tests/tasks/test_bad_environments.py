@@ -13,6 +13,8 @@ from cairn.storage.commits import Step
 from cairn.tasks.context import RunContext
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
+pytestmark = pytest.mark.slow
+
 CODE = '''
 import asyncio
 import os

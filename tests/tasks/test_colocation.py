@@ -88,7 +88,7 @@ class Record(list[str]):
         return {""} if fleet.training.health()["offloaded"] else set(), set(fleet.rollout[0].health()["released"])
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_memory_changes_hands_in_slimes_order_and_the_weights_are_those_of_engines_apart(
     config: RunConfig, fleet: Fleet, undisturbed: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

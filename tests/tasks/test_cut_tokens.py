@@ -134,6 +134,7 @@ def dying_amid(fleet: LocalFleet, round: int) -> LocalFleet:
     return fleet
 
 
+@pytest.mark.proof
 def test_a_driver_that_is_killed_in_any_round_is_succeeded_to_the_same_samples_and_weights(
     config: RunConfig, undisturbed: Made, tmp_path: Path
 ) -> None:

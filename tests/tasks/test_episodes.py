@@ -87,6 +87,7 @@ def whole(tiny_assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return one_iteration(agent_config(tiny_assets, folder), folder / "store"), folder
 
 
+@pytest.mark.proof
 def test_all_that_code_was_given_is_committed_once(whole: tuple[RunContext, Path]) -> None:
     run, _ = whole
     commit = rollout(run)
@@ -162,7 +163,7 @@ def test_a_killed_driver_costs_what_was_under_way_and_no_effect_is_repeated(
     assert files.keys() == {"samples.parquet", CALLS_FILE, RESULTS_FILE}
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_calls_that_cannot_be_logged_end_the_step_though_all_episodes_wait_for_that(
     ray_cluster: Cluster, tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +183,7 @@ def test_calls_that_cannot_be_logged_end_the_step_though_all_episodes_wait_for_t
     assert not paid(tmp_path)
 
 
+@pytest.mark.proof
 def test_doing_a_rollout_again_samples_and_gives_tools_answers_from_the_record(
     whole: tuple[RunContext, Path], tmp_path: Path
 ) -> None:

@@ -41,7 +41,9 @@ def test_a_step_that_is_committed_does_not_run_again(tiny_assets: Path, tmp_path
     assert len(events.adopted()) == 12
 
 
-@pytest.mark.parametrize("save_interval", [1, 2, None])
+@pytest.mark.parametrize(
+    "save_interval", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_a_fresh_driver_goes_on_to_the_undisturbed_runs_state(
     tiny_assets: Path, tmp_path: Path, save_interval: int | None
 ) -> None:
@@ -196,6 +198,7 @@ def test_a_grader_that_fails_costs_the_group_and_never_gives_a_zero(tiny_assets:
     assert len(seen) == 12 + fails
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("algorithm", "training"),
     [

@@ -417,6 +417,7 @@ async def generate(ctx, sample):
 """
 
 
+@pytest.mark.proof
 def test_an_episode_that_is_continued_has_the_turns_that_it_had(tiny_assets: Path, tmp_path: Path) -> None:
     (tmp_path / "episode.py").write_text(EPISODE)
     config = partial_config(tiny_assets, custom_generate_function_path=f"{tmp_path / 'episode.py'}:generate")

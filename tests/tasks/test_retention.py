@@ -25,7 +25,9 @@ def _go_on(run: RunContext, last: int) -> None:
         remove_old_files(run, index)
 
 
-@pytest.mark.parametrize("save_interval", [1, 3])
+@pytest.mark.parametrize(
+    "save_interval", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.proof)]
+)
 def test_a_run_with_retention_ends_with_the_digest_of_one_without_though_killed_after_every_iteration(
     tiny_assets: Path, tmp_path: Path, save_interval: int
 ) -> None:

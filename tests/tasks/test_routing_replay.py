@@ -92,7 +92,7 @@ def test_without_replay_the_same_run_ends_with_other_weights(moe_assets: Path, t
     assert digests[0] != digests[1]
 
 
-@pytest.mark.parametrize("cut_tokens", [None, 9])
+@pytest.mark.parametrize("cut_tokens", [pytest.param(None, marks=pytest.mark.slow), 9])
 def test_a_sample_that_is_continued_keeps_the_experts_of_its_first_tokens(
     moe_assets: Path, tmp_path: Path, cut_tokens: int | None
 ) -> None:

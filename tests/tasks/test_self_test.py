@@ -41,7 +41,7 @@ class OtherBitsAfterARestart(LocalFleet):
         self.training.restart = restart_elsewhere  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("save_interval", [1, None])
+@pytest.mark.parametrize("save_interval", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_machine_that_gives_the_same_bits_is_tested_once_and_the_run_is_as_without(
     tiny_assets: Path, tmp_path: Path, save_interval: int | None
 ) -> None:

@@ -98,6 +98,7 @@ def whole_batch(run: RunContext, index: int) -> TrainBatch:
     return train_batch(run, selection, trained_shards(run, selection)[0], advantages, scores)
 
 
+@pytest.mark.proof
 def test_a_run_of_them_that_is_killed_in_between_ends_in_the_undisturbed_weights(
     config: RunConfig, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def calls_of(run: RunContext) -> list[tuple[str, Any, Any]]:
     return [(row["name"], row["result"], row["error"]) for row in calls.to_pylist() if row["kind"] == "tool"]
 
 
+@pytest.mark.slow
 def test_episodes_call_the_tools_of_their_run_by_name(tiny_assets, tmp_path):
     config = with_tools(tiny_assets, tmp_path, tool_call_format="tags")
     with tiny_context(str(tmp_path / "store"), config) as (run, _):

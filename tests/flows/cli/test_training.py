@@ -162,7 +162,7 @@ def test_a_full_disk_is_a_failure_and_no_bad_input(recipe: Path, tmp_path: Path)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("signum", NOTICES)
+@pytest.mark.parametrize("signum", [NOTICES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in NOTICES[1:])])
 def test_a_notice_that_comes_before_there_is_a_run_ends_a_driver_as_preempted_too(
     tmp_path: Path, signum: signal.Signals
 ) -> None:

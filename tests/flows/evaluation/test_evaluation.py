@@ -118,9 +118,9 @@ def test_equal_weights_in_another_folder_have_the_same_result(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"prompt": {"system": "Answer."}},
-        {"grader": {"name": "math"}},
-        {"sampling": {"temperature": 0.5}},
+        pytest.param({"prompt": {"system": "Answer."}}, marks=pytest.mark.slow),
+        pytest.param({"grader": {"name": "math"}}, marks=pytest.mark.slow),
+        pytest.param({"sampling": {"temperature": 0.5}}, marks=pytest.mark.slow),
         {"source": {"data": "ROWS@[0:3]"}},
     ],
 )

@@ -198,11 +198,11 @@ def test_the_graph_of_an_iteration_shows_which_step_read_what(url: str, client: 
     ("error", "calls"),
     [
         (EngineDied("its process is gone"), 3),
-        (StoreError("no answer"), 3),
-        (GraderUnavailable("it was killed"), 3),
+        pytest.param(StoreError("no answer"), 3, marks=pytest.mark.slow),
+        pytest.param(GraderUnavailable("it was killed"), 3, marks=pytest.mark.slow),
         (OSError(errno.ENOSPC, "No space left on device"), 2),
-        (NoSpace("no space is left"), 2),
-        (StoreRefused("no such bucket"), 1),
+        pytest.param(NoSpace("no space is left"), 2, marks=pytest.mark.slow),
+        pytest.param(StoreRefused("no such bucket"), 1, marks=pytest.mark.slow),
         (ValueError("a bug"), 1),
     ],
 )
@@ -335,7 +335,7 @@ def test_cancel_of_a_flow_run_that_no_runner_started_is_heard_by_its_driver_and_
     assert client.read_flow_run(flow_run).state_name == "Cancelled"
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_retry_runs_a_killed_flow_run_of_a_deployment_again_with_its_parameters(
     url: str, client: SyncPrefectClient, script: Path, tmp_path: Path
 ) -> None:

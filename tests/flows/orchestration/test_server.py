@@ -23,7 +23,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cairn.flows.orchestration.server import MOST_RESTARTS, Server, ServerFailed, ensure_server, prefect_api
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 
 DRIVER = """
 import logging, sys, time
@@ -91,14 +91,12 @@ def test_the_configured_api_is_used_and_no_server_started(tmp_path: Path) -> Non
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.proof
 def test_the_interface_is_served_and_finds_its_api(server: Server) -> None:
     page = httpx.get(server.ui_url, follow_redirects=True, headers={"accept": "text/html"}, timeout=60)
     assert "<title>Prefect" in page.text
     assert httpx.get(f"{server.ui_url}/ui-settings", timeout=60).json()["api_url"] == "/api"
 
 
-@pytest.mark.proof
 def test_pages_of_other_servers_get_no_answer_from_its_api(server: Server) -> None:
     def allowed(origin: str) -> str | None:
         asked = {"origin": origin, "access-control-request-method": "POST"}
@@ -109,7 +107,6 @@ def test_pages_of_other_servers_get_no_answer_from_its_api(server: Server) -> No
     assert allowed("http://example.org") is None
 
 
-@pytest.mark.proof
 def test_a_taken_port_is_named(server: Server, tmp_path: Path) -> None:
     port = httpx.URL(server.api_url).port
     assert port is not None
@@ -117,7 +114,7 @@ def test_a_taken_port_is_named(server: Server, tmp_path: Path) -> None:
         Server(tmp_path, port=port)
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "prefect.db").write_bytes(b"no database" * 1000)
     server = Server(tmp_path)
@@ -145,7 +142,7 @@ def test_a_server_that_dies_is_replaced_on_its_socket_and_its_clients_go_on(home
     assert not server.alive()
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_a_server_that_keeps_dying_is_given_up_and_said_so(home: Path) -> None:
     killed = set()
 
@@ -165,13 +162,11 @@ def test_a_server_that_keeps_dying_is_given_up_and_said_so(home: Path) -> None:
     assert len(killed) == 1 + MOST_RESTARTS
 
 
-@pytest.mark.proof
 def test_servers_over_one_home_show_the_same_history(twins: tuple[Server, Server]) -> None:
     created = post(twins[0], "/flows/", {"name": "shared"})
     assert httpx.get(f"{twins[1].api_url}/flows/name/shared", timeout=60).json()["id"] == created["id"]
 
 
-@pytest.mark.proof
 def test_requests_wait_for_other_writers_of_the_database_instead_of_failing(server: Server) -> None:
     done = threading.Event()
 
@@ -194,7 +189,6 @@ def test_requests_wait_for_other_writers_of_the_database_instead_of_failing(serv
     assert statuses == {201}
 
 
-@pytest.mark.proof
 def test_a_killed_driver_leaves_no_server_and_the_next_one_adds_to_its_history(tmp_path: Path, home: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)

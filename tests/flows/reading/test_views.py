@@ -106,6 +106,7 @@ def test_an_unfinished_run_says_how_its_driver_ended(store: Store, outcome: Outc
     assert run_status(store, "toy").state is state
 
 
+@pytest.mark.proof
 def test_a_run_whose_driver_was_killed_is_interrupted(store: Store, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from tests.flows.written_runs import *; "

@@ -65,6 +65,7 @@ def records_in(file: Path) -> list[Any]:
     return [Record.FromString(record) for record in records(file.read_bytes())]
 
 
+@pytest.mark.proof
 def test_wandb_goes_on_with_the_same_run_and_doubles_and_loses_nothing(tmp_path: Path) -> None:
     ledger = written_run(tmp_path, use_wandb=True, wandb_mode="offline", wandb_dir=str(tmp_path / "w"))
     interrupted(ledger)
