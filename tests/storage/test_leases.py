@@ -23,6 +23,8 @@ from cairn.storage.local import LocalStore
 from cairn.storage.store import Store
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.contract
+
 _DRIVER = """
 import sys, time
 sys.path.insert(0, {root!r})

@@ -16,6 +16,8 @@ from cairn.storage.errors import NoSpace
 from cairn.storage.store import Store, open_store, probe
 from tests.small_disk import small_disk, why_not
 
+pytestmark = pytest.mark.contract
+
 
 def test_reads_back_what_was_written_and_replaces_it(store: Store) -> None:
     store.write("a/b/file", b"old")
