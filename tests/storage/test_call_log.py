@@ -15,6 +15,8 @@ from cairn.storage.store import Store
 from cairn.tasks.calls import call_records, call_table
 from tests.storage.builders import CONFIG
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def ledger(store: Store) -> Ledger:

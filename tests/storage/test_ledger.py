@@ -18,6 +18,8 @@ from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store
 from tests.storage.builders import CONFIG, ENVIRONMENT, commit_step, rollout_table
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def ledger(store: Store) -> Ledger:

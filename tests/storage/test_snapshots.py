@@ -23,6 +23,8 @@ from cairn.storage.write_ahead import WriteAhead
 from tests.storage.builders import CONFIG, commit_step, rollout_table
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture
 def ledger(store: Store) -> Ledger:

@@ -15,6 +15,9 @@ from s3fs import S3FileSystem
 from cairn.storage.errors import NoSpace
 from cairn.storage.store import Store, open_store, probe
 from tests.small_disk import small_disk, why_not
+from tests.tiers import Tier
+
+pytestmark = pytest.mark.contract(tier=Tier.QUICK)
 
 
 def test_reads_back_what_was_written_and_replaces_it(store: Store) -> None:
