@@ -115,7 +115,8 @@ class Leases(RuleBasedStateMachine):
         except LeaseHeld as error:
             assert not free
             assert not takeover
-            assert error.holder.pid == self.history[-1].lease.holder.pid
+            holder = error.holder
+            assert holder.pid == self.history[-1].lease.holder.pid
             return self.history[-1]
         assert free or takeover
         return driver
