@@ -15,7 +15,7 @@ import pytest
 
 from cairn.storage import canonical, layout, leases
 from cairn.storage.commits import Step
-from cairn.storage.errors import LeaseHeld, LeaseLost, StoreError
+from cairn.storage.errors import LeaseHeld, StoreError
 from cairn.storage.holders import Holder
 from cairn.storage.leases import TIME_TO_LIVE, Lease, Outcome, newest_lease
 from cairn.storage.ledger import Ledger
