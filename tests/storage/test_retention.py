@@ -289,6 +289,7 @@ class _CrashingStore(LocalStore):
 
 
 @pytest.mark.parametrize("deletions", [0, 1, 7])
+@pytest.mark.proof
 def test_a_crash_between_marker_and_last_file_leaves_what_the_collector_finishes(
     tmp_path: Path, deletions: int
 ) -> None:
@@ -357,6 +358,7 @@ class _TakenOver(LocalStore):
             Ledger.open(LocalStore(self.url), "run-1").acquire(takeover=True)
 
 
+@pytest.mark.proof
 def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
