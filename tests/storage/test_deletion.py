@@ -83,6 +83,7 @@ class _CrashingStore(LocalStore):
         super().delete(path)
 
 
+@pytest.mark.proof
 def test_a_deletion_that_crashed_anywhere_can_be_finished_and_nothing_opens_the_run_until_then(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -140,6 +141,7 @@ class _SuspendingStore(LocalStore):
             self.meanwhile()
 
 
+@pytest.mark.proof
 def test_a_deletion_that_was_suspended_anywhere_touches_nothing_of_the_next_run_of_that_name(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

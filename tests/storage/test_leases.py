@@ -110,6 +110,7 @@ def test_a_live_driver_is_named_and_a_killed_one_is_succeeded_at_once(ledger: Le
     assert ledger.find(0, Step.SYNC) is not None
 
 
+@pytest.mark.proof
 def test_a_driver_suspended_past_a_takeover_commits_nothing_when_it_wakes(ledger: Ledger) -> None:
     driver = Driver(ledger.store)
     try:
@@ -125,6 +126,7 @@ def test_a_driver_suspended_past_a_takeover_commits_nothing_when_it_wakes(ledger
     assert ledger.find(1, Step.SYNC) is None
 
 
+@pytest.mark.proof
 def test_the_renewal_does_not_keep_a_process_alive(ledger: Ledger) -> None:
     driver = Driver(ledger.store, then="")
     assert driver.process.wait(timeout=120) == 0
@@ -230,6 +232,7 @@ def test_a_driver_elsewhere_that_ends_while_it_is_watched_is_succeeded_at_once(s
     assert Lease.acquire(store, "run-1").epoch == 2
 
 
+@pytest.mark.proof
 def test_a_driver_elsewhere_that_renews_while_a_look_takes_long_is_alive(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ for number in range(10**9):
 """
 
 
+@pytest.mark.proof
 def test_a_killed_writer_leaves_whole_files_only(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     for _ in range(3):

@@ -167,6 +167,7 @@ def test_whoever_reads_finds_the_rows_without_their_text(s3_url: str) -> None:
     assert [tuple(row.values()) for row in table.to_pylist()] == [("", "", 0), ("", "", 1)]
 
 
+@pytest.mark.proof
 def test_tables_that_an_interrupted_redaction_has_not_replaced_are_queried_as_they_are(s3_url: str) -> None:
     ledger = written(open_store(s3_url))
 
@@ -181,6 +182,7 @@ def test_tables_that_an_interrupted_redaction_has_not_replaced_are_queried_as_th
     assert open_query(open_store(s3_url)).sql(count).to_pylist() == before
 
 
+@pytest.mark.proof
 def test_a_redaction_that_crashed_anywhere_harms_nobody_and_is_finished_by_giving_it_again(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_redaction_that_crashed_anywhere_harms_nobody_and_is_finished_by_givin
     assert moments == 1 + 4 + 1, "the decision, four tables, what the lost attempt left"
 
 
+@pytest.mark.proof
 def test_of_two_at_once_the_second_is_refused_before_it_replaces_what_the_first_has_replaced(tmp_path: Path) -> None:
     ledger = written(tmp_path)
     beside = reopened(ledger)

@@ -1,7 +1,9 @@
 """`retention`: what a run may lose, that it loses nothing else, and that it says so."""
 
 import shutil
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from cairn.storage.collector import Reason, collect, garbage
 from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import Damaged, LeaseLost, Retired
 from cairn.storage.layout import Kind
+from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
 from cairn.storage.manifest import Parent
@@ -62,11 +65,30 @@ def _iteration(
 
 def _eleven_iterations(store: Store) -> Ledger:
     """Ten iterations, every second with a checkpoint, and an eleventh without; owned by this process."""
+    if isinstance(store, LocalStore):
+        shutil.copytree(_written_once().name, store.root, dirs_exist_ok=True)
+        ledger = Ledger.open(store, "run-1")
+        ledger.acquire()
+        return ledger
+    return _write_eleven_iterations(store)
+
+
+def _write_eleven_iterations(store: Store) -> Ledger:
     ledger = Ledger.create(store, "run-1", CONFIG)
     ledger.acquire()
     for index in range(11):
         _iteration(ledger, index, save=index % 2 == 1)
     return ledger
+
+
+@cache
+def _written_once() -> "tempfile.TemporaryDirectory[str]":
+    """A folder with them, owned by nobody, for tests to copy: each file of a store is written through to the disk."""
+    folder = tempfile.TemporaryDirectory()
+    lease = _write_eleven_iterations(LocalStore(folder.name)).lease
+    assert lease is not None
+    lease.release(Outcome.STOPPED)
+    return folder
 
 
 @pytest.fixture
@@ -289,6 +311,7 @@ class _CrashingStore(LocalStore):
 
 
 @pytest.mark.parametrize("deletions", [0, 1, 7])
+@pytest.mark.proof
 def test_a_crash_between_marker_and_last_file_leaves_what_the_collector_finishes(
     tmp_path: Path, deletions: int
 ) -> None:
@@ -357,6 +380,7 @@ class _TakenOver(LocalStore):
             Ledger.open(LocalStore(self.url), "run-1").acquire(takeover=True)
 
 
+@pytest.mark.proof
 def test_a_driver_that_was_taken_over_while_it_retires_files_touches_no_more(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

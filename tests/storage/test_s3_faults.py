@@ -49,6 +49,7 @@ def test_a_create_whose_reply_was_lost_has_won(faulty_store: S3Store, proxy: Fau
     assert not faulty_store.create("marker", b"other")
 
 
+@pytest.mark.proof
 def test_nothing_is_lost_or_torn_under_503s_and_cut_bodies(
     faulty_store: S3Store, proxy: FaultyProxy, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_uploads_beyond_a_page_are_found(faulty_store: S3Store, monkeypatch: pyt
     assert faulty_store.unfinished("folder") == uploads
 
 
+@pytest.mark.proof
 def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> None:
     faulty_store.write("file", b"old")  # opens the connection
     began = time.monotonic()
@@ -108,6 +110,7 @@ def test_an_outage_is_waited_out(faulty_store: S3Store, proxy: FaultyProxy) -> N
     assert proxy.happened[Fault.OUTAGE] >= 1
 
 
+@pytest.mark.proof
 def test_a_server_that_accepts_and_never_answers_is_asked_again_and_at_last_given_up(
     faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +128,7 @@ def test_a_server_that_accepts_and_never_answers_is_asked_again_and_at_last_give
     assert time.monotonic() - began < 50, "the proxy lets go after 60"
 
 
+@pytest.mark.slow
 def test_a_proxy_process_is_controlled_from_outside(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with proxy_process(s3_server.endpoint) as proxy:
         use_server(monkeypatch, replace(s3_server, endpoint=proxy.endpoint))
@@ -136,6 +140,7 @@ def test_a_proxy_process_is_controlled_from_outside(s3_server: S3Server, monkeyp
         assert set(proxy.control()) == {Fault.UNAVAILABLE, Fault.OUTAGE}
 
 
+@pytest.mark.slow
 def test_a_run_of_a_thousand_iterations_and_more_is_found_in_three_requests(
     faulty_store: S3Store, proxy: FaultyProxy
 ) -> None:
@@ -149,6 +154,7 @@ def test_a_run_of_a_thousand_iterations_and_more_is_found_in_three_requests(
     assert len(faulty_store.find(layout.iterations("run-1"))) == 1005
 
 
+@pytest.mark.proof
 def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "PATIENCE", 1.0)
     proxy.plan = lambda method, path: Fault.UNAVAILABLE
@@ -158,6 +164,7 @@ def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypa
     assert proxy.happened[Fault.UNAVAILABLE] <= 8
 
 
+@pytest.mark.proof
 def test_an_endpoint_out_of_reach_is_refused_at_start(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
@@ -186,6 +193,7 @@ def test_missing_keys_are_refused(s3_server: S3Server, monkeypatch: pytest.Monke
         probe(open_store("s3://bucket/prefix"))
 
 
+@pytest.mark.proof
 def test_wrong_keys_are_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server(INITIAL_NO_AUTH_ACTION_COUNT="0") as server:
         use_server(monkeypatch, replace(server, access_key="AKIAEXAMPLE", secret_key="hunter2"))
@@ -202,6 +210,7 @@ def test_keys_in_the_address_are_refused_and_not_repeated() -> None:
     assert "AKIAEXAMPLE" not in str(caught.value)
 
 
+@pytest.mark.proof
 def test_a_driver_that_is_taken_over_while_it_tries_a_commit_again_commits_nothing(
     faulty_store: S3Store, proxy: FaultyProxy
 ) -> None:
@@ -221,6 +230,7 @@ def test_a_driver_that_is_taken_over_while_it_tries_a_commit_again_commits_nothi
     assert successor.find(0, Step.SYNC) is None
 
 
+@pytest.mark.proof
 def test_no_try_at_a_creation_is_sent_without_a_look_at_its_guard(faulty_store: S3Store, proxy: FaultyProxy) -> None:
     faulty_store.write("file", b"x")
     puts = proxy.requests["PUT"]
@@ -243,6 +253,7 @@ def test_a_creation_of_someone_else_is_not_mistaken_for_ones_own_after_a_lost_re
     assert faulty_store.read("marker") == b"theirs"
 
 
+@pytest.mark.proof
 def test_every_request_that_is_tried_again_is_counted(faulty_store: S3Store, proxy: FaultyProxy) -> None:
     broken = 2 * s3._REQUEST_ATTEMPTS + 2  # more than one operation's; aiohttp breaks two for a request
     proxy.plan = lambda method, path: Fault.DROP if proxy.happened.total() < broken else None

@@ -235,6 +235,7 @@ for group in range(1000):
 """
 
 
+@pytest.mark.proof
 def test_a_killed_generation_loses_at_most_the_group_in_flight(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     ledger = Ledger.create(store, "run-1", CONFIG)
