@@ -61,7 +61,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 TOTAL = 30
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [{}, {"lr_warmup_iters": 5, "lr_warmup_init": 1e-4}, {"lr_warmup_fraction": 0.13}])
 @pytest.mark.parametrize("decay", [{}, {"weight_decay_incr_style": "linear"}, {"weight_decay_incr_style": "cosine"}])
 @pytest.mark.parametrize("schedule", SCHEDULES)
