@@ -11,7 +11,7 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
 
-pytestmark = pytest.mark.proof
+pytestmark = pytest.mark.slow
 
 ITERATIONS = 405
 """With more evaluations and checkpoints than `MOST`. That pages of a thousand names are few, `tests.storage` proves."""

@@ -163,7 +163,7 @@ def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, functi
     assert found.keys() == {(0, 1), (0, 2)}
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_the_time_in_which_tools_of_others_are_at_work_is_not_a_samples_own(qwen3: TransformersEngine) -> None:
     engine = SampleEngine(qwen3.open, qwen3.abort)
     found = all_of(engine.generate(asked(*[[1]] * 16), PARAMS, users("computes", timeout=2)))

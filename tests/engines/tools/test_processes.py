@@ -154,7 +154,7 @@ def test_stuck_calls_hold_no_other_up(stuck, good, tmp_path):
     asyncio.run(beside())
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_an_episode_that_asks_for_much_holds_no_other_up(tmp_path):
     """Of the same tool."""
 

@@ -152,14 +152,14 @@ def test_adapters_do_not_go_with_biases_that_move() -> None:
         TrainingConfig(lora={"r": 4}, moe_router_bias_update_rate=1e-3)  # type: ignore[arg-type]
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_two_ranks_count_the_tokens_of_both(work: Path, one: dict[str, Any]) -> None:
     run_ranks(launched, work, False, world_size=2)
     two = json.loads((work / "two ranks.json").read_text())
     assert_same(work, "two ranks", two, one)
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_megatron_moves_them_as_pytorch_does_and_follows_given_experts_of_grouped_routers(
     work: Path, one: dict[str, Any]
 ) -> None:

@@ -63,14 +63,14 @@ def test_a_server_that_is_still_compiling_is_not_asked() -> None:
     assert time.monotonic() - began > 0.8
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_a_second_question_may_be_answered_where_the_first_was_not() -> None:
     with watched(lambda number: time.sleep(60 if number == 1 else 0), least=3) as (watch, said):
         wait_for(lambda: len(watch._seconds) > 3)
         assert said == []
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_a_server_that_is_always_slow_gets_three_times_as_long() -> None:
     with watched(lambda _: time.sleep(1.5), least=4) as (watch, said):
         wait_for(lambda: watch.limit > 4)
