@@ -11,7 +11,7 @@ import pytest
 
 from tests.forged_checkpoints import FORGERIES
 
-pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.proof, pytest.mark.timeout(1200)]
 
 HARMLESS = {"in_the_common_part", "in_a_plan_of_the_metadata", "as_every_object", "of_another_kind"}
 """Forgeries of what is never read."""

@@ -14,7 +14,7 @@ from tests.chaos.runs import Disturbed
 from tests.machines import machine, why_not
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 if reason := why_not():
     pytest.skip(reason, allow_module_level=True)

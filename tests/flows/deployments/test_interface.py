@@ -26,7 +26,7 @@ from tests.waiting import wait_for
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 CAIRN = Path(sys.executable).parent / "cairn"
 PICTURES = os.environ.get("CAIRN_PICTURES")

@@ -26,7 +26,7 @@ from tests.engines.training.megatron.table import write_table
 from tests.engines.training.ranks import run_with_megatron
 from tests.tiers import marks, selected
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for all launches
+pytestmark = pytest.mark.timeout(1800)  # the first test waits for all launches
 
 BOUNDS = {"log-probs": 1e-5, "loss": 2e-6, "gradient norm": 1e-5, "weights": 1e-5}
 """Largest absolute difference over five updates; of the gradient's norm, relative to it."""
