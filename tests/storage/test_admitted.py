@@ -74,13 +74,6 @@ def claimed(ledger: Ledger, number: int, index: int, count: int = 2) -> Claim:
     return claim_admission(ledger, number, iteration=index, shard="00", count=count, without=())
 
 
-def test_whoever_claims_an_admission_first_says_what_it_is(ledger: Ledger) -> None:
-    first = claimed(ledger, 0, 0)
-    assert claimed(ledger, 0, 1) == first
-    ledger.acquire(takeover=True)
-    assert claimed(ledger, 0, 0) == first
-
-
 @pytest.mark.parametrize(
     ("count", "number", "told"),
     [

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from cairn.storage import layout
 from cairn.storage.errors import LeaseHeld, LeaseLost
@@ -56,9 +56,16 @@ class Driver:
 
 
 class RacedStore(LocalStore):
-    """A store in which another driver may be faster."""
+    """A store in which others may be faster."""
 
     before_create: Callable[[], object] | None = None
+    before_write: Callable[[], object] | None = None
+
+    def write(self, path: str, data: bytes) -> None:
+        faster, self.before_write = self.before_write, None
+        if faster is not None:
+            faster()
+        super().write(path, data)
 
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         faster, self.before_create = self.before_create, None
@@ -150,9 +157,17 @@ class Leases(RuleBasedStateMachine):
             driver.lease._renew()
         driver.renewals = 1
 
-    @rule(driver=consumes(drivers))
-    def is_deleted(self, driver: Driver) -> None:
-        """The run, while somebody may believe to own it. The next run of its name begins with the first epoch."""
+    @rule(target=drivers, driver=drivers)
+    def renews_too_late(self, driver: Driver) -> Driver:
+        """The run is deleted after the driver has looked whether it still owns it, and begins anew."""
+        self.store.before_write = self.is_deleted
+        self.renews(driver)
+        self.store.before_write = None
+        return self.history[-1] if self.history else self.acquire(False, False)
+
+    @rule()
+    def is_deleted(self) -> None:
+        """The run, while drivers may believe to own it. The next run of its name begins with the first epoch."""
         for path in self.store.find(layout.leases("run-1")):
             self.store.delete(path)
         for one in self.history:
@@ -160,9 +175,14 @@ class Leases(RuleBasedStateMachine):
         self.forgotten += self.history
         self.history = []
 
+    @rule(driver=drivers)
+    def checks(self, driver: Driver) -> None:
+        """One of a deleted run learns of it when it looks, and may not have looked for long."""
+        assert driver.owns() == (driver in self.history[-1:] and driver.outcome is None)
+
     @invariant()
     def only_the_newest_owns_the_run_until_it_ends(self) -> None:
-        for driver in [*self.history, *self.forgotten]:
+        for driver in self.history:
             assert driver.owns() == (driver in self.history[-1:] and driver.outcome is None)
 
     @invariant()
@@ -177,4 +197,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=20, stateful_step_count=15)
+TestLeases.settings = settings(max_examples=30, stateful_step_count=15)
