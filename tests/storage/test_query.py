@@ -344,7 +344,7 @@ def test_an_empty_store_has_every_view(tmp_path: Path) -> None:
         assert query.sql(f"SELECT * FROM {view}").num_rows == 0
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_a_store_on_s3_answers_as_one_on_files(
     written: Path, s3_server: S3Server, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

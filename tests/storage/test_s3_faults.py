@@ -154,7 +154,7 @@ def test_a_run_of_a_thousand_iterations_and_more_is_found_in_three_requests(
     assert len(faulty_store.find(layout.iterations("run-1"))) == 1005
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3, "PATIENCE", 1.0)
     proxy.plan = lambda method, path: Fault.UNAVAILABLE
@@ -164,7 +164,7 @@ def test_retries_are_bounded(faulty_store: S3Store, proxy: FaultyProxy, monkeypa
     assert proxy.happened[Fault.UNAVAILABLE] <= 8
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_an_endpoint_out_of_reach_is_refused_at_start(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
@@ -193,7 +193,7 @@ def test_missing_keys_are_refused(s3_server: S3Server, monkeypatch: pytest.Monke
         probe(open_store("s3://bucket/prefix"))
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_wrong_keys_are_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server(INITIAL_NO_AUTH_ACTION_COUNT="0") as server:
         use_server(monkeypatch, replace(server, access_key="AKIAEXAMPLE", secret_key="hunter2"))
@@ -253,7 +253,7 @@ def test_a_creation_of_someone_else_is_not_mistaken_for_ones_own_after_a_lost_re
     assert faulty_store.read("marker") == b"theirs"
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_every_request_that_is_tried_again_is_counted(faulty_store: S3Store, proxy: FaultyProxy) -> None:
     broken = 2 * s3._REQUEST_ATTEMPTS + 2  # more than one operation's; aiohttp breaks two for a request
     proxy.plan = lambda method, path: Fault.DROP if proxy.happened.total() < broken else None
