@@ -19,9 +19,16 @@ import s3fs
 
 _MOTO = """
 import sys
+from threading import Lock
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import WSGIRequestHandler
 WSGIRequestHandler.disable_nagle_algorithm = True  # else many replies wait 40 ms for an acknowledgement
+put, one_at_a_time = S3Response.put_object, Lock()
+def put_alone(self):  # moto looks for the key and stores it later: two of its threads could both create it
+    with one_at_a_time:
+        return put(self)
+S3Response.put_object = put_alone
 server = ThreadedMotoServer(ip_address=sys.argv[1], port=0, verbose=False)
 server.start()
 print("%s:%d" % server.get_host_and_port(), flush=True)
