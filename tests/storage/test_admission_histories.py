@@ -30,7 +30,7 @@ class Driver:
 
     ledger: Ledger
     claim: Claim | None = None
-    """Of the admission that it is to make."""
+    """Groups of the admission to make."""
 
 
 class Admissions(RuleBasedStateMachine):

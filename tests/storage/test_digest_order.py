@@ -26,7 +26,7 @@ FIELDS = ("seed", "data", "rollout", "training.lr", "model.path", "checkpoint")
 
 
 def reordered(value: Any, draw: st.DrawFn) -> Any:
-    """The same value, with keys of mappings in another order."""
+    """A value with the keys of its mappings in another order."""
     if isinstance(value, dict):
         return {key: reordered(value[key], draw) for key in draw(st.permutations(list(value)))}
     if isinstance(value, list):

@@ -84,9 +84,9 @@ class Leases(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp()
         self.store = RacedStore(self.folder)
         self.history: list[Driver] = []
-        """Of the run that has the name now, one an epoch."""
+        """Drivers of the run that has the name now, one an epoch."""
         self.forgotten: list[Driver] = []
-        """Of deleted runs."""
+        """Drivers of deleted runs."""
 
     def teardown(self) -> None:
         for driver in [*self.history, *self.forgotten]:

@@ -13,8 +13,9 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.rollout import RolloutConfig
 from cairn.flows.cli.app import FAILED, exit_code
 from cairn.flows.iteration import iteration
+from cairn.storage.schemas import Disposition
 from cairn.tasks.buffers import JudgedGroup, get_policy
-from cairn.tasks.filter import NoSuchMetadata
+from cairn.tasks.filter import NoSuchMetadata, fill_batch
 from cairn.tasks.sample_filters import NothingLeft, removed_by
 from cairn.tasks.selection import last_selection
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
@@ -56,6 +57,29 @@ GROUPS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([1, 2, 3]), st.bo
 def test_what_waits_goes_on_in_the_order_in_which_it_came(policy: str, groups: list[JudgedGroup]) -> None:
     found = get_policy(policy)(groups)
     assert [one.group_id for one in found if one.unfinished] == [one.group_id for one in groups if one.unfinished]
+
+
+@pytest.mark.parametrize("policy", ["oldest_first", "priority"])
+@given(
+    ranks=st.lists(st.integers(0, 30), unique=True, max_size=12),
+    batch_size=st.integers(1, 6),
+    max_age=st.integers(0, 30),
+    data=st.data(),
+)
+def test_a_batch_does_not_depend_on_the_order_in_which_its_groups_ended(
+    policy: str, ranks: list[int], batch_size: int, max_age: int, data: st.DataObject
+) -> None:
+    groups = [group(id, age=rank, key=rank) for id, rank in enumerate(ranks)]
+
+    def filled(ended: list[JudgedGroup]) -> tuple[list[int], dict[int, Disposition]]:
+        found = fill_batch(ended, batch_size, order=get_policy(policy), use_spare=False, max_age=max_age)
+        assert sorted(one.group_id for one in found) == list(range(len(ranks)))
+        trained = [one.group_id for one in found if one.disposition is Disposition.TRAIN]
+        return trained, {one.group_id: one.disposition for one in found}
+
+    trained, dispositions = filled(groups)
+    assert trained == [ranks.index(rank) for rank in sorted(ranks, reverse=True)[:batch_size]]
+    assert filled(data.draw(st.permutations(groups))) == (trained, dispositions)
 
 
 def rollout(**options: Any) -> RolloutConfig:
