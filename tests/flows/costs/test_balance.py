@@ -134,7 +134,8 @@ def test_measuring_reads_no_more_of_a_longer_run(tmp_path: Path, monkeypatch: py
     read, reads = LocalStore.read, []
 
     def counting(self: LocalStore, path: str) -> bytes:
-        reads.append(path)
+        if "/leases/" not in path:  # renewed by the clock
+            reads.append(path)
         return read(self, path)
 
     monkeypatch.setattr(LocalStore, "read", counting)
