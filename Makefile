@@ -16,14 +16,14 @@ STAMP := $(VENV)/.installed
 TORCH := $(VENV)/.torch
 # A worker that crashed is not replaced: --dist loadfile would wait for its tests for ever.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 15
-SITE_PACKAGES = lib/$(notdir $(firstword $(wildcard $(VENV)/lib/python3.*)))/site-packages
 # What is never imported need not be compiled, and most of what is installed never is.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 # One environment is made on each of two cores: pip works on one. The longest way goes first: .venv, then mypy.
 BESIDE := $(MAKE) --jobs 2
 KILLS ?= 100
-# Give an environment the files of .venv's torch, as links where the file system has them. pip then finds it installed.
-link-torch = cp -al $(VENV)/$(SITE_PACKAGES)/torch $(VENV)/$(SITE_PACKAGES)/torch-* $(VENV)/$(SITE_PACKAGES)/functorch $(VENV)/$(SITE_PACKAGES)/torchgen $(1)/$(SITE_PACKAGES)/ 2>/dev/null || true
+# Give an environment .venv's torch, as links where the file system has them, else as a copy. pip then finds it installed.
+TORCH_FILES := $(addprefix $(VENV)/lib/python3.*/site-packages/,torch torch-* functorch torchgen)
+link-torch = for how in -alf -af; do cp $$how $(TORCH_FILES) $(1)/lib/python3.*/site-packages/ && break; done
 ROOMS := flows tasks engines storage configs
 
 # Tests start hundreds of processes, each of which would compile the sources again.
