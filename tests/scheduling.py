@@ -10,7 +10,6 @@ from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
 SHARED = {
-    "an undisturbed run": ("tests/chaos/",),
     "an SGLang server": ("tests/engines/rollout/sglang/",),
     "a Ray cluster": (
         "tests/engines/fleet/",

@@ -65,6 +65,11 @@ def marks(tier: Tier) -> list[pytest.MarkDecorator]:
     return [getattr(pytest.mark, name) for name, first in MARKS.items() if first == tier]
 
 
+def led_by(first: tuple[Any, ...], *others: tuple[Any, ...]) -> list[Any]:
+    """Cases for `parametrize` of which the first runs in its function's tier and the others only in `Tier.ALL`."""
+    return [first, *(pytest.param(*case, marks=marks(Tier.ALL)) for case in others)]
+
+
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
     """Values of a parameter that tests of the requesting module run with this time, each once, in their order: what a
     module's fixture has to prepare."""

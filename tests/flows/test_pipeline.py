@@ -23,7 +23,7 @@ from cairn.tasks.sample_filters import NothingLeft
 from cairn.tasks.step import DurableStep
 from cairn.tasks.sync import serve
 from tests.chaos.in_process import EndingAt, Killed, drive
-from tests.tiers import Tier, marks
+from tests.tiers import led_by
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 ITERATIONS = 5
@@ -209,20 +209,16 @@ def test_what_came_before_is_learned_though_advantages_cannot_be_estimated(tiny_
         assert run.find(4, Step.ROLLOUT, "00-000") is None
 
 
-PLACES = [
+PLACES = led_by(
     (1, Step.ADVANTAGE, "after"),
     (2, Step.TRAIN, "before"),
-    *(
-        pytest.param(*place, marks=marks(Tier.ALL))  # tests/chaos/test_every_moment.py strikes at them too
-        for place in (
-            (1, Step.ROLLOUT, "after"),
-            (2, Step.FILTER, "before"),
-            (2, Step.FILTER, "after"),
-            (2, Step.TRAIN, "after"),
-            (3, Step.SYNC, "before"),
-        )
-    ),
-]
+    # tests/chaos/test_every_moment.py strikes at them too
+    (1, Step.ROLLOUT, "after"),
+    (2, Step.FILTER, "before"),
+    (2, Step.FILTER, "after"),
+    (2, Step.TRAIN, "after"),
+    (3, Step.SYNC, "before"),
+)
 
 
 @pytest.mark.parametrize(("index", "step", "moment"), PLACES, ids=lambda value: str(value))

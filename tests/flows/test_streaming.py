@@ -47,7 +47,7 @@ from cairn.tasks.streaming.take import encode_rows
 from tests.chaos.in_process import EndingAt, drive
 from tests.forks import FORKS
 from tests.local_fleet import LocalFleet
-from tests.tiers import Tier, marks
+from tests.tiers import led_by
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 from tests.waiting import wait_for
 
@@ -132,20 +132,16 @@ def be_killed(store: str, config: RunConfig, index: int, step: Step, moment: str
         drive(run, EndingAt(run, index, step, moment, die))
 
 
-PLACES = [
+PLACES = led_by(
     (1, Step.ROLLOUT, "before"),
-    *(
-        pytest.param(*place, marks=marks(Tier.ALL))  # tests/chaos/test_every_moment.py strikes at them too
-        for place in (
-            (0, Step.ADMIT, "after"),
-            (2, Step.ADMIT, "before"),
-            (2, Step.ROLLOUT, "after"),
-            (2, Step.FILTER, "before"),
-            (1, Step.TRAIN, "before"),
-            (2, Step.TRAIN, "after"),
-        )
-    ),
-]
+    # tests/chaos/test_every_moment.py strikes at them too
+    (0, Step.ADMIT, "after"),
+    (2, Step.ADMIT, "before"),
+    (2, Step.ROLLOUT, "after"),
+    (2, Step.FILTER, "before"),
+    (1, Step.TRAIN, "before"),
+    (2, Step.TRAIN, "after"),
+)
 
 
 @pytest.mark.parametrize(("index", "step", "moment"), PLACES, ids=lambda value: str(value))
