@@ -73,7 +73,12 @@ def test_every_tracker_shows_what_the_ledger_holds(root: Path) -> None:
     assert steps["eval/heldout"] == [0, 2]
     assert [name for name in steps if find_metric(name) is None] == []
 
-    rows = {row["iteration"]: row for row in rows_in_wandb(root) if "iteration" in row}
+    def in_wandb() -> dict[int, dict] | None:
+        """W&B's own process writes the file, and may end after the driver."""
+        found = {row["iteration"]: row for row in rows_in_wandb(root) if "iteration" in row}
+        return found if len(found) == len(expected) else None
+
+    rows = wait_for(in_wandb, 60)
     client = MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("cairn")
     assert experiment is not None

@@ -116,7 +116,7 @@ def test_a_run_of_them_that_is_killed_in_between_ends_in_the_undisturbed_weights
 
     check_report_of(whole, 0)
 
-    fleet = dying_after(LocalFleet(config), 16 + 12 + 6)  # all first and second turns, and some third ones
+    fleet = dying_after(LocalFleet(config), 16 + 12 + 11)  # of the third turns all but one: three groups are complete
     store = str(tmp_path / "killed")
     with tiny_context(store, config, fleet=fleet) as (run, _), pytest.raises(KeyboardInterrupt):
         iteration(run, DirectSteps(run), 0)
