@@ -13,11 +13,12 @@ may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`.
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from cairn.configs.plugins import BadPlugin, deferred, load_callable
@@ -38,17 +39,24 @@ class Declaration:
     """Of an advantage estimator: the loss of ours that goes with it, where `loss_type` is left at its default."""
     cached: bool = False
     """Of a grader: its answers are kept in the store, and none is asked for twice."""
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    """Of a loss of ours: values of options that are left out, where its paper has others than PPO's."""
 
 
 def plugin(
-    *, needs: Collection[str] = (), reads: Collection[str] = (), loss: str | None = None, cached: bool = False
+    *,
+    needs: Collection[str] = (),
+    reads: Collection[str] = (),
+    loss: str | None = None,
+    cached: bool = False,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[Function], Function]:
-    """Declare what a function needs, which options it reads, which loss goes with it, and whether its answers are kept:
-    see `Declaration`."""
+    """Declare what a function needs, which options it reads, which loss goes with it, whether its answers are kept, and
+    what options default to: see `Declaration`."""
     for name, names in (("needs", needs), ("reads", reads)):
         if isinstance(names, str):  # whose letters would be taken for names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
-    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached)
+    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached, defaults)
 
     def declare(function: Function) -> Function:
         function.declaration = declaration  # type: ignore[attr-defined]

@@ -215,6 +215,10 @@ REWARD = _schema(
 )
 """`reward`: one row for each row of the shard's rollout table, in its order."""
 
+RAW_REWARD = pa.field("raw_reward", pa.float32(), nullable=True)
+"""A column of `reward` where rewards are shaped (`reward.overlong_buffer_len`): what the grader said. Null where there
+is no reward."""
+
 FILTER = _schema(
     ("group_id", pa.int64()),
     ("iteration", pa.int64()),  # where its samples lie: iteration …

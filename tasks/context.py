@@ -29,7 +29,7 @@ from cairn.tasks.replays import ReplayTally
 from cairn.tasks.response_lengths import ResponseLengths
 from cairn.tasks.retries import RetryTally
 from cairn.tasks.rewards.grading import Grading
-from cairn.tasks.round_results import round_results
+from cairn.tasks.round_results import untold_results
 from cairn.tasks.rules import untold
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class RunContext(RecordedRun):
                         self.data,
                         cursor,
                         count,
-                        round_results(self, earlier[-1]) if learns else (),
+                        untold_results(self, earlier[-1]) if learns else (),
                         max_prompt_len=self.max_prompt_len,
                         without=frozenset(without),
                     )

@@ -36,6 +36,7 @@ from cairn.tasks.groups import (
 from cairn.tasks.questions import Questions, own_questions
 from cairn.tasks.reward import given_samples, grade_generated, graded_again, messages_of
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
+from cairn.tasks.rewards.overlong import sampled_tokens
 from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
@@ -123,7 +124,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     )
     rewards = [g.reward for g in graded if g.reward is not None]
     generated = [sample for sample in samples if sample["error"] is None]  # no response, no length
-    lengths = np.asarray([len(sample["response_ids"]) for sample in generated])
+    lengths = np.asarray([sampled_tokens(len(one["response_ids"]), one["segments"]) for one in generated])
     truncated = [sample["finish_reason"] == FinishReason.LENGTH for sample in generated]
     responses = (
         {

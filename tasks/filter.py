@@ -44,7 +44,8 @@ from cairn.storage.schemas import (
 from cairn.tasks.buffers import BufferPolicy, JudgedGroup, get_policy
 from cairn.tasks.context import RunContext
 from cairn.tasks.filters import FilterDecision, get_filter, takes_samples
-from cairn.tasks.filters.sample import REWARD_COLUMNS, ROLLOUT_COLUMNS, GradedSample, graded_samples
+from cairn.tasks.filters.sample import ROLLOUT_COLUMNS, GradedSample, graded_samples
+from cairn.tasks.rewards.overlong import as_graded
 from cairn.tasks.sample_filters import removed_by
 from cairn.tasks.sample_metrics import generated_metrics
 from cairn.tasks.selection import number
@@ -261,10 +262,12 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
     keys = _keys(run, generated)
     rewards: dict[int, list[float | None]] = {}
     unfinished = set()
-    for row in run.read(graded, ["group_id", "reward", "status"]).to_pylist():
-        rewards.setdefault(row["group_id"], []).append(row["reward"])
-        if row["status"] == Status.ABORTED:
-            unfinished.add(row["group_id"])
+    table = run.read(graded)
+    columns = (table.column("group_id"), as_graded(table), table.column("status"))
+    for id, given, status in zip(*(column.to_pylist() for column in columns), strict=True):
+        rewards.setdefault(id, []).append(given)
+        if status == Status.ABORTED:
+            unfinished.add(id)
     groups = []
     for group_id, values in rewards.items():
         group = JudgedGroup(group_id, iteration, shard, None, None, None, kept=False, key=keys.get(group_id))
@@ -291,7 +294,7 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
 
 
 def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:
-    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded, list(REWARD_COLUMNS)))
+    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded))
 
 
 def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:

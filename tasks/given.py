@@ -66,7 +66,7 @@ def take_all(step: StepCall, rollout: Commit) -> Outcome:
     run = step.run
     ids = run.read(rollout, ["group_id"]).column("group_id").unique()
     count = len(ids)
-    lengths = [len(mask) for mask in run.read(rollout, ["loss_mask"]).column("loss_mask").to_pylist()]
+    lengths = [sum(mask) for mask in run.read(rollout, ["loss_mask"]).column("loss_mask").to_pylist()]
     columns: dict[str, Any] = {
         "group_id": ids,
         "iteration": [step.iteration] * count,

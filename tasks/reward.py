@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import (
+    RAW_REWARD,
     REWARD,
     TRAJECTORIES,
     TRAJECTORY_REWARDS,
@@ -125,8 +126,9 @@ def graded_shard(
         for later, count in zip(waits, counts, strict=True)
     ]
     results, own = tuple(one for one, _ in found), [rewards for _, rewards in found]
+    said = [one and one.reward for one in results]
     if overlong is not None:
-        lengths = list(map(sampled_tokens, samples["response_ids"], samples["segments"]))
+        lengths = list(map(sampled_tokens, map(len, samples["response_ids"]), samples["segments"]))
         pairs_of = zip(results, lengths, strict=True)
         results = tuple(one and overlong.shaped(one, length) for one, length in pairs_of)
         own = [
@@ -150,6 +152,8 @@ def graded_shard(
         },
         REWARD,
     )
+    if overlong is not None:
+        table = table.append_column(RAW_REWARD, pa.array(said, RAW_REWARD.type))
     if any(rewards is not None for rewards in own):
         table = table.append_column(TRAJECTORY_REWARDS, pa.array(own, TRAJECTORY_REWARDS.type))
     return GradedShard(table, results)

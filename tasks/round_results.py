@@ -6,9 +6,20 @@ from typing import TYPE_CHECKING
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Disposition
 from cairn.tasks.data.results import GroupResult
+from cairn.tasks.selection import last_selection
 
 if TYPE_CHECKING:
     from cairn.tasks.context import RunContext
+
+
+def untold_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:
+    """What became of the prompts that were judged since prompts were drawn last: by a round and, where that generated
+    nothing since the batch was filled from the buffer, by those before it."""
+    found = round_results(run, selection)
+    while run.find(selection.iteration, Step.ROLLOUT, f"{selection.shard}-000") is None and selection.iteration:
+        selection = last_selection(run, selection.iteration - 1)
+        found = round_results(run, selection) + found
+    return found
 
 
 def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ...]:

@@ -98,7 +98,8 @@ class RolloutConfig(Section):
     partial_rollout: bool = False
     """Once a shard has finished its share of the groups that are needed, abort the others: they are kept as far as they
     came, and the next round of rollout continues them before it draws fresh prompts. Needs
-    `over_sampling_batch_size` above `rollout_batch_size`. What had finished at the abort is a matter of time, unless
+    `over_sampling_batch_size` above `rollout_batch_size`, and `max_age` above its default, so that what a response had
+    before the abort is trained on. What had finished at the abort is a matter of time, unless
     `cut_tokens` says otherwise: a rollout that is committed stays as it is, but doing it again does not give the same.
     slime: `--partial-rollout`."""
 
@@ -111,13 +112,14 @@ class RolloutConfig(Section):
 
     mask_offpolicy_in_partial_rollout: bool = False
     """Of a group that was continued, train only on tokens of the weights under which it was finished, however old
-    `max_age` allows others to be; where that is 0 this is so anyway. slime: `--mask-offpolicy-in-partial-rollout`."""
+    `max_age` allows others to be; each of these weighs what it would if all were trained on. slime:
+    `--mask-offpolicy-in-partial-rollout`."""
 
     max_age: int | None = Field(None, ge=0)
     """Oldest tokens that are trained on, in publications: iterations between the weights that sampled a token and those
     that are trained. By default 1 in the `streaming` pipeline, which begins samples only as fast as that allows, and
     the lag of the rollout in the others, which is 0 in the `sync` pipeline: what over-sampling leaves
-    over is then dropped, and tokens that older weights sampled before an abort are masked. A larger bound carries
+    over is then dropped. A larger bound carries
     surplus groups over until they are too old, and needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which
     correct for the difference."""
 
@@ -422,10 +424,11 @@ class RolloutConfig(Section):
                 "nothing is left over that could grow old"
             )
         lag = self.weights_lag
-        if self.mask_offpolicy_in_partial_rollout and self.oldest_trained == lag and not is_recorded(info):
+        if self.partial_rollout and self.oldest_trained == lag and not is_recorded(info):
             raise ValueError(
-                f"mask_offpolicy_in_partial_rollout has no effect while max_age is {lag}, its default, which masks all "
-                "older tokens; leave it out"
+                f"partial_rollout is true and max_age is {lag}: of a response that was continued only the end would be "
+                f"trained on; set max_age to {lag + 1} or more, with algorithm.use_tis=true or "
+                "algorithm.use_rollout_logprobs=true"
             )
         return self
 

@@ -304,9 +304,9 @@ class RunConfig(Section):
         algorithm, training = self.algorithm, self.training
         if is_recorded(info) or algorithm.use_rollout_logprobs or training.num_steps_per_rollout > 1:
             return self
-        for name in ("eps_clip", "eps_clip_high", "eps_clip_c", "use_opsm"):
+        for name in ("eps_clip", "eps_clip_high", "eps_clip_c"):
             value = getattr(algorithm, name)
-            if value != type(algorithm).model_fields[name].default:
+            if value != algorithm.usual(name):
                 raise ValueError(
                     f"algorithm.{name} ({value}) has no effect while training.num_steps_per_rollout is 1 and "
                     "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are "

@@ -66,8 +66,10 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
             load_tokenizer(config.model.path)
         except BadModel as error:
             problems.append(f"model.path: {error}")
-    if config.model.teacher_path is not None and not problems:
-        problems += _teacher_problems(config.model.path, config.model.teacher_path)
+    if not problems:
+        for name, path in config.model.folders.items():
+            if path != config.model.path:
+                problems += _vocabulary_problems(f"{name.removesuffix('_model')}_path", config.model.path, path)
     return list(dict.fromkeys(problems))
 
 
@@ -151,17 +153,17 @@ def _image_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _teacher_problems(student: str, teacher: str) -> Iterator[str]:
-    """A teacher is given the student's token ids, so they must mean the same to it."""
+def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:
+    """A reference, a teacher and a critic are given the policy's token ids, so they must mean the same to them."""
     try:
-        same = load_tokenizer(student).get_vocab() == load_tokenizer(teacher).get_vocab()
+        same = load_tokenizer(policy).get_vocab() == load_tokenizer(other).get_vocab()
     except BadModel as error:
-        yield f"model.teacher_path: {error}"
+        yield f"model.{option}: {error}"
         return
-    known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (teacher, student))
+    known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (other, policy))
     if not same or known < sampled:
         why = f"knows {known} token ids, and {sampled} are sampled" if same else "has another tokenizer"
-        yield f"model.teacher_path: the model in {teacher} {why}: distil from a teacher of the same vocabulary"
+        yield f"model.{option}: the model in {other} {why}: name a model of the policy's vocabulary"
 
 
 def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str]:

@@ -257,5 +257,5 @@ def _graded(
         (answer,) = pool.grade([given])
     overlong = Overlong.of(config)
     if overlong is not None:
-        answer = overlong.shaped(answer, sampled_tokens(row["response_ids"], row.get("segments")))
+        answer = overlong.shaped(answer, sampled_tokens(len(row["response_ids"]), row.get("segments")))
     return answer.reward, None

@@ -92,7 +92,7 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     tokenizer.save_pretrained(other)
     (problem,) = problems(other)
     assert problem == (
-        f"model.teacher_path: the model in {other} has another tokenizer: distil from a teacher of the same vocabulary"
+        f"model.teacher_path: the model in {other} has another tokenizer: name a model of the policy's vocabulary"
     )
     few = tmp_path / "few"
     shutil.copytree(model, few)
@@ -101,6 +101,26 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     (few / "config.json").write_text(json.dumps(settings | {"vocab_size": known - 1}))
     (problem,) = problems(few)
     assert f"knows {known - 1} token ids, and {known} are sampled" in problem
+
+
+@pytest.mark.parametrize(
+    ("option", "algorithm"),
+    [("ref_path", {"use_kl_loss": True}), ("critic_path", {"advantage_estimator": "ppo"})],
+)
+def test_a_reference_and_a_critic_must_read_the_tokens_of_the_policy(
+    option: str, algorithm: dict, model: Path, tmp_path: Path, data: Path
+) -> None:
+    """The other tokenizer has the same tokens, with the ids of two exchanged."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    assert setup_problems(config(model, data, model={option: str(other)}, algorithm=algorithm)) == []
+    written = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (other / "tokenizer.json").write_text(json.dumps(written))
+    assert setup_problems(config(model, data, model={option: str(other)}, algorithm=algorithm)) == [
+        f"model.{option}: the model in {other} has another tokenizer: name a model of the policy's vocabulary"
+    ]
 
 
 def test_a_missing_critic_is_named_by_its_option(model: Path, tmp_path: Path, data: Path) -> None:
