@@ -14,7 +14,7 @@ may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`.
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +39,7 @@ class Declaration:
     """Of an advantage estimator: the loss of ours that goes with it, where `loss_type` is left at its default."""
     cached: bool = False
     """Of a grader: its answers are kept in the store, and none is asked for twice."""
-    defaults: Mapping[str, Any] = MappingProxyType({})
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of a loss of ours: values of options that are left out, where its paper has others than PPO's."""
 
 

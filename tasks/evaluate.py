@@ -34,7 +34,7 @@ from cairn.tasks.groups import (
     without_unused,
 )
 from cairn.tasks.questions import Questions, own_questions
-from cairn.tasks.reward import given_samples, grade_generated, graded_again, messages_of
+from cairn.tasks.reward import given_samples, grade_benchmark, graded_again, messages_of
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
 from cairn.tasks.rewards.overlong import sampled_tokens
 from cairn.tasks.sequences import last_trajectory
@@ -200,7 +200,7 @@ def _answers(step: StepCall, weights: Commit | None, questions: Questions, grade
     }
     given = given_samples(grader, run.tokenizer, columns)
     errors, groups = ([sample[name] for sample in samples] for name in ("error", "group_id"))
-    return Answers(samples, texts, grade_generated(grader, given, errors, groups), beside)
+    return Answers(samples, texts, grade_benchmark(grader, given, errors, groups), beside)
 
 
 def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:

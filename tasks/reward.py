@@ -3,7 +3,7 @@
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +22,7 @@ from cairn.storage.schemas import (
 )
 from cairn.tasks.batch import arrays, with_optional
 from cairn.tasks.data import BadData, Data, MixedData, PromptData, PromptRow
+from cairn.tasks.rewards import share_of_right
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
 from cairn.tasks.rewards.overlong import Overlong, sampled_tokens
 from cairn.tasks.rewards.pool import Graded
@@ -262,6 +263,16 @@ def _segments(
 def graded_again(graded: Sequence[Graded]) -> int:
     """Samples that were graded more than once."""
     return sum(g.tries > 1 for g in graded)
+
+
+def grade_benchmark(
+    grader: Grading, samples: Sequence[Sample], errors: Sequence[str | None], groups: Sequence[int]
+) -> list[Graded]:
+    """As `grade_generated`, with rewards that are scores: 0 of a wrong answer, 1 of a right one."""
+    return [
+        one if one.reward is None else replace(one, reward=share_of_right(one.reward, one.grader or grader.name))
+        for one in grade_generated(grader, samples, errors, groups)
+    ]
 
 
 def grade_generated(

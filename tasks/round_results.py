@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Disposition
 from cairn.tasks.data.results import GroupResult
+from cairn.tasks.rewards import share_of_right
 from cairn.tasks.selection import last_selection
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
     for shard in sorted({row["shard"] for row in rows.values()}):
         rollout = run.committed(selection.iteration, Step.ROLLOUT, shard)
         columns = run.read(rollout, ["group_id", "prompt_index", "label", "metadata"]).to_pylist()
-        for prompt in columns:
+        graders = run.read(run.committed(selection.iteration, Step.REWARD, shard), ["grader"]).column("grader")
+        for prompt, grader in zip(columns, graders.to_pylist(), strict=True):
             row = rows.get(prompt["group_id"])
             if row is not None and row["shard"] == shard and row["group_id"] not in found:
                 found[row["group_id"]] = GroupResult(
@@ -47,5 +49,6 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
                     row["std_reward"],
                     row["kept"],
                     row["reason"],
+                    None if row["mean_reward"] is None else share_of_right(row["mean_reward"], grader),
                 )
     return tuple(found[group_id] for group_id in sorted(found))

@@ -107,7 +107,7 @@ class CurriculumConfig(Section):
     """At most this part of the prompts of a draw come back; the others are new."""
 
     low: float = 0.1
-    """`pass_rate`: a prompt comes back while the mean reward of its group is at least this …"""
+    """`pass_rate`: a prompt comes back while the share of its group's answers that are right is at least this …"""
 
     high: float = 0.9
     """… and at most this."""

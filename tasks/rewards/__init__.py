@@ -48,6 +48,8 @@ _LIBRARIES = {
 """Of the graders that rest on another distribution, which."""
 _MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
 """Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
+_PAYS = {"dapo": (-1.0, 1.0)}
+"""Of the graders that pay something else than 0 for a wrong answer and 1 for a right one, what."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
 _OTHERS = {"deepscaler": ("math",), "gsm8k_strict": ("gsm8k",), "ifeval": ("instructions",), "math500": ("math",)}
@@ -140,6 +142,13 @@ def require_paying(name: str) -> None:
             f"the grader {name!r} would pay for nothing: {file} itself looks for the answer, behind {_MARKS[file]}, "
             f"which no box holds; set rm_type to {file}"
         )
+
+
+def share_of_right(reward: float, grader: str) -> float:
+    """A reward of a grader, or a mean of its rewards, as the share of answers that are right: 0 of wrong ones alone, 1
+    of right ones, whatever these are paid."""
+    wrong, right = _PAYS.get(grader.removeprefix(BOXED), (0.0, 1.0))
+    return (reward - wrong) / (right - wrong)
 
 
 def gives_a_number(grader: NamedGrader) -> bool:

@@ -278,7 +278,7 @@ def test_a_source_with_a_state_is_told_of_rounds_that_no_prompt_follows(tiny_ass
     prompts = GivenPrompts(config.data, tokenizer)
 
     def result(index: int) -> GroupResult:
-        return GroupResult(index, index, "1", {}, 0.5, 0.5, True, None)
+        return GroupResult(index, index, "1", {}, 0.5, 0.5, True, None, 0.5)
 
     first = prompts.draw(0, 2, (), max_prompt_len=None)
     continued = prompts.draw(first.cursor, 0, (result(0), result(1)), max_prompt_len=None)

@@ -123,7 +123,7 @@ def test_low_var_kl_is_limited_and_k3_is_not() -> None:
 def test_the_sample_mean_weighs_samples_alike_and_counts_those_without_trained_tokens() -> None:
     weights = token_weights([4, 0, 1, 2], AlgorithmConfig())
     assert [weight.loss for weight in weights] == [1 / 16, 1 / 4, 1 / 4, 1 / 8]
-    assert [weight.mean for weight in weights] == [weight.loss for weight in weights]
+    assert [weight.share for weight in weights] == [weight.loss for weight in weights]
 
 
 def test_the_token_mean_weighs_tokens_alike() -> None:
@@ -136,7 +136,7 @@ def test_a_constant_divisor_weighs_tokens_alike_whatever_the_lengths_are_and_lea
     for counts in ([4, 0, 1, 5], [4, 0, 2, 5]):
         weights = token_weights(counts, algorithm)
         assert [weight.loss for weight in weights] == [1 / 32] * 4
-        assert [weight.mean for weight in weights] == [
+        assert [weight.share for weight in weights] == [
             weight.share for weight in token_weights(counts, AlgorithmConfig())
         ]
 
