@@ -7,9 +7,9 @@ A reward belongs to a sample, and so do its baseline and its weight in the group
 | each sample has one reward | sample with sample, whatever their trajectories and roles |
 | a sample has trajectories of different rewards | trajectory with trajectory of the same role |
 
-In the second case those trajectories of a sample that share a role and a reward are one response. So an estimator sees
-a batch of responses, each with one reward, and no sample's advantage depends on how many trajectories another one went
-through.
+In the second case those trajectories of a sample that share a role and a reward are one response, and all of a sample's
+responses count as one sample (`ScoredBatch.siblings`). So an estimator sees a batch of responses, each with one reward,
+and no sample's advantage depends on how many trajectories another one went through.
 """
 
 from collections.abc import Iterator, Sequence
@@ -112,7 +112,10 @@ def compared(batch: ScoredBatch, episodes: Episodes) -> Compared:
     }
     turns = None if batch.turns is None else [_within(batch.turns[unit.sample], unit) for unit in units]
     truncated = np.array([unit.truncated for unit in units])
-    made = replace(batch, rewards=rewards, group_sizes=sizes, truncated=truncated, turns=turns, **cut)
+    siblings = np.array([unit.sample for unit in units])
+    made = replace(
+        batch, rewards=rewards, group_sizes=sizes, truncated=truncated, turns=turns, siblings=siblings, **cut
+    )
     return Compared(made, units, lengths)
 
 
