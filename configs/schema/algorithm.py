@@ -34,10 +34,10 @@ class AlgorithmConfig(Section):
     advantage_estimator: str = "grpo"
     """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
     `loss_type` is left out; `grpo_turns` compares the rewards of its turns with those of its group's (docs/agents.md);
-    `rloo` compares it with the others of its group; `ppo` trains a critic beside the actor and
-    estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole batch,
-    `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of which
-    one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
+    `rloo` compares it with the others of its group; `maxrl` divides by the group's mean reward; `ppo` trains a critic
+    beside the actor and estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole
+    batch, `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of
+    which one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
     `package.module.function` or `file.py:function`. slime: `--advantage-estimator`."""
 
     rewards_normalization: bool = True
