@@ -3,8 +3,8 @@
     A_{i,t} = (r_i - mean(r)) / mean(r)    mean over the samples of i's group
 
 With rewards of 0 and 1 the gradient is, for k samples, that of log p to the order k, where p is the chance of a right
-answer: a prompt of which few samples are right counts for more than in `grpo`. Where the mean is not above 1e-6, as that
-of wrong answers alone, nothing is divided.
+answer: a prompt of which few samples are right counts for more than in `grpo`. Where the mean is not above 1e-6, as
+that of wrong answers alone, nothing is divided.
 """
 
 import numpy as np
