@@ -24,6 +24,13 @@ def read_tokenizer(folder: str | Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, **options)
 
 
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """All tokens that a Hugging Face tokenizer calls special, also those that only its tokenizer.json does, such as
+    `<end_of_turn>` of Gemma 3."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset({*tokenizer.all_special_ids, *(id for id, token in added if token.special)})
+
+
 def tokenizer_digest(tokenizer: Any) -> str:
     """SHA-256, in hex, of all of a Hugging Face tokenizer that changes which tokens a prompt becomes or which text
     tokens become: vocabulary, merges, normalisation, splitting, decoding, added and special tokens, chat template.
