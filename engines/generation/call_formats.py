@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cairn.engines.replies import ToolCall, call_of, read_reply
+from cairn.engines.tokenizers import after_reply, special_ids
 from cairn.engines.tools.tool import Tool
 
 _MARK = "cairn-7f3a9c51-answer"
@@ -44,12 +45,13 @@ class TemplateFormat:
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool], prompt: str) -> None:
         """`prompt`: as the episode's data have it, with what the template begins answers with."""
         self._tokenizer = tokenizer
+        self._special = special_ids(tokenizer)
         self._schemas = [tool.schema for tool in tools.values()]
         self._prompt = prompt
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
         """See `CallFormat`."""
-        ended = len(ids) and int(ids[-1]) in self._tokenizer.all_special_ids
+        ended = len(ids) and int(ids[-1]) in self._special
         text = self._tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         thinking = self._prompt.rstrip().endswith("<think>")
         return list(read_reply(text, self._tokenizer, self._schemas, thinking=thinking).asked)
@@ -67,9 +69,7 @@ class TemplateFormat:
         rest = rendered.partition(_MARK)[2] + self._begin(begins[len(rendered) :])
         if any(text not in rest for _, text in results if text.strip() == text):
             raise BadTemplate(_cannot("it leaves results of tools out"))
-        last = self._tokenizer.decode(ids[-1:], skip_special_tokens=False) if len(ids) else ""
-        if last and int(ids[-1]) in self._tokenizer.all_special_ids:
-            rest = rest.removeprefix(last)  # the policy has ended its answer itself
+        rest = after_reply(self._tokenizer, self._special, ids, rest)
         return list(self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _begin(self, plain: str) -> str:
