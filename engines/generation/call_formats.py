@@ -24,6 +24,9 @@ _MARK = "cairn-7f3a9c51-answer"
 """Stands for an answer of the policy where the template is looked at."""
 
 
+WAY_OUT = "set rollout.tool_call_format=tags, or use a model whose template has tools"
+
+
 class BadTemplate(Exception):
     """The chat template does not say how results of tools are told."""
 
@@ -63,11 +66,19 @@ class TemplateFormat:
             {"role": "assistant", "content": _MARK},
             *({"role": "tool", "name": name, "content": text} for name, text in results),
         ]
-        rendered, begins = self._rendered(messages, False), self._rendered(messages, True)
-        if rendered.count(_MARK) != 1 or not begins.startswith(rendered):
+        try:
+            rendered = self._rendered(messages, False)
+            if rendered.count(_MARK) != 1:
+                raise BadTemplate(_cannot("it does not write out what was said"))
+            before = len(rendered.partition(_MARK)[0] + _MARK)
+        except BadTemplate:  # as that of gpt-oss, which writes results only behind the calls that they are of
+            messages[1] = {"role": "assistant", "content": "", "tool_calls": [_as_message(c) for c in self.calls(ids)]}
+            rendered, before = self._rendered(messages, False), len(self._rendered(messages[:2], False))
+        begins = self._rendered(messages, True)
+        if not begins.startswith(rendered):
             raise BadTemplate(_cannot("it does not write out what was said"))
-        rest = rendered.partition(_MARK)[2] + self._begin(begins[len(rendered) :])
-        if any(text not in rest for _, text in results if text.strip() == text):
+        rest = rendered[before:] + self._begin(begins[len(rendered) :])
+        if any(_json(text) not in rest and text not in rest for _, text in results if text.strip() == text):
             raise BadTemplate(_cannot("it leaves results of tools out"))
         rest = after_reply(self._tokenizer, self._special, ids, rest)
         return list(self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
@@ -120,8 +131,14 @@ class TagFormat:
             return ToolCall(name, unreadable=f"{name} takes a JSON object with {', '.join(required)}: {error}")
 
 
+def _as_message(call: ToolCall) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _json(text: str) -> str:
+    """A text as templates write it that write results as JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _cannot(why: str) -> str:
-    return (
-        f"the chat template cannot tell the model what tools returned ({why}): set rollout.tool_call_format=tags, or "
-        "use a model whose template has tools"
-    )
+    return f"the chat template cannot tell the model what tools returned ({why}): {WAY_OUT}"

@@ -1,5 +1,6 @@
 """A prompt that goes on from a sampled reply says what the chat template says, each end of a turn once."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,15 @@ def test_results_of_tools_follow_a_reply_as_the_template_writes_them(kind: str, 
     )
     assert written.endswith(end + results)
     assert not results.startswith("<|END_RESPONSE|>")
+
+
+@pytest.mark.parametrize("result", ["4", 'a "line"\nand another'])
+def test_results_follow_a_call_where_the_template_wants_a_call_before_them(result: str) -> None:
+    tokenizer, _ = tokenizer_of(TEMPLATES["closes the last turn otherwise"])
+    form: Any = TemplateFormat(tokenizer, {"add": Tool}, "<|start|>assistant")  # type: ignore[dict-item]
+    said = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 2}<|call|>'
+    ids = np.asarray(tokenizer(said, add_special_tokens=False)["input_ids"])
+    assert tokenizer.decode(form.results(ids, [("add", result)])) == (
+        f"<|start|>functions.add to=assistant<|channel|>commentary<|message|>{json.dumps(result)}<|end|>"
+        "<|start|>assistant"
+    )
