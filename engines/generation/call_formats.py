@@ -61,7 +61,7 @@ class TemplateFormat:
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """See `CallFormat`. Raises BadTemplate."""
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _MARK},
             *({"role": "tool", "name": name, "content": text} for name, text in results),

@@ -89,8 +89,9 @@ class Chats:
         self._marks_turns = isinstance(template, str) and "generation %}" in template.replace("-%}", "%}")
         self._ends = TurnEnds(tokenizer, model_ends)
         question: Messages = [{"role": "user", "content": "?"}]
-        closing, opening = (self._behind([*question, *_ANSWER, *rest], None) or "" for rest in ([], question))
-        self._ends.look_at(self._ids(closing), self._ids(opening))
+        closing, opening = (self._behind([*question, *_ANSWER, *rest], None) for rest in ([], question))
+        if closing is not None:
+            self._ends.look_at(self._ids(closing), self._ids(opening or ""))
         if not self._ends.closes and self._ends.default is None:
             raise BadData(
                 "the chat template writes no end token behind an answer, and neither the model's config nor its "
@@ -137,7 +138,7 @@ class Chats:
                 f"{where}: the chat template marks {len(spans)} turns of the assistant with {{% generation %}}, and "
                 f"the chat has {len(turns)}: correct the row or the template"
             )
-        return ids, [span for turn, span in zip(turns, spans, strict=True) if turn in learned]
+        return ids, [span for turn, span in zip(turns, spans, strict=False) if turn in learned]
 
     def _located(
         self, messages: Messages, turns: Sequence[int], learned: Sequence[int], tools: list[Any] | None, where: str
@@ -225,7 +226,7 @@ class Chats:
         """`asks`: with the generation prompt. None where the template refuses the messages."""
         try:
             text: str = self._template(messages, tools, "", tokenize=False, add_generation_prompt=asks)
-        except BadPrompt:
+        except Exception:  # a template raises what it likes
             return None
         return text
 

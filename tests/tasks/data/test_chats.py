@@ -115,19 +115,33 @@ def test_marks_that_leave_out_the_end_are_completed(end: str) -> None:
     assert learned(chats, tokenizer, PLAIN) == [f"Hello.{end.strip()}", "It is 4.<|im_end|>"]
 
 
+def test_a_chat_of_which_nothing_is_to_be_learned_says_so() -> None:
+    marks_questions = MARKED.replace(
+        "{% else %}{{ m.content }}", "{% else %}{% generation %}{{ m.content }}{% endgeneration %}"
+    )
+    tokenizer = byte_tokenizer(marks_questions.replace("END", "<|im_end|>"), "<|im_end|>")
+    with pytest.raises(BadPrompt, match="row 1 has nothing to learn"):
+        Chats(tokenizer, {}, {tokenizer.eos_token_id}).demonstrated(PLAIN, [], None, "row 1")
+
+
+def test_a_template_that_takes_no_text_is_looked_at_row_by_row() -> None:
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content[0]['text'] + 3 }}{% endfor %}", None)
+    Chats(tokenizer, {})
+
+
 def test_a_model_without_any_end_token_is_refused() -> None:
     with pytest.raises(BadData, match=r"end token.*: add eos_token_id to its generation_config\.json"):
         Chats(byte_tokenizer(TEMPLATES["words"].source, None), {})
     Chats(byte_tokenizer(TEMPLATES["chatml"].source, None), {})  # the template itself closes turns
 
 
-TWICE = (  # what stands on either side of a turn depends on it
-    "{% for m in messages %}{{ m.content|length }}{{ m.role }}: {{ m.content }}{{ m.content|length }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+COUNTED = "{% for m in messages %}{{ m.content|length }}{{ m.role }}: {{ m.content }}AFTER</s>{% endfor %}"
+ASKS = "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
-def test_a_turn_that_cannot_be_told_from_what_stands_around_it_is_refused() -> None:
-    tokenizer = byte_tokenizer(TWICE, "</s>")
+@pytest.mark.parametrize("after", ["", "{{ m.content|length }}"])
+def test_a_turn_that_cannot_be_told_from_what_stands_around_it_is_refused(after: str) -> None:
+    """What stands before a turn, or on both sides of it, depends on the turn."""
+    tokenizer = byte_tokenizer(COUNTED.replace("AFTER", after) + ASKS, "</s>")
     with pytest.raises(BadPrompt, match="row 1: the chat template writes what stands around message 2 otherwise"):
         learned(Chats(tokenizer, {}, {tokenizer.eos_token_id}), tokenizer, PLAIN)
