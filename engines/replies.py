@@ -39,7 +39,7 @@ _SECTIONS = {
         re.DOTALL,
     ),
     "<|tool_call_begin|>": re.compile(
-        r"<\|tool_call_begin\|>(?:functions\.)?([^<:\n]+)(?::\d+)?<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
+        r"<\|tool_call_begin\|>(?:functions\.)?([^<:\n]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
         re.DOTALL,
     ),
 }

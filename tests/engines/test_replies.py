@@ -81,6 +81,13 @@ def test_messages_of_gpt_oss_are_told_apart_by_channel_and_recipient(text: str) 
         assert read(text, GPT_OSS, TOOLS, cut=True) == Reply(text)
 
 
+@pytest.mark.parametrize("space", ["", " "])  # models write one that the template does not
+def test_calls_of_kimi_have_the_tool_in_their_ids(space: str) -> None:
+    one = f"<|tool_call_begin|>functions.search:0{space}<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
+    text = f"Look.<|tool_calls_section_begin|>{one}{one}<|tool_calls_section_end|>"
+    assert read(text, "<|tool_call_begin|>", TOOLS) == Reply("Look.", (SEARCH, SEARCH))
+
+
 def test_several_calls_of_deepseek_are_read_in_order() -> None:
     one = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
     text = f"Look.\n\n<｜tool▁calls▁begin｜>{one}\n{one}<｜tool▁calls▁end｜>"
