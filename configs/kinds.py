@@ -78,6 +78,11 @@ ARGS = "args"
 """The name of the first argument of functions that were written for slime."""
 
 
+def written_for_slime(function: Callable[..., Any]) -> bool:
+    """Whether a function takes slime's `args` first."""
+    return next(iter(inspect.signature(function).parameters), None) == ARGS
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of code: where ours lies, how any of it is called, and what it may need."""

@@ -1,8 +1,12 @@
 """The tokenizer of a model folder, and what it means, however it is written."""
 
 import json
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cairn.storage import canonical
 
@@ -22,6 +26,22 @@ def read_tokenizer(folder: str | Path) -> Any:
     if file.is_file() and json.loads(file.read_text()).get("model_type") in ARCHITECTURE_OF:
         options["config"] = read_config(Path(folder))
     return AutoTokenizer.from_pretrained(folder, **options)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """All tokens that a Hugging Face tokenizer calls special, also those that only its tokenizer.json does, such as
+    `<end_of_turn>` of Gemma 3."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset({*tokenizer.all_special_ids, *(id for id, token in added if token.special)})
+
+
+def after_reply(tokenizer: Any, special: Collection[int], ids: Sequence[int] | np.ndarray, written: str) -> str:
+    """What a prompt has behind a reply's tokens: `written`, which a chat template writes behind its words, without
+    the special tokens that the reply itself ends with. Those may be the end of a turn or, as in GLM-4.5, the beginning
+    of the next."""
+    ends = list(takewhile(lambda id: id in special, map(int, reversed(ids))))[::-1]
+    texts = (tokenizer.decode(ends[start:], skip_special_tokens=False) for start in range(len(ends)))
+    return next((written[len(text) :] for text in texts if written.startswith(text)), written)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

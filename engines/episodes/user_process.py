@@ -1,7 +1,6 @@
 """What runs in the process of the user's `generate`: see `user_code.py` for what it hears and says."""
 
 import asyncio
-import inspect
 import os
 import queue
 import threading
@@ -10,7 +9,7 @@ from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cairn.configs.kinds import ARGS, GENERATE
+from cairn.configs.kinds import GENERATE, written_for_slime
 from cairn.engines.child import die_with
 from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.user_code import GenerateFunction
@@ -108,8 +107,7 @@ def main(connection_fd: int, parent: int) -> None:
 
 def _load(name: str) -> Generate:
     found = GENERATE.load(name)
-    parameters = list(inspect.signature(found).parameters)
-    if parameters[:1] != [ARGS]:
+    if not written_for_slime(found):
         return found
     from cairn.engines.slime import adapted  # and the server that it needs, which no other function has need of
 

@@ -17,10 +17,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from cairn.engines.replies import ToolCall, call_of, read_reply
+from cairn.engines.tokenizers import after_reply, special_ids
 from cairn.engines.tools.tool import Tool
 
 _MARK = "cairn-7f3a9c51-answer"
 """Stands for an answer of the policy where the template is looked at."""
+
+
+WAY_OUT = "set rollout.tool_call_format=tags, or use a model whose template has tools"
 
 
 class BadTemplate(Exception):
@@ -44,32 +48,39 @@ class TemplateFormat:
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool], prompt: str) -> None:
         """`prompt`: as the episode's data have it, with what the template begins answers with."""
         self._tokenizer = tokenizer
+        self._special = special_ids(tokenizer)
         self._schemas = [tool.schema for tool in tools.values()]
         self._prompt = prompt
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
         """See `CallFormat`."""
-        ended = len(ids) and int(ids[-1]) in self._tokenizer.all_special_ids
+        ended = len(ids) and int(ids[-1]) in self._special
         text = self._tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         thinking = self._prompt.rstrip().endswith("<think>")
         return list(read_reply(text, self._tokenizer, self._schemas, thinking=thinking).asked)
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """See `CallFormat`. Raises BadTemplate."""
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _MARK},
             *({"role": "tool", "name": name, "content": text} for name, text in results),
         ]
-        rendered, begins = self._rendered(messages, False), self._rendered(messages, True)
-        if rendered.count(_MARK) != 1 or not begins.startswith(rendered):
+        try:
+            rendered = self._rendered(messages, False)
+            if rendered.count(_MARK) != 1:
+                raise BadTemplate(_cannot("it does not write out what was said"))
+            before = len(rendered.partition(_MARK)[0] + _MARK)
+        except BadTemplate:  # as that of gpt-oss, which writes results only behind the calls that they are of
+            messages[1] = {"role": "assistant", "content": "", "tool_calls": [_as_message(c) for c in self.calls(ids)]}
+            rendered, before = self._rendered(messages, False), len(self._rendered(messages[:2], False))
+        begins = self._rendered(messages, True)
+        if not begins.startswith(rendered):
             raise BadTemplate(_cannot("it does not write out what was said"))
-        rest = rendered.partition(_MARK)[2] + self._begin(begins[len(rendered) :])
-        if any(text not in rest for _, text in results if text.strip() == text):
+        rest = rendered[before:] + self._begin(begins[len(rendered) :])
+        if any(_json(text) not in rest and text not in rest for _, text in results if text.strip() == text):
             raise BadTemplate(_cannot("it leaves results of tools out"))
-        last = self._tokenizer.decode(ids[-1:], skip_special_tokens=False) if len(ids) else ""
-        if last and int(ids[-1]) in self._tokenizer.all_special_ids:
-            rest = rest.removeprefix(last)  # the policy has ended its answer itself
+        rest = after_reply(self._tokenizer, self._special, ids, rest)
         return list(self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _begin(self, plain: str) -> str:
@@ -120,8 +131,14 @@ class TagFormat:
             return ToolCall(name, unreadable=f"{name} takes a JSON object with {', '.join(required)}: {error}")
 
 
+def _as_message(call: ToolCall) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _json(text: str) -> str:
+    """A text as templates write it that write results as JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _cannot(why: str) -> str:
-    return (
-        f"the chat template cannot tell the model what tools returned ({why}): set rollout.tool_call_format=tags, or "
-        "use a model whose template has tools"
-    )
+    return f"the chat template cannot tell the model what tools returned ({why}): {WAY_OUT}"

@@ -5,11 +5,12 @@ import platform
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.kinds import user_code
+from cairn.configs.kinds import GENERATE, user_code, written_for_slime
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
@@ -31,6 +32,7 @@ from cairn.tasks.reward import reward
 from cairn.tasks.rewards.grading import Grading
 from cairn.tasks.rewards.opening import open_grader
 from cairn.tasks.rewards.outside.reward_model import Scorer
+from cairn.tasks.rewards.returned import ReturnedRewards
 from cairn.tasks.rewards.rows import row_check
 
 if TYPE_CHECKING:
@@ -135,10 +137,13 @@ def open_graders(
     answers that are not to be paid for twice. `reward_model`: see `open_grader`."""
     reader = Reader("the grader", "`reads` of reward in cairn.tasks.reward", reward.reads)
 
+    for_slime = written_for_slime(GENERATE.load(config.rollout.custom_generate_function_path))
+    tokenizer = cache(partial(load_tokenizer, config.model.path))
+
     def opened(own: RewardConfig) -> Grading:
         grader = open_grader(view(own, reader, "reward"), config.retry.grader, store, reward_model)
         stack.callback(grader.close)
-        return grader
+        return ReturnedRewards(grader, tokenizer) if for_slime else grader
 
     graders: dict[str | None, Grading] = {None: opened(config.reward)}
     for benchmark in config.eval.benchmarks:

@@ -63,9 +63,11 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
         problems += bias_problems(config.model.path, rate)
     if config.model.path in there:
         try:
-            load_tokenizer(config.model.path)
+            tokenizer = load_tokenizer(config.model.path)
         except BadModel as error:
             problems.append(f"model.path: {error}")
+        else:
+            problems += _tool_call_problems(config, tokenizer) if began is None else ()
     if not problems:
         for name, path in config.model.folders.items():
             if path != config.model.path:
@@ -151,6 +153,16 @@ def _image_problems(config: RunConfig) -> Iterator[str]:
             f"model.teacher_url: the server at {config.model.teacher_url} is asked about text, and multimodal_keys "
             "names images: give the teacher as model.teacher_path"
         )
+
+
+def _tool_call_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+    """A call that is not read would end its episode as if the model had called nothing."""
+    if (config.rollout.custom_generate_function_path, config.rollout.tool_call_format) == ("tool_calls", "template"):
+        from cairn.engines.generation.call_check import unreadable_calls
+
+        why = unreadable_calls(tokenizer)
+        if why is not None:
+            yield f"rollout.tool_call_format: the model in {config.model.path} cannot call tools, since {why}"
 
 
 def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:

@@ -4,12 +4,13 @@
 |---|---|---|
 | null | true | a chat in `input_key`: the assistant's turns are learned, but for a `step_loss_mask` of 0 |
 | a column | true | what that holds, said by the assistant after the prompt; turns in that are not learned |
-| a column | false | its text after the prompt's, both as they stand, and then the tokenizer's end token |
+| a column | false | its text after the prompt's, both as they stand, and then an end token |
 
 Of preferences a row holds two responses to one prompt, each as in the last two lines: `chosen_key`, `rejected_key`.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -19,6 +20,7 @@ from cairn.tasks.data.chats import STEP_LOSS_MASK, Chats, Demonstrated, Messages
 from cairn.tasks.data.errors import BadData, BadPrompt
 from cairn.tasks.data.prompts import OverRows, Rows, metadata_of, prompt_of, require_template, require_text, tools_of
 from cairn.tasks.data.rows import open_rows
+from cairn.tasks.data.turn_ends import TurnEnds
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,53 @@ class DemonstrationRow:
 class DemonstrationData(OverRows):
     """The demonstrations of one data set."""
 
-    def __init__(self, rows: Rows, format: DataConfig, tokenizer: Any, max_length: int, *, pairs: bool) -> None:
-        """`max_length`: of a prompt and a response to it, in tokens."""
+    def __init__(
+        self,
+        rows: Rows,
+        format: DataConfig,
+        tokenizer: Any,
+        max_length: int,
+        *,
+        pairs: bool,
+        model_ends: Collection[int],
+    ) -> None:
+        """`max_length`: of a prompt and a response to it, in tokens. Raises BadData where nothing says how a response
+        ends."""
         super().__init__(rows)
         self._tokenizer = tokenizer
         self._pairs = pairs
         self._format = format
         self._max_length = max_length
-        self._chats = Chats(tokenizer, format.apply_chat_template_kwargs) if format.apply_chat_template else None
+        self._chats: Chats | None = None
+        self._end = TurnEnds(tokenizer, model_ends).default
+        if format.apply_chat_template:
+            self._chats = Chats(tokenizer, format.apply_chat_template_kwargs, model_ends)
+        elif self._end is None:
+            raise BadData(
+                "neither the model's config nor its tokenizer names an end token, so no response would teach it to "
+                "stop: add eos_token_id to its generation_config.json"
+            )
 
     @classmethod
     def open(
-        cls, format: DataConfig, path: str, tokenizer: Any, max_length: int, *, pairs: bool = False
+        cls,
+        format: DataConfig,
+        path: str,
+        tokenizer: Any,
+        max_length: int,
+        *,
+        pairs: bool = False,
+        model_ends: Collection[int] = (),
     ) -> "DemonstrationData":
-        """Open what the data source gives for `path`, and check every row: see `open_rows`. `pairs`: a row holds two
-        responses, of which the first is preferred. Raises BadData."""
+        """Open what the data source gives for `path`, and check every row: see `open_rows`.
+
+        Args:
+            pairs: whether a row holds two responses, of which the first is preferred.
+            model_ends: the tokens at which engines stop (`cairn.engines.models.end_tokens`).
+
+        Raises:
+            BadData: the data, or what they are to be rendered with, cannot be used.
+        """
         require_template(format, tokenizer)
         if not pairs and format.response_key is None and not format.apply_chat_template:
             raise BadData(
@@ -73,7 +107,7 @@ class DemonstrationData(OverRows):
             optional - required.keys(),
             lambda row, where: _chats(row, format, pairs, where),
         )
-        return cls(rows, format, tokenizer, max_length, pairs=pairs)
+        return cls(rows, format, tokenizer, max_length, pairs=pairs, model_ends=model_ends)
 
     def row(self, index: int) -> DemonstrationRow:
         """Read, render and tokenize the row at `index`.
@@ -122,7 +156,7 @@ class DemonstrationData(OverRows):
         before, after = (
             self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (prompt, response)
         )
-        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
+        end = [] if self._end is None else [self._end]
         learned = [*after, *end]
         return Demonstrated.of([*before, *learned], [0] * len(before) + [1] * len(learned), where)
 

@@ -24,9 +24,13 @@ def open_data(config: RunConfig, tokenizer: Any, is_new: bool = False) -> Data:
         return MixedData.open(data.mixture, tokenizer, row_check(config.reward, is_new), told_tools(config.rollout))
     if config.samples_responses:
         return PromptData.open(data, data.path, tokenizer, row_check(config.reward, is_new), told_tools(config.rollout))
-    from cairn.engines.models import check_model_folder, context_length  # PyTorch takes seconds to import
+    from cairn.engines.models import check_model_folder, context_length, end_tokens  # PyTorch takes seconds to import
 
-    longest = data.max_length or context_length(check_model_folder(config.model.path))
     return DemonstrationData.open(
-        data, data.path, tokenizer, longest, pairs=config.algorithm.learns_from == "preferences"
+        data,
+        data.path,
+        tokenizer,
+        data.max_length or context_length(check_model_folder(config.model.path)),
+        pairs=config.algorithm.learns_from == "preferences",
+        model_ends=end_tokens(config.model.path),
     )

@@ -199,6 +199,18 @@ def test_user_code_that_cannot_be_had_is_named(model: Path, data: Path) -> None:
     assert problems[3].startswith("eval.benchmarks.0: there is no grader 'maths'")
 
 
+def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(model: Path, data: Path) -> None:
+    rollout = {"num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16, "tools": ["calculator"]}
+    rollout["custom_generate_function_path"] = "tool_calls"
+    calling = config(model, data, rollout=rollout)
+    assert setup_problems(calling) == [
+        f"rollout.tool_call_format: the model in {model} cannot call tools, since the chat template writes no calls of "
+        "tools: set rollout.tool_call_format=tags, or use a model whose template has tools"
+    ]
+    assert setup_problems(calling, 1) == [], "a run that began with it goes on"
+    assert setup_problems(config(model, data, rollout=rollout | {"tool_call_format": "tags"})) == []
+
+
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:
     data.write_text('{"prompt": "1", "label": "1"}\n{"prompt": "1"\n')
     (problem,) = data_problems(config(model, data))
