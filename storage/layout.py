@@ -55,6 +55,10 @@ BESIDE = (IMAGES_FILE, CALLS_FILE, RESULTS_FILE)
 """Files beside a step's table."""
 
 
+FOLDERS = ("runs", "self-tests", "evals", "answers")
+"""All that lies in a store's root."""
+
+
 class Kind(StrEnum):
     """Files of one iteration that retention removes at once."""
 

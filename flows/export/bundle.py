@@ -214,9 +214,11 @@ def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView)
 def _grader(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> tuple[str | None, bytes]:
     """Name and source of a grader of one's own, where the source at hand is the one that graded."""
     from cairn.configs.plugins import BadPlugin
+    from cairn.flows.driver.trust import code_at_hand
     from cairn.tasks.plugin_sources import source_digest, source_files
 
-    path = config.reward.custom_rm_path
+    named = config.reward.custom_rm_path
+    path = None if named is None else code_at_hand(named, ledger.store)
     graded = ledger.find(view.iteration, Step.REWARD, rollout.shard)
     row = None if graded is None else sample_row(ledger, graded, view.group_id, view.sample_index)
     if path is None or row is None or ".py:" not in path:
