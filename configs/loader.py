@@ -22,7 +22,17 @@ from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 
-__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse", "read", "released", "with_section"]
+__all__ = [
+    "ConfigError",
+    "from_manifest",
+    "in_recorded_words",
+    "inherit",
+    "load",
+    "parse",
+    "read",
+    "released",
+    "with_section",
+]
 
 
 _NO_EFFECT = re.compile("has no effect|nothing would read it")

@@ -53,9 +53,23 @@ def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunCon
     return require_trusted(config, ledger.store, given, of=f" of {ledger.run}")
 
 
+def require_model_trusted(config: RunConfig, ledger: Ledger) -> None:
+    """Raise ConfigError unless a store may name the models that a configuration does, for who reads no more of it."""
+    problems = _problems(config, ledger.store, None, f" of {ledger.run}")
+    if named := [problem for problem in problems if problem.startswith("model.")]:
+        raise ConfigError(named)
+
+
 def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = None, *, of: str = "") -> RunConfig:
     """The configuration, with code that may be imported. Raises ConfigError unless a store may set all that it sets and
     the recipe `given` does not. `of` names the ledger in messages."""
+    problems = _problems(config, store, given, of)
+    if problems:
+        raise ConfigError(problems)
+    return released(config)
+
+
+def _problems(config: RunConfig, store: Store, given: RunConfig | None, of: str) -> list[str]:
     users = {} if given is None else {option: value for option, value, _ in _free_options(given)}
     problems = []
     for option, value, default in _free_options(config):
@@ -65,9 +79,7 @@ def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = N
         if why is not None:
             shown = "set" if isinstance(value, Mapping) else repr(value)
             problems.append(f"{option} is {shown} in the ledger{of}, and {why}")
-    if problems:
-        raise ConfigError(problems)
-    return released(config)
+    return problems
 
 
 def is_at_hand(source: Path, store: Store) -> bool:

@@ -17,6 +17,7 @@ from cairn.flows.cli import app
 from cairn.flows.driver.session import open_run
 from cairn.flows.driver.trust import is_at_hand, require_trusted
 from cairn.flows.export.bundle import bundle
+from cairn.flows.export.model import export
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import run_status
@@ -24,6 +25,7 @@ from cairn.storage import canonical, layout
 from cairn.storage.commits import Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
+from cairn.storage.store import Store
 from cairn.tasks.recovery import replay
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -71,14 +73,14 @@ def set_option(config: dict[str, Any], option: str, value: str) -> None:
     config[last] = [value] if last == "tools" else value
 
 
-def forge(store: LocalStore, path: str, change: Callable[[dict[str, Any]], object]) -> None:
+def forge(store: Store, path: str, change: Callable[[dict[str, Any]], object]) -> None:
     fields = canonical.unseal(store.read(path))
     del fields["digest"]
     change(fields)
     store.write(path, canonical.seal(fields))
 
 
-def name_everywhere(store: LocalStore, run: str, evil: str) -> None:
+def name_everywhere(store: Store, run: str, evil: str) -> None:
     """Let a manifest name the file in every option that the schema takes together."""
 
     def change(fields: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ def readers(store: str) -> Iterator[list[str]]:
 
 def test_no_command_imports_what_a_manifest_names(kept: tuple[Ledger, str], imported: list[str]) -> None:
     ledger, evil = kept
-    name_everywhere(ledger.store, "tiny", evil)  # type: ignore[arg-type]
+    name_everywhere(ledger.store, "tiny", evil)
     traces = []
     for command in readers(ledger.store.url):
         result = CliRunner().invoke(app, command)
@@ -150,9 +152,17 @@ def test_no_command_imports_what_a_manifest_names(kept: tuple[Ledger, str], impo
 
 def test_a_bundle_takes_no_code_from_a_store(kept: tuple[Ledger, str], imported: list[str], tmp_path: Path) -> None:
     ledger, evil = kept
-    forge(ledger.store, layout.run_manifest("tiny"), lambda f: f["config"]["reward"].update(custom_rm_path=evil))  # type: ignore[arg-type]
+    forge(ledger.store, layout.run_manifest("tiny"), lambda f: f["config"]["reward"].update(custom_rm_path=evil))
     assert bundle(Ledger.open(ledger.store, "tiny"), 0, 0, tmp_path / "sample.zip").grader is None
     assert imported == []
+
+
+def test_no_weights_are_exported_into_a_model_of_a_store(kept: tuple[Ledger, str], tmp_path: Path) -> None:
+    ledger, _ = kept
+    shown = f"{ledger.store.url}/evals/model"
+    forge(ledger.store, layout.run_manifest("tiny"), lambda fields: fields["config"]["model"].update(path=shown))
+    with pytest.raises(ConfigError, match=r"model\.path is .* a store may name no model among its own files"):
+        export(Ledger.open(ledger.store, "tiny"), tmp_path / "exported")
 
 
 def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
@@ -160,7 +170,6 @@ def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
 ) -> None:
     ledger, evil = kept
     store = ledger.store
-    assert isinstance(store, LocalStore)
     manifest = canonical.unseal(store.read(layout.run_manifest("tiny")))
     names = ("schema_version", "run", "config", "inputs", "rules", "code_version")
     upgrade = {**{name: manifest[name] for name in names}, "epoch": 1, "recorded_at": 0.0}
@@ -173,7 +182,10 @@ def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
     assert trained is not None
     with tiny_context(store.url, config) as (run, _), pytest.raises(BadPlugin, match="is named by a ledger"):
         replay(run, trained)
-    with open_run(store, "tiny", None) as run, pytest.raises(ConfigError, match=r"algorithm\.loss_type is .*a store may"):
+    with (
+        open_run(store, "tiny", None) as run,
+        pytest.raises(ConfigError, match=r"algorithm\.loss_type is .*a store may"),
+    ):
         run.config_of(trained)
     assert imported == []
 
@@ -192,6 +204,6 @@ def test_every_folder_of_a_store_is_known() -> None:
 
 def test_status_of_a_run_is_told_all_the_same(kept: tuple[Ledger, str], imported: list[str]) -> None:
     ledger, evil = kept
-    name_everywhere(ledger.store, "tiny", evil)  # type: ignore[arg-type]
+    name_everywhere(ledger.store, "tiny", evil)
     assert run_status(ledger.store, "tiny").iterations
     assert imported == []
