@@ -5,7 +5,7 @@
 | `auto_map` | where the library has no class of its own for the `model_type` beside it, and would run the folder's |
 | `…_implementation`, of attention and experts | all but PyTorch's: the library fetches others |
 | `quantization_config` | but in the config itself and in `text_config`, where `cairn.engines.quantized` reads it |
-| `use_pretrained_backbone`, `use_timm_backbone`, `use_kernels` | where they are set: the library fetches what is named |
+| `use_pretrained_backbone`, `use_timm_backbone`, `use_kernels` | where set: the library fetches what is named |
 
 An adapter beside the weights (`adapter_config.json`) names another model, which the library would load in their place.
 """
