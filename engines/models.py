@@ -34,6 +34,7 @@ from cairn.engines.mtp import is_mtp
 from cairn.engines.named_code import require_no_adapter, require_no_code
 from cairn.engines.published import is_exact, published_parts, saved_buffers
 from cairn.engines.quantized import Slice, open_tensors, quantization_of
+from cairn.storage.canonical import from_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -303,7 +304,7 @@ def save_config(config: PretrainedConfig, source: Path, folder: Path) -> None:
     other programs look for it, as SGLang does for Qwen3-Next's `full_attention_interval`."""
     config.save_pretrained(folder)
     file = folder / "config.json"
-    written, published = json.loads(file.read_text()), json.loads((source / "config.json").read_text())
+    written, published = from_json(file.read_text()), from_json((source / "config.json").read_text())
     if published.get("model_type") != config.model_type:  # the part that is a language model
         published = published.get("text_config", {})
     lacking = {name: value for name, value in published.items() if name not in written and name not in _SAID_ANEW}
@@ -322,7 +323,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         raise BadModel(f"Model folder {folder} has neither {WEIGHTS} nor {INDEX}: save its weights as safetensors.")
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = from_json((folder / INDEX).read_text())["weight_map"]
         return [folder / name for name in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadModel(f"{folder / INDEX} is not an index of weight files: copy the folder again.") from error

@@ -28,6 +28,7 @@ from typing import Any
 import pyarrow as pa
 
 from cairn.storage import canonical, layout, tables
+from cairn.storage.canonical import from_json
 from cairn.storage.paced import PacedWriter
 from cairn.storage.store import Store
 
@@ -126,7 +127,7 @@ class Answers:
         if not table.schema.equals(_SCHEMA):
             return
         for row in table.to_pylist():
-            components = None if row["components"] is None else json.loads(row["components"])
+            components = None if row["components"] is None else from_json(row["components"])
             self._known.setdefault(row["question"], Answer(row["reward"], components, row["error"]))
 
 

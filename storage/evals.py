@@ -27,7 +27,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Environment, OutputFile
-from cairn.storage.errors import Damaged, LeaseHeld
+from cairn.storage.errors import Damaged, LeadsOut, LeaseHeld
 from cairn.storage.leases import Lease, LeaseState, Outcome, Owned, newest_lease
 from cairn.storage.records import FORMAT, Marker, Record
 from cairn.storage.snapshots import AttemptFolder, check_bytes
@@ -237,7 +237,11 @@ def folders(store: Store) -> Iterator[str]:
     for entry in store.list(layout.evals()):
         if (model := layout.parse_evaluated(entry)) is None:
             continue
-        for name in store.list(model):
+        try:
+            names = store.list(model)
+        except LeadsOut:  # nobody has a result there
+            continue
+        for name in names:
             if (folder := layout.parse_evaluation(model, name)) is not None:
                 yield folder
 

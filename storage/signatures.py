@@ -19,7 +19,6 @@ those of all that was made from it, still has no signature under what it holds t
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +35,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cairn.storage import canonical, evals, layout
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import StoreRefused
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
@@ -161,7 +161,7 @@ def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Sign
     except FileNotFoundError:
         return Signed(path=path, signer=None, problem=f"{path} is missing")
     try:
-        fields = json.loads(store.read(signature_path(path, data)))
+        fields = from_json(store.read(signature_path(path, data)))
         key, signature = str(fields["key"]), bytes.fromhex(fields["signature"])
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(signature, _message(path, data))
     except FileNotFoundError:

@@ -12,7 +12,6 @@ open, which listens while there is one.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context as Variables
@@ -30,6 +29,7 @@ from cairn.engines.capture.errors import BadRequest
 from cairn.engines.capture.exchanges import Exchange
 from cairn.engines.capture.openai import ChatCompletions
 from cairn.engines.tools.results import shortened
+from cairn.storage.canonical import from_json
 
 if TYPE_CHECKING:
     from cairn.engines.capture.session import Session
@@ -127,8 +127,8 @@ async def _body(request: web.Request) -> dict[str, Any]:
     if request.method == "GET":
         return {}
     try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
+        body = from_json(await request.read())
+    except ValueError as error:
         raise BadRequest(f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the request has to be a JSON object")

@@ -13,7 +13,6 @@ A bundle is consistent in itself if all of that holds. That it is of the run tha
 the digest of its newest commit, compared with what `cairn status` or somebody else says.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from cairn.configs.loader import from_manifest
 from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
 from cairn.storage import canonical, layout
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
@@ -229,7 +229,7 @@ def _graded(
         problems.append(f"what the bundle says that the grader was given is no sample: {where}: {first['msg']}")
         return None, "what its grader was given is no sample"
     claimed = {"response": row["response_text"], "label": row["label"], "prompt": row["prompt_text"]}
-    claimed |= {"metadata": json.loads(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
+    claimed |= {"metadata": from_json(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
     lists = {"response_ids": row["response_ids"], "prompt_ids": row["prompt_ids"]}
     wrong = [name for name, value in claimed.items() if getattr(given, name) != value]
     wrong += [name for name, value in lists.items() if list(getattr(given, name)) != list(value)]

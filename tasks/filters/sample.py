@@ -1,11 +1,12 @@
 """What a filter may see of a sample."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+
+from cairn.storage.canonical import from_json
 
 ROLLOUT_COLUMNS = (
     "group_id",
@@ -96,7 +97,7 @@ def _sample(row: dict[str, Any], graded: dict[str, Any]) -> GradedSample:
         group_id=row["group_id"],
         sample_index=row["sample_index"],
         reward=graded["reward"],
-        components=json.loads(graded["components"]) if graded["components"] else {},
+        components=from_json(graded["components"]) if graded["components"] else {},
         response=row["response_text"],
         response_ids=tuple(row["response_ids"]),
         log_probs=tuple(row["log_probs"]),
@@ -107,5 +108,5 @@ def _sample(row: dict[str, Any], graded: dict[str, Any]) -> GradedSample:
         prompt_ids=tuple(row["prompt_ids"]),
         prompt_index=row["prompt_index"],
         label=row["label"],
-        metadata=json.loads(row["metadata"]) if row["metadata"] else {},
+        metadata=from_json(row["metadata"]) if row["metadata"] else {},
     )
