@@ -20,7 +20,7 @@ same asks for the same file.
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import pyarrow as pa
 from pydantic import Field, JsonValue, field_validator
@@ -244,6 +244,22 @@ def folders(store: Store) -> Iterator[str]:
         for name in names:
             if (folder := layout.parse_evaluation(model, name)) is not None:
                 yield folder
+
+
+def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
+    """Folders of the results with questions of these texts; those too whose rows cannot be read."""
+    for folder in folders(store):
+        try:
+            result = Evaluation.from_bytes(
+                store.read(layout.evaluation_result(folder)), layout.evaluation_result(folder)
+            )
+            asked = set(read_samples(store, result)["prompt_text"].to_pylist())
+        except FileNotFoundError:  # nobody has finished it
+            continue
+        except Damaged:
+            asked = set(texts)
+        if asked & set(texts):
+            yield folder
 
 
 def results(store: Store) -> Iterator[Evaluation]:

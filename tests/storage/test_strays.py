@@ -105,7 +105,7 @@ def test_what_is_nested_too_deeply_is_damage(read: Callable[[bytes], object], wr
 
 
 def test_a_row_of_data_that_is_nested_too_deeply_is_named() -> None:
-    with pytest.raises(BadData, match="line 7 is not JSON .it is nested deeper than"):
+    with pytest.raises(BadData, match=r"line 7 is not JSON \(it is nested deeper than"):
         parsed(b'{"prompt": ' + DEEP + b"}", "train.jsonl, line 7")
 
 
