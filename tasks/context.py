@@ -62,7 +62,7 @@ class RunContext(RecordedRun):
         benchmark to its grader, None to the training's. `trusted` returns a recorded configuration with code that may
         be imported, or raises ConfigError; by default none may."""
         super().__init__(config, ledger)
-        self._trusted = trusted
+        self._whole_config, self._trusted = config, trusted
         self.tokenizer = tokenizer
         self.data = data
         self.max_prompt_len = max_prompt_len
@@ -169,7 +169,7 @@ class RunContext(RecordedRun):
         """All of the configuration that a commit was made under, a parent's for one shared with it, to be executed.
         Raises ConfigError where a store must not ask for something in it."""
         recorded = from_manifest(self.ledger.terms_of(commit).config)
-        return self.config if recorded == self.config else self._trusted(recorded)
+        return self._whole_config if recorded == self._whole_config else self._trusted(recorded)
 
     def commit(self, **fields: Any) -> Commit:
         """Create a commit, or adopt the one that another driver created first."""
