@@ -18,6 +18,7 @@ from cairn.configs.errors import ConfigError
 from cairn.configs.options import LIST_ITEM, Option, item_of, options, section_of
 from cairn.configs.recorded import in_todays_words
 from cairn.configs.schema.base import RECORDED, UNCHECKED
+from cairn.configs.schema.location import has_credentials
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
@@ -251,6 +252,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     """Set one `a.b=value` in nested mappings and lists, making the sections that are not there yet."""
     name, equals, text = override.partition("=")
     name = name.strip()
+    if has_credentials(override) or has_credentials(text):
+        override = "…" if has_credentials(name) else f"{name}=…"
     if not equals or not name or "" in name.split("."):
         raise ConfigError([f"--set {override} is not of the form section.option=value"])
     try:
@@ -337,6 +340,12 @@ def _sentence(error: ErrorDetails) -> str:
     return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}"
 
 
+def _holds_credentials(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_holds_credentials, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and has_credentials(value)
+
+
 def _unknown(location: Sequence[int | str], value: Any) -> str:
     name = ".".join(map(str, location))
     *sections, last = location
@@ -381,6 +390,8 @@ def _likeness(word: str, other: str) -> float:
 
 
 def _spell(value: Any) -> str:
-    """A value as it would stand in YAML, cut short."""
+    """A value as it would stand in YAML, cut short; of one that holds an address with credentials none."""
+    if _holds_credentials(value):
+        return "a value with credentials"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "…"

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from cairn.configs.schema.base import Code, Section, is_recorded
+from cairn.configs.schema.location import Location
 from cairn.configs.schema.servers import ServerGroup
 from cairn.configs.schema.tools import ToolOptions
 
@@ -38,7 +39,7 @@ class RolloutConfig(Section):
     server_groups: tuple[ServerGroup, ...] = ()
     """Servers of several kinds, `num_engines` in all. slime: `--sglang-config`."""
 
-    external_urls: tuple[str, ...] = ()
+    external_urls: tuple[Location, ...] = ()
     """Servers that run elsewhere, `http://host:port`, one for each of `num_engines`: they are used and never started or
     ended. slime: `--rollout-external-engine-addrs`."""
 
