@@ -97,6 +97,8 @@ class _Server:
         return runner.addresses[0][1], runner
 
 
+_PLACES = ("v1", "generate", "inference")
+"""With what paths begin that name no session."""
 _servers: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Server]]" = WeakKeyDictionary()
 
 
@@ -180,7 +182,8 @@ async def _generate(
 
 
 async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse:
-    place = "/".join(request.path.split("/")[-3:])  # and no key
+    parts = request.path.strip("/").split("/")
+    place = "/".join(parts if parts[0] in _PLACES else parts[1:])  # without what may be a session's key
     served = "v1/chat/completions, v1/messages, v1/models, generate and inference/v1/generate"
     told = f"{request.method} …/{place} is not served: {served} are"
     return web.json_response(dialect.error(told, 404, None), status=404)
