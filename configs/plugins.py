@@ -19,6 +19,13 @@ class BadPlugin(Exception):
     """User code that a configuration names cannot be had. The message says why and what to do."""
 
 
+class Unchecked(str):
+    """A name of code from a store that has not passed `cairn.flows.driver.trust`: it is shown and compared like any
+    text, and never imported."""
+
+    __slots__ = ()
+
+
 def load_callable(path: str) -> Callable[..., Any]:
     """Import the callable that `path` names.
 
@@ -50,7 +57,13 @@ def deferred(function: Callable[..., Any]) -> str | None:
 
 
 def module_of(path: str) -> ModuleType:
-    """Import the module in which `path` names something. Raises BadPlugin as `load_callable` does."""
+    """Import the module in which `path` names something. Raises BadPlugin as `load_callable` does, and for a name that
+    is Unchecked."""
+    if isinstance(path, Unchecked):
+        raise BadPlugin(
+            f"{str(path)!r} is named by a ledger and is not imported to read it: give the recipe with `cairn train "
+            "RECIPE --run NAME`"
+        )
     place, name = _split(path)
     if not place or not name:
         raise BadPlugin(f"{path!r} names no function: write package.module.function or file.py:function")

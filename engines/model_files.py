@@ -1,13 +1,13 @@
 """Files of a model folder, read without the libraries that load models and tokenizers, which take seconds to import."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from cairn.storage import canonical
+from cairn.storage.canonical import from_json
 
 _TOKENIZER = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -32,8 +32,8 @@ def special_tokens(folder: Path) -> frozenset[str] | None:
     """Texts among which are all tokens that the files of a folder's tokenizer call special; not those that its class in
     transformers adds by itself, such as `<s>`. None where they cannot be told."""
     try:
-        added = json.loads((folder / _TOKENIZER).read_bytes())["added_tokens"]
-        others = [json.loads(file.read_bytes()) for name in _OTHERS if (file := folder / name).is_file()]
+        added = from_json((folder / _TOKENIZER).read_bytes())["added_tokens"]
+        others = [from_json(file.read_bytes()) for name in _OTHERS if (file := folder / name).is_file()]
         for other in others:
             other.pop("chat_template", None)
             added += other.pop("added_tokens_decoder", {}).values()

@@ -21,11 +21,12 @@ has a reason, and is left in what the reply tells: whoever reads it sees what th
 none.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from cairn.storage.canonical import from_json
 
 _BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OPEN_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -290,6 +291,6 @@ class _NoJson:
 def _json(text: str) -> Any:
     """What it says, or a `_NoJson`."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return from_json(text)
+    except ValueError as error:
         return _NoJson(str(error)[:200])

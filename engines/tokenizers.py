@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cairn.storage import canonical
+from cairn.storage.canonical import from_json
 
 _NO_MEANING = ("version", "truncation", "padding", "post_processor")
 """Of a tokenizer's JSON: the last adds special tokens, which prompts and responses never ask for."""
@@ -23,7 +24,7 @@ def read_tokenizer(folder: str | Path) -> Any:
 
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     file = Path(folder) / "config.json"
-    if file.is_file() and json.loads(file.read_text()).get("model_type") in ARCHITECTURE_OF:
+    if file.is_file() and from_json(file.read_text()).get("model_type") in ARCHITECTURE_OF:
         options["config"] = read_config(Path(folder))
     return AutoTokenizer.from_pretrained(folder, **options)
 

@@ -30,10 +30,10 @@ from cairn.storage import layout
 from cairn.storage.errors import LeaseLost
 from cairn.storage.paced import PacedWriter
 from cairn.storage.schemas import CALLS
-from cairn.storage.snapshots import PARTS, AttemptFolder
+from cairn.storage.snapshots import AttemptFolder
+from cairn.storage.write_ahead import CALLS_FOLDER as FOLDER
 from cairn.storage.write_ahead import READERS, part_bytes, read_part
 
-FOLDER = f"{PARTS}/calls"
 _PART = re.compile(r"(\d{4})-(\d{6})\.[0-9a-f]{64}\.arrow")
 
 

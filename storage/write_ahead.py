@@ -35,6 +35,7 @@ from cairn.storage.snapshots import PARTS, AttemptFolder
 from cairn.storage.store import Store
 
 _INPUTS_KEY = b"inputs_digest"
+CALLS_FOLDER = f"{PARTS}/calls"
 READERS = 8
 """Parts read at a time: an object store answers one after tens of milliseconds."""
 
@@ -68,6 +69,17 @@ def waiting_prompts(store: Store, run: str, iteration: int, committed: Collectio
             if table is not None:
                 found |= set(table["prompt_index"].to_pylist())
     return found
+
+
+def is_calls(path: str) -> bool:
+    """Whether a store path is that of a part of a log of calls, see `cairn.storage.call_log`."""
+    return f"/{CALLS_FOLDER}/" in path and path.endswith(".arrow")
+
+
+def groups_of_calls(store: Store, paths: Collection[str]) -> set[int]:
+    """The groups of which there are calls in parts, by their store paths. Calls do not say of which prompt they are."""
+    found = (read_any_part(store, path) for path in paths if is_calls(path))
+    return {group for table in found if table is not None for group in table["group_id"].to_pylist()}
 
 
 def _samples(table: pa.Table) -> list[tuple[int, int]]:

@@ -30,6 +30,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import (
     BUFFER_KEY,
@@ -305,7 +306,7 @@ def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
         return {}
     found = {}
     for row in run.read(generated, ["group_id", "prompt_index", "metadata"]).to_pylist():
-        metadata = json.loads(row["metadata"]) if row["metadata"] else {}
+        metadata = from_json(row["metadata"]) if row["metadata"] else {}
         if name not in metadata:
             raise NoSuchMetadata(
                 f"rollout.buffer_key is {name}, and the metadata of data row {row['prompt_index']} has "
@@ -344,7 +345,7 @@ def _stale_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, 
 
 
 def _decoded(key: str | None) -> Any:
-    return None if key is None else json.loads(key)
+    return None if key is None else from_json(key)
 
 
 def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import (
     RAW_REWARD,
@@ -111,7 +112,7 @@ def graded_shard(
     pairs = list(zip(samples["group_id"], samples["status"], strict=True))
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
-    samples["metadata"] = [json.loads(metadata) if metadata else {} for metadata in samples["metadata"]]
+    samples["metadata"] = [from_json(metadata) if metadata else {} for metadata in samples["metadata"]]
     given = given_samples(grader, tokenizer, samples)
     ready = iter(
         grade_generated(

@@ -1,8 +1,8 @@
 """What a filter step says of the groups that its own round judged, with their prompts."""
 
-import json
 from typing import TYPE_CHECKING
 
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import Disposition
 from cairn.tasks.data.results import GroupResult
@@ -44,7 +44,7 @@ def round_results(run: "RunContext", selection: Commit) -> tuple[GroupResult, ..
                     row["group_id"],
                     prompt["prompt_index"],
                     prompt["label"],
-                    json.loads(prompt["metadata"] or "{}"),
+                    from_json(prompt["metadata"] or "{}"),
                     row["mean_reward"],
                     row["std_reward"],
                     row["kept"],

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
-from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.base import Code, Section, is_recorded
 from cairn.configs.schema.unread import unread
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
@@ -25,13 +25,13 @@ LearnsFrom = Literal["responses", "demonstrations", "preferences"]
 class AlgorithmConfig(Section):
     """Advantages and the policy loss."""
 
-    loss_type: str = "policy_loss"
+    loss_type: Code = "policy_loss"
     """`policy_loss` is the clipped surrogate of PPO and GRPO, `gspo` the same with the ratio of a whole response,
     `cispo` the policy gradient with clipped weights, `sft_loss` the likelihood of demonstrations, which the rows of
     `data.path` then hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`.
     slime: `--loss-type`."""
 
-    advantage_estimator: str = "grpo"
+    advantage_estimator: Code = "grpo"
     """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
     `loss_type` is left out; `grpo_turns` compares the rewards of its turns with those of its group's (docs/agents.md);
     `rloo` compares it with the others of its group; `maxrl` divides by the group's mean reward; `ppo` trains a critic
@@ -152,7 +152,7 @@ class AlgorithmConfig(Section):
     the update, and the behaviour policy's, which the rollout engine returned, by `custom_tis_function_path`. slime:
     `--use-tis`."""
 
-    custom_tis_function_path: str = "tis"
+    custom_tis_function_path: Code = "tis"
     """How: `tis` is truncated importance sampling; `icepop` leaves out tokens whose ratio is outside the bounds; `mis`
     does either, for tokens or responses, and rejects besides, by the options below; or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--custom-tis-function-path`."""
@@ -202,7 +202,7 @@ class AlgorithmConfig(Section):
     the second and later optimizer steps of an iteration how far the policy has moved is part of it. slime:
     `--get-mismatch-metrics`."""
 
-    custom_pg_loss_reducer_function_path: str = "mean"
+    custom_pg_loss_reducer_function_path: Code = "mean"
     """How the losses of tokens become that of the batch: `mean`, as the two options below say; or a function of your
     own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--custom-pg-loss-reducer-function-path`."""

@@ -76,7 +76,7 @@ class RewardModelConfig(Section):
     """`rm_type: reward_model`: a sequence classifier with one label scores prompt and response, in an actor of its own
     beside the other engines."""
 
-    path: str = Field(min_length=1)
+    path: Location = Field(min_length=1)
     """Folder of the classifier in the Hugging Face format, with its tokenizer."""
 
     num_gpus: float = Field(0.0, ge=0, le=1)

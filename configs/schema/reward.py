@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from cairn.configs.schema.base import Section
+from cairn.configs.schema.base import Code, Section
 from cairn.configs.schema.graders import ENVIRONMENT_NAME, CodeConfig, JudgeConfig, RewardModelConfig
 from cairn.configs.schema.location import Location
 
@@ -15,7 +15,7 @@ class RewardConfig(Section):
     `gsm8k`; see docs/rewards.md for the answer that counts; `episode` takes what the generate function gave
     (docs/agents.md). slime: `--rm-type`."""
 
-    custom_rm_path: str | None = None
+    custom_rm_path: Code | None = None
     """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`); it takes
     precedence over `rm_type`. slime: `--custom-rm-path`."""
 

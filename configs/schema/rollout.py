@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.base import Code, Section, is_recorded
+from cairn.configs.schema.location import Location
 from cairn.configs.schema.servers import ServerGroup
 from cairn.configs.schema.tools import ToolOptions
 
@@ -38,7 +39,7 @@ class RolloutConfig(Section):
     server_groups: tuple[ServerGroup, ...] = ()
     """Servers of several kinds, `num_engines` in all. slime: `--sglang-config`."""
 
-    external_urls: tuple[str, ...] = ()
+    external_urls: tuple[Location, ...] = ()
     """Servers that run elsewhere, `http://host:port`, one for each of `num_engines`: they are used and never started or
     ended. slime: `--rollout-external-engine-addrs`."""
 
@@ -132,13 +133,13 @@ class RolloutConfig(Section):
     """Of the streaming pipeline: iterations after which engines take new weights, at most `max_age`. slime:
     `--update-weights-interval`."""
 
-    staleness_policy: str = "mask"
+    staleness_policy: Code = "mask"
     """Of the streaming pipeline: what becomes of a group with tokens that are older than `max_age` all the same, since
     it took longer than `timeout`: `mask` leaves these tokens out of the loss, `drop` replaces the group, `decay` weighs
     their advantages by 1 / (1 + age - max_age); or a function of your own, `package.module.function` or
     `file.py:function`, see docs/plugins.md."""
 
-    buffer_filter_path: str = "youngest_first"
+    buffer_filter_path: Code = "youngest_first"
     """Which groups are used first where there are more than a batch has room for, and which of those that wait
     unfinished go on first: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
@@ -148,13 +149,13 @@ class RolloutConfig(Section):
     what the filter says or else the standard deviation of the rewards; `stratified` deals them out by turns to the
     values under it."""
 
-    custom_generate_function_path: str = "single_turn"
+    custom_generate_function_path: Code = "single_turn"
     """What a sample goes through: `single_turn` is one response to the prompt, `tool_calls` lets the model call
     `rollout.tools` and go on with what they return; a coroutine function of your own, by import path
     (`package.module.function`) or file (`turns.py:generate`), may ask the policy several times, see docs/plugins.md.
     slime: `--custom-generate-function-path`."""
 
-    tools: tuple[str, ...] = ()
+    tools: tuple[Code, ...] = ()
     """What episodes may call with `ctx.call`, and `tool_calls` lets the model call: `calculator`, `python`, `search`,
     `shell`, or a `cairn.Tool` of your own, `package.module.tool` or `file.py:tool`, see docs/agents.md."""
 
@@ -188,12 +189,12 @@ class RolloutConfig(Section):
     """Seconds that a function of your own may take for a sample in all, its waiting for the engine included; then the
     sample fails. Null has no bound besides `timeout`."""
 
-    dynamic_sampling_filter: str | None = None
+    dynamic_sampling_filter: Code | None = None
     """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
     import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed
     sample. slime: `--dynamic-sampling-filter-path`."""
 
-    rollout_sample_filter_path: str | None = None
+    rollout_sample_filter_path: Code | None = None
     """Which samples of the batch are not trained on, though their rewards count in the baselines of their groups:
     `truncated`, or a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--rollout-sample-filter-path`."""

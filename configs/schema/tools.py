@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.location import Location
 
 
 class SandboxedTool(Section):
@@ -44,7 +45,7 @@ class PythonTool(SandboxedTool):
 class SearchTool(Section):
     """`search`: passages of a corpus that go with a query, by BM25."""
 
-    corpus: str | None = Field(None, min_length=1)
+    corpus: Location | None = Field(None, min_length=1)
     """JSONL or Parquet file with a passage a row; to be set where the tool is named."""
 
     text_key: str = "text"

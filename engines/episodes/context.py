@@ -1,7 +1,6 @@
 """What `async def generate(ctx, sample)` may ask for."""
 
 import hashlib
-import json
 import math
 import numbers
 import random
@@ -38,6 +37,7 @@ from cairn.engines.trajectories import (
 )
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from cairn.storage import canonical
+from cairn.storage.canonical import from_json
 
 _TIMES_LOST = 3
 """How often a tool with effects may lose its process in a call."""
@@ -185,7 +185,7 @@ class Context:
                 try:
                     held.set(self._waits)
                     with aside():
-                        found = await tool.run(json.loads(given), key)
+                        found = await tool.run(from_json(given), key)
                     return _ended(asked, result=canonical.to_json(found))
                 except ToolFailed as failed:
                     return _ended(asked, error=str(failed), reason=failed.reason)
@@ -198,7 +198,7 @@ class Context:
         answer = await self._recorder.answer(asked, call, again=tool.kind == "deterministic", durable=has_effects)
         if answer.result is None:
             raise ToolFailed(answer.error or "", Reason(answer.reason or Reason.RAISED))
-        return json.loads(answer.result)
+        return from_json(answer.result)
 
     async def judge(
         self,
@@ -275,7 +275,7 @@ class Context:
                 turn=orphan.turn,
                 call=orphan.call,
                 tool=tool.name,
-                arguments=json.loads(orphan.arguments or "{}"),
+                arguments=from_json(orphan.arguments or "{}"),
                 key=self._key(orphan.call),
             )
             try:

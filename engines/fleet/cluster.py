@@ -9,6 +9,7 @@ A process has one cluster at a time; it is let go when the last of its users clo
 
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -241,7 +242,31 @@ def _join(address: str) -> Cluster:
     return cluster
 
 
+def _make_token() -> None:
+    """Make Ray's token, for its owner alone, where Ray would make one that everybody on the machine can read."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    file = Path.home() / ".ray" / "auth_token"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, made = tempfile.mkstemp(dir=file.parent)  # readable by its owner alone
+        try:
+            with os.fdopen(descriptor, "w") as opened:
+                opened.write(secrets.token_hex(32))
+            os.link(made, file)
+        finally:
+            os.unlink(made)
+    except FileExistsError:
+        with suppress(PermissionError):  # somebody else's, whom it serves as it is
+            file.chmod(0o600)
+    except OSError:  # a home that cannot be written to: Ray says so
+        pass
+
+
 def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmProcess | None) -> Cluster:
+    _make_token()
     folder = _new_folder()
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(os.getpid())]
     nowhere = subprocess.DEVNULL

@@ -9,7 +9,6 @@ template writes it |
 `<result>text</result>` |
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ import numpy as np
 from cairn.engines.replies import ToolCall, call_of, read_reply
 from cairn.engines.tokenizers import after_reply, special_ids
 from cairn.engines.tools.tool import Tool
+from cairn.storage.canonical import from_json
 
 _MARK = "cairn-7f3a9c51-answer"
 """Stands for an answer of the policy where the template is looked at."""
@@ -126,8 +126,8 @@ class TagFormat:
             names = required or list(parameters["properties"])[:1]
             return ToolCall(name, {names[0]: text} if names and (text or required) else {})
         try:
-            return call_of(name, json.loads(text))
-        except (ValueError, RecursionError) as error:
+            return call_of(name, from_json(text))
+        except ValueError as error:
             return ToolCall(name, unreadable=f"{name} takes a JSON object with {', '.join(required)}: {error}")
 
 

@@ -45,6 +45,7 @@ import psutil
 from cairn.engines.child import FROM_OUTSIDE, ends_within, has_ended, kill_family, launch
 from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.tools.turns import Turns
+from cairn.storage.canonical import from_json
 
 if TYPE_CHECKING:
     from cairn.engines.tools.tool import Tool
@@ -270,7 +271,7 @@ class _Process:
             if not self._wait(connection, tool.timeout, given_up, pace):
                 self.kill()
                 raise tool.late()
-            answer = json.loads(connection.recv_bytes(_longest(tool.max_output)))
+            answer = from_json(connection.recv_bytes(_longest(tool.max_output)))
         except (EOFError, OSError):
             raise self._ended(tool) from None
         if answer["spoilt"]:
@@ -305,7 +306,7 @@ class _Process:
                 if not connection.poll(SLOW_TO_LOAD):
                     pace(Pace.WAITS)
                 if connection.poll(START_TIMEOUT - SLOW_TO_LOAD):
-                    answer = json.loads(connection.recv_bytes())
+                    answer = from_json(connection.recv_bytes())
                     if not answer["loaded"]:
                         raise ToolUnavailable(f"{tool.name}: its process cannot load it: {answer['why']}")
                     self._loaded = path

@@ -86,7 +86,7 @@ def open_run(
         fleet = stack.enter_context(
             starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, tell)
         )
-        yield sources.context(config, ledger, fleet, graders, emit)
+        yield sources.context(config, ledger, fleet, graders, emit, given)
 
 
 def as_recorded(store: Store, name: str, config: RunConfig) -> RunConfig:

@@ -18,6 +18,7 @@ from cairn.configs.view import Reader, view
 from cairn.engines.fingerprint import cpu_model, installed
 from cairn.engines.model_files import folder_digest
 from cairn.engines.models import check_model_folder, context_length
+from cairn.flows.driver.trust import require_trusted
 from cairn.flows.driver.validation import load_tokenizer, setup_problems
 from cairn.flows.events import Event
 from cairn.storage import canonical
@@ -79,8 +80,9 @@ class Sources:
         fleet: "Callable[[], Fleet]",
         graders: dict[str | None, Grading],
         emit: Callable[[Event], None],
+        given: RunConfig | None = None,
     ) -> RunContext:
-        """A live run that reads from here."""
+        """A live run that reads from here. `given`: the recipe, where the user gave one."""
         return RunContext(
             config,
             ledger,
@@ -92,6 +94,7 @@ class Sources:
             graders=graders,
             environment=environment(),
             emit=emit,
+            trusted=partial(require_trusted, store=ledger.store, given=given, of=f" of {ledger.run}"),
         )
 
 

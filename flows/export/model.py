@@ -26,6 +26,7 @@ from cairn.engines.model_files import folder_digest
 from cairn.engines.models import weight_files
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.engines.weights.folders import checksums_as, tensors_of, trained_tensors_of
+from cairn.flows.driver.trust import require_model_trusted
 from cairn.flows.events import Event
 from cairn.flows.export.model_card import Exported, model_card
 from cairn.flows.reading.scores import benchmark_scores
@@ -84,6 +85,7 @@ def export(
     trained = _trained(ledger, iteration)
     owner = ledger.owner(trained.iteration)
     config = from_manifest(owner.manifest.config)
+    require_model_trusted(config, owner)
     if adapter and not config.training.lora.r:
         raise CannotExport(f"run {owner.run!r} trains all weights and has no adapter: leave --adapter out")
     base = Path(config.model.path)

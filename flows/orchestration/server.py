@@ -96,6 +96,7 @@ class Server:
         self.home = home = folder_for(home)
         self.log = home / "server.log"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._host = host
         self._listener = _listen(host, port)
         self.ui_url = f"http://{reachable(host)}:{self._listener.getsockname()[1]}"
         self.api_url = f"{self.ui_url}/api"
@@ -157,7 +158,7 @@ class Server:
     def _spawn(self) -> "subprocess.Popen[bytes]":
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid()), self._host],
                 env=_environment(self.home, self.api_url),
                 pass_fds=[self._listener.fileno()],
                 stdin=subprocess.PIPE,
@@ -313,7 +314,7 @@ def _environment(home: Path, api_url: str) -> dict[str, str]:
     return {
         **_DEFAULTS,
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url_in(home),
-        # A page that another server gave may ask nothing here; the interface's own needs no permission.
+        # A page that another server gave may read nothing here, and ask nothing: see `own_pages`.
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": api_url.removesuffix("/api"),
         **{name: value for name, value in os.environ.items() if name not in client_only},
         "PREFECT_HOME": str(home),

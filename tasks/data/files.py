@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import NoSpace
 from cairn.storage.space import naming_full
 from cairn.tasks.data.errors import BadData
@@ -62,7 +63,7 @@ def open_file(url: str, kinds: Sequence[str] = (".jsonl", ".parquet")) -> Binary
 def parsed(line: bytes, where: str) -> dict[str, Any]:
     """The row that a line of JSONL holds. Raises BadData."""
     try:
-        row = json.loads(line)
+        row = from_json(line)
     except ValueError as error:
         raise BadData(f"{where} is not JSON ({error}): correct or remove the line") from None
     if not isinstance(row, dict):

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import RowFormat
 from cairn.engines.images import Image
+from cairn.storage.canonical import from_json
 from cairn.tasks.data.errors import BadData, BadPrompt
 from cairn.tasks.data.images import RowImages, as_text, with_parts
 from cairn.tasks.data.rows import FILES, open_rows, without_slice
@@ -245,7 +246,7 @@ def _messages_in(text: str) -> Any:
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return None
     try:
-        value = json.loads(text)
+        value = from_json(text)
     except ValueError:
         return None
     return (
@@ -275,7 +276,7 @@ def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | N
     """The mapping of a row's metadata. Raises BadData."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = from_json(value)
         except ValueError as error:
             raise BadData(
                 f"{where}: {format.metadata_key!r} is a string and no JSON object ({error}): correct the row or set "
@@ -290,7 +291,7 @@ def tools_of(value: Any, format: RowFormat, where: str) -> list[Any] | None:
     """The tools of a row; a list, or the JSON of one. Raises BadData."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = from_json(value)
         except ValueError:
             value = ""
     if value is not None and not isinstance(value, list):

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from cairn.configs.kinds import SOURCE
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import NoSpace
 from cairn.storage.space import naming_full
 from cairn.tasks.data.errors import BadData
@@ -58,7 +59,7 @@ class RowFile:
                 raise BadData(f"{self.path} was changed while it was in use: put the old file back, or start a new run")
             self._lines.seek(self._offsets[index])
             line = self._lines.readline()
-        row: dict[str, Any] = json.loads(line)
+        row: dict[str, Any] = from_json(line)
         return row
 
 

@@ -1,12 +1,12 @@
 """What a filter may see of a sample."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from cairn.storage.canonical import from_json
 from cairn.tasks.rewards.overlong import as_graded
 
 ROLLOUT_COLUMNS = (
@@ -99,7 +99,7 @@ def _sample(row: dict[str, Any], reward: float, components: str | None) -> Grade
         group_id=row["group_id"],
         sample_index=row["sample_index"],
         reward=reward,
-        components=json.loads(components) if components else {},
+        components=from_json(components) if components else {},
         response=row["response_text"],
         response_ids=tuple(row["response_ids"]),
         log_probs=tuple(row["log_probs"]),
@@ -110,5 +110,5 @@ def _sample(row: dict[str, Any], reward: float, components: str | None) -> Grade
         prompt_ids=tuple(row["prompt_ids"]),
         prompt_index=row["prompt_index"],
         label=row["label"],
-        metadata=json.loads(row["metadata"]) if row["metadata"] else {},
+        metadata=from_json(row["metadata"]) if row["metadata"] else {},
     )

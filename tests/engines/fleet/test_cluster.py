@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -301,3 +302,21 @@ def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_remove
             left.unlink(missing_ok=True)
             kept.unlink()
             other.kill()
+
+
+def test_rays_token_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".ray" / "auth_token"
+    cluster._make_token()
+    made = file.read_text()
+    assert (len(made), stat.filemode(file.stat().st_mode)) == (64, "-rw-------")
+    file.chmod(0o644)
+    cluster._make_token()
+    assert (file.read_text(), stat.filemode(file.stat().st_mode)) == (made, "-rw-------"), "one that Ray made before"
+    assert [path.name for path in file.parent.iterdir()] == ["auth_token"]
+    file.unlink()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster._make_token()
+    assert not file.exists()
