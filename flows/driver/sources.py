@@ -62,7 +62,7 @@ class Sources:
         data = open_data(config, tokenizer, is_new)
         benchmarks = {
             b.name: PromptData.open(
-                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout)
+                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout), is_new
             )
             for b in config.eval.benchmarks
         }
