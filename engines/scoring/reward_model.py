@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from cairn.configs.schema.graders import RewardModelConfig
@@ -83,7 +82,7 @@ class RewardModel:
         for one in answered:
             try:
                 read = self._ids(one)
-            except TemplateError as error:
+            except Exception as error:  # a template raises what it likes
                 found.append(Score(None, 0, f"the reward model's chat template refuses the chat: {error}"))
                 read = []
             else:

@@ -64,6 +64,14 @@ def test_without_a_chat_template_it_reads_the_text_and_the_response(folder: Path
         assert score.value == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-6)
 
 
+def test_whatever_a_template_raises_is_the_samples(folder: Path, tmp_path: Path) -> None:
+    broken = write_reward_model(tmp_path / "broken", folder)
+    (broken / "chat_template.jinja").write_text("{{ 1 // (messages | length - 2) }}")
+    (score,) = RewardModel(RewardModelConfig(path=str(broken))).score([ANSWERED[0]])
+    assert score.value is None
+    assert "the reward model's chat template refuses the chat: integer division" in str(score.error)
+
+
 def test_what_is_longer_than_the_model_reads_has_no_score_and_says_so(folder: Path) -> None:
     (full,) = RewardModel(RewardModelConfig(path=str(folder))).score([ANSWERED[0]])
     options = RewardModelConfig(path=str(folder), max_length=full.tokens - 1)
