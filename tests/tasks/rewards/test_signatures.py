@@ -221,6 +221,24 @@ def test_another_entry_of_a_mapping_may_be_the_reward(pool_of: Any) -> None:
     assert "lacks 'acc', it has 'format', 'reward', 'score': set reward.reward_key" in (lacking.error or "")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    ["data_source, solution_str, ground_truth, extra_info=None", "prompt, response, label", "prompts, completions"],
+)
+def test_arguments_of_another_librarys_signature_are_not_bound_by_their_places(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "foreign.py").write_text(f"def grade({arguments}):\n    return 1.0\n")
+    with pytest.raises(BadPlugin, match=r"takes \(.*\): let it take .*\(response, label, metadata\).* by these names"):
+        get_grader(RewardConfig(custom_rm_path=f"{tmp_path}/foreign.py:grade"))
+
+
+@pytest.mark.parametrize(
+    "arguments", ["response, _, _metadata", "*args", "response, *others", "response, label, metadata=None"]
+)
+def test_arguments_without_names_are_bound_by_their_places(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "own.py").write_text(f"def grade({arguments}):\n    return 1.0\n")
+    assert get_grader(RewardConfig(custom_rm_path=f"{tmp_path}/own.py:grade")).takes is Takes.TEXTS
+
+
 def test_group_rewards_need_a_grader_of_samples(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("def grade(sample):\n    return 1.0\n")
     for config in (RewardConfig(custom_rm_path=f"{tmp_path}/one.py:grade", group_rm=True), RewardConfig(group_rm=True)):
