@@ -1,6 +1,8 @@
 """The tokenizer of a model folder, and what it means, however it is written."""
 
 import json
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,9 @@ from cairn.storage import canonical
 
 _NO_MEANING = ("version", "truncation", "padding", "post_processor")
 """Of a tokenizer's JSON: the last adds special tokens, which prompts and responses never ask for."""
+
+_CLOCK = "strftime_now"
+"""What chat templates call for the time; an argument of that name goes before the library's."""
 
 
 def read_tokenizer(folder: str | Path) -> Any:
@@ -22,6 +27,23 @@ def read_tokenizer(folder: str | Path) -> Any:
     if file.is_file() and json.loads(file.read_text()).get("model_type") in ARCHITECTURE_OF:
         options["config"] = read_config(Path(folder))
     return AutoTokenizer.from_pretrained(folder, **options)
+
+
+def reads_clock(tokenizer: Any) -> bool:
+    """Whether the chat template tells the time."""
+    return _CLOCK in json.dumps(getattr(tokenizer, "chat_template", None))
+
+
+def stop_clock(tokenizer: Any, now: float) -> None:
+    """Let the chat template of a Hugging Face tokenizer take `now`, in Unix seconds, for the time, in UTC: what it
+    renders is then the same whenever it is asked."""
+    if reads_clock(tokenizer):
+        clock = partial(_strftime, now)
+        tokenizer.apply_chat_template = partial(type(tokenizer).apply_chat_template, tokenizer, **{_CLOCK: clock})
+
+
+def _strftime(now: float, format: str) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime(format)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

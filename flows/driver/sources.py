@@ -17,6 +17,7 @@ from cairn.configs.view import Reader, view
 from cairn.engines.fingerprint import cpu_model, installed
 from cairn.engines.model_files import folder_digest
 from cairn.engines.models import check_model_folder, context_length
+from cairn.engines.tokenizers import stop_clock
 from cairn.flows.driver.validation import load_tokenizer, setup_problems
 from cairn.flows.events import Event
 from cairn.storage import canonical
@@ -78,7 +79,8 @@ class Sources:
         graders: dict[str | None, Grading],
         emit: Callable[[Event], None],
     ) -> RunContext:
-        """A live run that reads from here."""
+        """A live run that reads from here. Its chat template takes the time when the run was created for the time."""
+        stop_clock(self.tokenizer, ledger.manifest.created_at)
         return RunContext(
             config,
             ledger,

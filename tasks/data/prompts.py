@@ -1,12 +1,14 @@
 """From a row of data to the tokens of a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import RowFormat
 from cairn.engines.images import Image
+from cairn.engines.tokenizers import reads_clock
+from cairn.storage import canonical
 from cairn.tasks.data.columns import Messages, label_of, metadata_of, prompt_of, tools_of
 from cairn.tasks.data.errors import BadData, BadPrompt
 from cairn.tasks.data.images import RowImages, with_parts
@@ -159,6 +161,13 @@ class PromptData(OverRows):
         if tools is not None:
             metadata = {**(metadata or {}), "tools": tools}
         return PromptRow(index, prompt, str(text), tuple(ids), label, metadata, images)
+
+    def dated(self, rows: Sequence[PromptRow]) -> dict[str, str]:
+        """Of an evaluation's key: the digest of prompts under `prompts` where the chat template tells the time, else
+        nothing."""
+        if not self._format.apply_chat_template or not reads_clock(self._tokenizer):
+            return {}
+        return {"prompts": canonical.digest([row.prompt_text for row in rows])}
 
     def require_all(self) -> None:
         """Make every prompt once: none of a benchmark's can be passed over. Raises BadPrompt."""

@@ -20,10 +20,12 @@ import s3fs
 
 import cairn
 from cairn.configs.schema.data import RowFormat
+from cairn.engines.tokenizers import stop_clock
 from cairn.storage.errors import NoSpace
 from cairn.tasks.data import BadData, PromptData
 from cairn.tasks.data.errors import BadPrompt
 from tests.small_disk import small_disk, why_not
+from tests.tomorrow import Tomorrow
 
 PLAIN = RowFormat(apply_chat_template=False)
 ROWS = [{"prompt": f"prompt {i}", "label": str(i * i), "metadata": {"n": i}} for i in range(10)]
@@ -382,6 +384,18 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path, tokenizer):
     data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", rows), tokenizer)
     with pytest.raises(BadData, match=r"r\.jsonl, row 2: the chat template refuses the prompt \(who is nobody\?\)"):
         data.row(1)
+
+
+def test_a_template_that_tells_the_date_tells_that_of_the_stopped_clock(tmp_path, tokenizer, monkeypatch):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
+    data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", [GOOD]), tokenizer)
+    stop_clock(tokenizer, 1721952000.0)
+    assert data.row(0).prompt_text == "26 Jul 2024"
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    assert data.row(0).prompt_text == "26 Jul 2024"
+    assert data.dated([data.row(0)]).keys() == {"prompts"}
+    assert PromptData.open(PLAIN, data.path, tokenizer).dated([]) == {}
 
 
 def test_whatever_a_template_raises_is_the_rows(tmp_path, tokenizer):
