@@ -51,7 +51,8 @@ def fork(
     require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
     require_trusted(config, parent.store, given)
-    sources = Sources.open(config, FORMAT)  # what is said of a new run alone was let pass for the parent
+    # What is said of a new run alone was let pass for the parent.
+    sources = Sources.open(config, FORMAT, parent.terms.inputs)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
         if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
             raise CannotFork(

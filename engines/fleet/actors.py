@@ -73,11 +73,12 @@ class EngineActor(FencedActor):
         """See `cairn.engines.ports.free_port`."""
         return free_port(host)
 
-    def model_digests(self, folders: Mapping[str, str]) -> dict[str, str]:
-        """Digests of model folders as this machine has them, by the names given to them."""
+    def model_digests(self, folders: Mapping[str, str], recorded: Mapping[str, str]) -> dict[str, str]:
+        """Digests of model folders as this machine has them, by the names given to them. `recorded`: see
+        `folder_digest`."""
         from cairn.engines.model_files import folder_digest
 
-        return {name: folder_digest(Path(folder)) for name, folder in folders.items()}
+        return {name: folder_digest(Path(folder), recorded.get(name)) for name, folder in folders.items()}
 
     def _find(self, method: str) -> Callable[..., Any]:
         owner = self if hasattr(type(self), method) else self._made
