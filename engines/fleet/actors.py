@@ -22,6 +22,7 @@ from cairn.engines.fleet.askers import Askers
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.slots import Slot
 from cairn.engines.fleet.warm import THREADS
+from cairn.engines.loopback import spare_loopback
 from cairn.engines.ports import free_port
 from cairn.engines.rollout.admission import Admission
 from cairn.engines.rollout.streams import Stream
@@ -47,6 +48,7 @@ class EngineActor(FencedActor):
             raise EngineError(
                 f"this actor was to have {num_threads} threads and has {forked_with}: it must be made again"
             )
+        spare_loopback()
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._slot = slot
