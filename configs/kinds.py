@@ -13,7 +13,7 @@ may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
@@ -143,6 +143,8 @@ class Kind:
         except ValueError:  # it is not written in Python
             return list(self.takes)
         found = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
+        if len(self.takes) > 1:  # how many arguments there are tells no way from those of other libraries
+            found = [arguments for arguments in found if len(arguments) == 1 or _names(signature, arguments)]
         if not found:
             raise self.of_other_arguments(name, function)
         return found
@@ -150,7 +152,8 @@ class Kind:
     def of_other_arguments(self, name: str, function: Callable[..., Any]) -> BadPlugin:
         """The error for a function that cannot be called in any of the ways."""
         ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
-        return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}")
+        named = " by these names" if len(self.takes) > 1 else ""
+        return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}{named}")
 
     def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
         self.ways(name, function)
@@ -367,3 +370,13 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _names(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
+    """Whether the parameters are named as the arguments that they are given, or not at all (`_`, `*args`); of a
+    function for slime the first one."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+    if arguments[0] == ARGS:
+        return named[:1] == [ARGS]
+    return all(name.strip("_") in ("", argument) for name, argument in zip(named, arguments, strict=False))

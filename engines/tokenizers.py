@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from cairn.storage.canonical import from_json
 
 _NO_MEANING = ("version", "truncation", "padding", "post_processor")
 """Of a tokenizer's JSON: the last adds special tokens, which prompts and responses never ask for."""
+
+_CLOCK = "strftime_now"
+"""What chat templates call for the time; an argument of that name goes before the library's."""
 
 
 def read_tokenizer(folder: str | Path) -> Any:
@@ -43,6 +48,23 @@ def after_reply(tokenizer: Any, special: Collection[int], ids: Sequence[int] | n
     ends = list(takewhile(lambda id: id in special, map(int, reversed(ids))))[::-1]
     texts = (tokenizer.decode(ends[start:], skip_special_tokens=False) for start in range(len(ends)))
     return next((written[len(text) :] for text in texts if written.startswith(text)), written)
+
+
+def reads_clock(tokenizer: Any) -> bool:
+    """Whether the chat template tells the time."""
+    return _CLOCK in json.dumps(getattr(tokenizer, "chat_template", None))
+
+
+def stop_clock(tokenizer: Any, now: float) -> None:
+    """Let the chat template of a Hugging Face tokenizer take `now`, in Unix seconds, for the time, in UTC: what it
+    renders is then the same whenever it is asked."""
+    if reads_clock(tokenizer):
+        clock = partial(_strftime, now)
+        tokenizer.apply_chat_template = partial(type(tokenizer).apply_chat_template, tokenizer, **{_CLOCK: clock})
+
+
+def _strftime(now: float, format: str) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime(format)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

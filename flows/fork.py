@@ -50,7 +50,8 @@ def fork(
     lag = config.rollout.weights_lag
     require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
-    sources = Sources.open(config, FORMAT)  # what is said of a new run alone was let pass for the parent
+    # What is said of a new run alone was let pass for the parent.
+    sources = Sources.open(config, FORMAT, parent.terms.inputs)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
         if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
             raise CannotFork(

@@ -23,7 +23,7 @@ of them `rollout.staleness_policy` says (`cairn.tasks.staleness`), once: their n
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,10 @@ AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for which groups that the filter kept are dropped."""
 
 
+_FAILED = "failed_sample"
+"""The reason of a group with a sample that failed."""
+
+
 class BatchNotFilled(Exception):
     """Every allowed round is done and the filter has kept too few groups; more of the same will not help."""
 
@@ -88,7 +92,8 @@ def filter_groups(
     """Judge all groups so far. `previous` is the last filter step of the iteration before, None in the first.
 
     `rollouts` and `rewards` are this iteration's shards, in pairs. The commit's values tell the flow how to go on:
-    `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`.
+    `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`, and before where every
+    sample of several groups failed.
     """
     config = step.run.config.rollout
     newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
@@ -110,11 +115,18 @@ def filter_groups(
     dispositions = Counter(group.disposition for group in groups)
     missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
     reasons = Counter(g.reason for g in groups if g.reason and g.disposition == Disposition.DROP)
+    failed = _failures(step.run, rewards) if missing and reasons[_FAILED] else None
+    if failed is not None and failed.are_all and len(groups) > 1:
+        raise BatchNotFilled(f"iteration {step.iteration}: {failed}")
     if missing and last_round:
+        advice = (
+            "raise rollout.max_refill_rounds, use check_reward_nonzero_std_with_fallback, or choose prompts of another "
+            "difficulty"
+        )
         raise BatchNotFilled(
             f"iteration {step.iteration}: after {round + 1} rounds only {dispositions[Disposition.TRAIN]} of "
-            f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); raise rollout.max_refill_rounds, use "
-            "check_reward_nonzero_std_with_fallback, or choose prompts of another difficulty"
+            f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); "
+            + (str(failed) if failed is not None and reasons.most_common(1)[0][0] == _FAILED else advice)
         )
     if not missing:
         groups = _without_removed(step.run, groups)
@@ -276,7 +288,7 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
             groups.append(replace(group, unfinished=True))
             continue
         if any(value is None for value in values):
-            groups.append(replace(group, reason="failed_sample"))
+            groups.append(replace(group, reason=_FAILED))
             continue
         group_rewards = np.asarray(values, np.float64)
         decision: FilterDecision = decide(samples[group_id] if whole else group_rewards)
@@ -292,6 +304,31 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
             )
         )
     return groups
+
+
+@dataclass(frozen=True)
+class _Failures:
+    """Samples of some reward steps, and the errors of those that failed."""
+
+    samples: int
+    errors: Counter[str]
+
+    @property
+    def are_all(self) -> bool:
+        return self.samples == self.errors.total()
+
+    def __str__(self) -> str:
+        ((error, count),) = self.errors.most_common(1)
+        return (
+            f"{self.errors.total()} of {self.samples} samples failed, {count} of them with: {error}; correct the "
+            "grader or the generate function, and fork the run or start another: a run goes on with no other code"
+        )
+
+
+def _failures(run: RunContext, rewards: Sequence[Commit]) -> _Failures:
+    rows = [row for graded in rewards for row in run.read(graded, ["status", "error"]).to_pylist()]
+    errors = (str(row["error"]).partition("\n")[0] for row in rows if row["status"] == Status.FAILED)
+    return _Failures(len(rows), Counter(errors))
 
 
 def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:

@@ -23,6 +23,7 @@ from cairn.engines.episodes.recorder import Recorder, SampleAborted, UncertainEf
 from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.engines.episodes.returned import Continuation, checked_sample
 from cairn.engines.errors import RequestRefused
+from cairn.engines.tokenizers import stop_clock
 from cairn.engines.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
 from cairn.engines.tools.processes import held
 from cairn.engines.tools.results import json_value, shortened
@@ -77,7 +78,10 @@ class Context:
     @property
     def tokenizer(self) -> Any:
         """The model's, for the tokens that the world gives; those that were sampled are not to go through it."""
-        return self._tokenizer()
+        tokenizer = self._tokenizer()
+        if self._sample.origin is not None:
+            stop_clock(tokenizer, self._sample.origin.created_at)
+        return tokenizer
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:

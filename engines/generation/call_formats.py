@@ -9,6 +9,7 @@ template writes it |
 `<result>text</result>` |
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -89,11 +90,9 @@ class TemplateFormat:
         return self._prompt[place:] if place >= 0 else plain
 
     def _rendered(self, messages: list[dict[str, Any]], begins: bool) -> str:
-        from jinja2 import TemplateError
-
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins)
-        except (TemplateError, ValueError) as error:
+        except Exception as error:  # a template raises what it likes
             raise BadTemplate(_cannot(str(error))) from error
         return text
 

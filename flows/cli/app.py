@@ -71,7 +71,9 @@ def cairn() -> None:
     Every iteration of a run is a chain of committed steps; a run that ended anywhere goes on from its last commit.
     """
     from cairn.engines.deferred import defer_compiler
+    from cairn.engines.loopback import spare_loopback
 
+    spare_loopback()
     defer_compiler()
 
 

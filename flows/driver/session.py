@@ -59,12 +59,12 @@ def open_run(
     """
     config = None if config is None else with_length(config)
     given = config
-    began = None
+    began, inputs = None, None
     if config is None or store.exists(layout.run_manifest(name)):
         recorded = Ledger.open(store, name)
-        began = recorded.manifest.schema_version
+        began, inputs = recorded.manifest.schema_version, recorded.terms.inputs
         config = recorded_config(recorded) if config is None else in_recorded_words(config, recorded.manifest.config)
-    sources = Sources.open(config, began)
+    sources = Sources.open(config, began, inputs)
     with telling_what_is_stale(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
     require_not_withheld(ledger, config, stands_in(ledger, config))

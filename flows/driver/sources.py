@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cairn.configs.errors import ConfigError
@@ -18,6 +19,7 @@ from cairn.configs.view import Reader, view
 from cairn.engines.fingerprint import cpu_model, installed
 from cairn.engines.model_files import folder_digest
 from cairn.engines.models import check_model_folder, context_length
+from cairn.engines.tokenizers import stop_clock
 from cairn.flows.driver.trust import require_trusted
 from cairn.flows.driver.validation import load_tokenizer, setup_problems
 from cairn.flows.events import Event
@@ -54,9 +56,9 @@ class Sources:
     """Of all of it, and of models and user code; the run's manifest fixes them."""
 
     @classmethod
-    def open(cls, config: RunConfig, began: int | None = None) -> "Sources":
-        """`began`: format of the run's manifest; None: there is none yet. Raises ConfigError, BadModel, BadData and
-        BadPlugin."""
+    def open(cls, config: RunConfig, began: int | None = None, recorded: Mapping[str, str] | None = None) -> "Sources":
+        """`began`: format of the run's manifest; None: there is none yet. `recorded`: digests of the run's inputs, see
+        `folder_digest`. Raises ConfigError, BadModel, BadData and BadPlugin."""
         problems = setup_problems(config, began)
         if problems:
             raise ConfigError(problems)
@@ -65,13 +67,13 @@ class Sources:
         data = open_data(config, tokenizer, is_new)
         benchmarks = {
             b.name: PromptData.open(
-                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout)
+                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout), is_new
             )
             for b in config.eval.benchmarks
         }
         for benchmark in benchmarks.values():
             benchmark.require_all()
-        return cls(tokenizer, data, benchmarks, input_digests(config, data, benchmarks))
+        return cls(tokenizer, data, benchmarks, input_digests(config, data, benchmarks, recorded or {}))
 
     def context(
         self,
@@ -82,7 +84,9 @@ class Sources:
         emit: Callable[[Event], None],
         given: RunConfig | None = None,
     ) -> RunContext:
-        """A live run that reads from here. `given`: the recipe, where the user gave one."""
+        """A live run that reads from here. Its chat template takes the time when the run was created for the time.
+        `given`: the recipe, where the user gave one."""
+        stop_clock(self.tokenizer, ledger.manifest.created_at)
         return RunContext(
             config,
             ledger,
@@ -103,14 +107,21 @@ def longest_prompt(config: RunConfig) -> int:
     return context_length(check_model_folder(config.model.path)) - config.rollout.rollout_max_response_len
 
 
-def input_digests(config: RunConfig, data: Data, benchmarks: Mapping[str, PromptData]) -> dict[str, str]:
-    """Digests of everything that a run reads from outside its ledger; its manifest fixes them."""
+def input_digests(
+    config: RunConfig,
+    data: Data,
+    benchmarks: Mapping[str, PromptData],
+    recorded: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Digests of everything that a run reads from outside its ledger; its manifest fixes them. `recorded`: see
+    `folder_digest`."""
     digests = {"data": data.fingerprint}
     if isinstance(data, MixedData):
         digests |= {f"data.mixture.{name}": fingerprint for name, fingerprint in data.fingerprints.items()}
-    digests |= {name: folder_digest(Path(path)) for name, path in config.model.folders.items()}
+    folders = dict(config.model.folders)
     if config.reward.reward_model is not None:
-        digests["reward_model"] = folder_digest(Path(config.reward.reward_model.path))
+        folders["reward_model"] = config.reward.reward_model.path
+    digests |= {name: folder_digest(Path(path), recorded.get(name)) for name, path in folders.items()}
     if config.model.teacher_url is not None:  # whose weights cannot be looked at
         digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})

@@ -21,13 +21,19 @@ from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.flows.trackers.requirements import tracking_problems
-from cairn.tasks.data import BadData, PromptData, open_data
+from cairn.tasks.data import BadData, MixedData, PromptData, open_data
+from cairn.tasks.data.demonstrations import DemonstrationData
+from cairn.tasks.data.errors import BadPrompt
+from cairn.tasks.data.given_prompts import GivenPrompts
 from cairn.tasks.data.tools import told_tools
 from cairn.tasks.rewards import get_grader, require_paying
 from cairn.tasks.rewards.opening import keeps_answers
 from cairn.tasks.rewards.rows import row_check
 from cairn.tasks.rewards.unread import unread_options
 from cairn.tasks.rules import untold
+
+_MOST_RENDERED = 1000
+"""Rows of training data that a validation renders."""
 
 
 def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
@@ -75,10 +81,12 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
-def data_problems(config: RunConfig) -> list[str]:
-    """Sentences on the data files, every row of which is read; those at other URLs are left for the run to open.
+def data_problems(config: RunConfig, note: Callable[[str], None] = lambda sentence: None) -> list[str]:
+    """Sentences on the data files, every row of which is read, and at most 1000 of the training rows rendered; files at
+    other URLs are left for the run to open.
 
-    Raises BadModel where the tokenizer that prompts need cannot be loaded.
+    `note` is called with a sentence about training rows that a run passes over. Raises BadModel where the tokenizer
+    that prompts need cannot be loaded.
     """
     tokenizer = load_tokenizer(config.model.path)
 
@@ -86,9 +94,12 @@ def data_problems(config: RunConfig) -> list[str]:
         check = row_check(config.reward.of(benchmark.rm_type), is_new=True)
         PromptData.open(benchmark, benchmark.path, tokenizer, check, told_tools(config.rollout)).require_all()
 
-    sources: dict[str, tuple[str, Callable[[], object]]] = {
-        "data": (" ".join(config.data.paths), partial(open_data, config, tokenizer, is_new=True))
-    }
+    def open_training() -> None:
+        data = open_data(config, tokenizer, is_new=True)
+        if not isinstance(data, GivenPrompts):
+            _render_some(data, note)
+
+    sources: dict[str, tuple[str, Callable[[], object]]] = {"data": (" ".join(config.data.paths), open_training)}
     for index, benchmark in enumerate(config.eval.benchmarks):
         sources[f"eval.benchmarks.{index}"] = benchmark.path, partial(open_benchmark, benchmark)
     problems = []
@@ -99,6 +110,22 @@ def data_problems(config: RunConfig) -> list[str]:
             except BadData as error:
                 problems.append(f"{section}: {error}")
     return problems
+
+
+def _render_some(data: PromptData | MixedData | DemonstrationData, note: Callable[[str], None]) -> None:
+    """Render at most `_MOST_RENDERED` rows, evenly spread. Raises BadData where none gives a prompt, or one ends a
+    run."""
+    count = min(len(data), _MOST_RENDERED)
+    refused = []
+    for number in range(count):
+        try:
+            data.row(number * len(data) // count)
+        except BadPrompt as error:
+            refused.append(str(error))
+    if len(refused) == count:
+        raise BadData(f"none of {count} rows gives a prompt; the first: {refused[0]}")
+    if refused:
+        note(f"{len(refused)} of {count} rows give no prompt, and a run passes them over; the first: {refused[0]}")
 
 
 def load_tokenizer(path: str) -> Any:

@@ -47,12 +47,16 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_KEY,
     PREFECT_API_SSL_CERT_FILE,
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_CUSTOM_HEADERS,
     temporary_settings,
 )
 
+from cairn.engines.loopback import spare_loopback
 from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
 
 PREFECT_HOME = Path(".cairn/prefect")
@@ -90,9 +94,10 @@ class Server:
     Once it has answered it is started again whenever it dies, at most `MOST_RESTARTS` times in a row.
     """
 
-    def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0, is_shared: bool = False) -> None:
         """Start the process, which waits to be told to serve, and return at once. Port 0 takes a free one; raises
-        ServerFailed if `port` is taken."""
+        ServerFailed if `port` is taken. `is_shared`: others use it too, with the password that the environment names;
+        else it takes none."""
         self.home = home = folder_for(home)
         self.log = home / "server.log"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -100,6 +105,7 @@ class Server:
         self._listener = _listen(host, port)
         self.ui_url = f"http://{reachable(host)}:{self._listener.getsockname()[1]}"
         self.api_url = f"{self.ui_url}/api"
+        self._is_shared = is_shared
         self._changing = threading.Lock()
         self._serves = self._ready = self._stopped = False
         self._process = self._spawn()
@@ -159,7 +165,7 @@ class Server:
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid()), self._host],
-                env=_environment(self.home, self.api_url),
+                env=(_environment if self._is_shared else environment_of_our_own)(self.home, self.api_url),
                 pass_fds=[self._listener.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -262,12 +268,17 @@ def prefect_api(home: Path) -> Iterator[str]:
         with _naming_failures(f"Prefect's server at {configured}", "look after it, or unset PREFECT_API_URL"):
             yield configured
         return
+    spare_loopback()
     server = ensure_server(home)
     server.wait_ready()
     settings = temporary_settings(
         {
             PREFECT_API_URL: server.api_url,
             PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
+            # Those of a team's server.
+            PREFECT_API_AUTH_STRING: None,
+            PREFECT_API_KEY: None,
+            PREFECT_CLIENT_CUSTOM_HEADERS: {},
             # Each client reads its trust store: 20 ms for all of certifi's, none of which plain HTTP over loopback
             # needs.
             PREFECT_API_SSL_CERT_FILE: str(_smallest_trust_store(server.home)),
@@ -321,6 +332,23 @@ def _environment(home: Path, api_url: str) -> dict[str, str]:
         # Relative, so that a page finds it under whatever name of this machine it was opened.
         "PREFECT_SERVER_UI_API_URL": "/api",
     }
+
+
+def environment_of_our_own(home: Path, api_url: str) -> dict[str, str]:
+    """The environment of a server for this process alone: without what it says of a team's server, such as its
+    password."""
+    given = _environment(home, api_url)
+    return {name: value for name, value in given.items() if name not in _OF_A_TEAM} | _WITHOUT_CHECKS
+
+
+_OF_A_TEAM = (
+    "PREFECT_SERVER_API_AUTH_STRING",
+    "PREFECT_SERVER_API_BASE_PATH",
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_KEY",
+    "PREFECT_CLIENT_CUSTOM_HEADERS",
+)
+_WITHOUT_CHECKS = {"PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "false"}
 
 
 def _smallest_trust_store(home: Path) -> Path:

@@ -153,7 +153,7 @@ def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
         tokenizer = load_tokenizer(config.model.path)
     else:
         tokenizer = None
-    if recorded is not None and folder_digest(folder) != recorded:
+    if recorded is not None and folder_digest(folder, recorded) != recorded:
         raise BadModel(f"{config.model.path} is not the model of run {ledger.run}, whose tokenizer the grader needs")
     return tokenizer
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from cairn.configs.schema.data import DataConfig
 from cairn.tasks.data.chats import STEP_LOSS_MASK, Chats, Demonstrated, Messages
+from cairn.tasks.data.columns import metadata_of, prompt_of, tools_of
 from cairn.tasks.data.errors import BadData, BadPrompt
-from cairn.tasks.data.prompts import OverRows, Rows, metadata_of, prompt_of, require_template, require_text, tools_of
+from cairn.tasks.data.prompts import OverRows, Rows, require_template, require_text
 from cairn.tasks.data.rows import open_rows
 from cairn.tasks.data.turn_ends import TurnEnds
 
@@ -105,7 +106,7 @@ class DemonstrationData(OverRows):
             path,
             required,
             optional - required.keys(),
-            lambda row, where: _chats(row, format, pairs, where),
+            lambda row, where: _fields(row, format, pairs, where),
         )
         return cls(rows, format, tokenizer, max_length, pairs=pairs, model_ends=model_ends)
 
@@ -118,8 +119,8 @@ class DemonstrationData(OverRows):
         """
         format, where = self._format, f"{self.path}, row {index + 1}"
         row = self._rows.read(index)
-        chats = _chats(row, format, self._pairs, where)
-        samples = tuple(self._demonstrated(row, prompt, response, where) for prompt, response in chats)
+        chats, metadata, tools = _fields(row, format, self._pairs, where)
+        samples = tuple(self._demonstrated(prompt, response, tools, where) for prompt, response in chats)
         longest = max(map(len, samples))
         if longest > self._max_length:
             words = f"{where} has {longest} tokens, and at most {self._max_length} are allowed"
@@ -130,11 +131,10 @@ class DemonstrationData(OverRows):
                     raise BadPrompt(f"{words}: raise data.max_length, or set data.overlong to truncate")
                 case "truncate":
                     samples = tuple(sample.cut(self._max_length, where) for sample in samples)
-        metadata = None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where)
         return DemonstrationRow(index, samples, longest > self._max_length, metadata)
 
     def _demonstrated(
-        self, row: dict[str, Any], prompt: str | Messages, response: str | Messages | None, where: str
+        self, prompt: str | Messages, response: str | Messages | None, tools: list[Any] | None, where: str
     ) -> Demonstrated:
         if self._chats is None:
             return self._plain(str(prompt), str(response), where)
@@ -147,7 +147,6 @@ class DemonstrationData(OverRows):
             for index, message in enumerate(messages)
             if index >= first and message["role"] == "assistant" and message.get(STEP_LOSS_MASK, 1) != 0
         ]
-        tools = None if self._format.tool_key is None else tools_of(row.get(self._format.tool_key), self._format, where)
         require_text(json.dumps(messages, ensure_ascii=False), where)
         return self._chats.demonstrated(messages, turns[-1:] if self._format.last_turn_only else turns, tools, where)
 
@@ -159,6 +158,17 @@ class DemonstrationData(OverRows):
         end = [] if self._end is None else [self._end]
         learned = [*after, *end]
         return Demonstrated.of([*before, *learned], [0] * len(before) + [1] * len(learned), where)
+
+
+def _fields(
+    row: dict[str, Any], format: DataConfig, pairs: bool, where: str
+) -> tuple[list[tuple[str | Messages, str | Messages | None]], dict[str, Any] | None, list[Any] | None]:
+    """The chats, metadata and tools of a row. Raises BadData if something is not of its kind."""
+    return (
+        _chats(row, format, pairs, where),
+        None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
+        None if format.tool_key is None else tools_of(row.get(format.tool_key), format, where),
+    )
 
 
 def _chats(

@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.configs.kinds import ARGS, REWARD
+from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, deferred
 
 if TYPE_CHECKING:
@@ -245,8 +245,6 @@ def _takes(path: str, grader: Grader) -> Takes:
         return Takes.TEXTS
     if 1 in counts and first in (Takes.SAMPLE, Takes.SAMPLES):
         return Takes(first)
-    if 2 in counts and first == ARGS:
-        return Takes.SLIME_SAMPLES if more[0] == Takes.SAMPLES else Takes.SLIME_SAMPLE
-    if counts == {2}:
-        raise REWARD.of_other_arguments(path, grader)
+    if 2 in counts:
+        return Takes.SLIME_SAMPLES if Takes.SAMPLES in more[:1] else Takes.SLIME_SAMPLE
     return Takes.TEXTS if 3 in counts else Takes.SAMPLE

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 
 import pyarrow as pa
 
-from cairn.engines.trajectories import GeneratedSample, SampleRequest
+from cairn.engines.trajectories import GeneratedSample, Origin, SampleRequest
 from cairn.storage.commits import Commit
 from cairn.storage.stream_calls import StreamCallLog
 from cairn.storage.stream_log import StreamLog
@@ -96,7 +96,9 @@ class StreamState:
         self._names = [engine.name for engine in call.run.fleet.rollout]
         self._open_logs = open_logs
         self._log, calls = open_logs(groups)
-        self.calls = StreamCalls(calls, call.run.ledger.manifest.identity, call.attempt.name)
+        manifest = call.run.ledger.manifest
+        origin = Origin(manifest.identity, 0, attempt=call.attempt.name, created_at=manifest.created_at)
+        self.calls = StreamCalls(calls, origin)
 
     def recover(self, groups: Collection[int]) -> pa.Table:
         """See `StreamLog.recover`."""

@@ -305,6 +305,7 @@ def test_tools_with_a_state_are_called_in_order_and_each_episode_has_its_own():
     [
         "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}",
         "{{ raise_exception('no tools here') }}",
+        "{{ 1 / 0 }}",
         "{{ messages[0].content }}",
     ],
 )

@@ -217,6 +217,25 @@ def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:
     assert problem.startswith(f"data: {data}, line 2 is not JSON")
 
 
+def test_training_rows_are_rendered_and_those_that_give_no_prompt_are_told(model: Path, data: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": "none"}}]
+    bad = json.dumps({"prompt": [{"role": "assistant", "tool_calls": calls}], "label": "1"}) + "\n"
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{% for name in c.function.arguments | items %}{{ name }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    data.write_text('{"prompt": "1 2 3", "label": "1"}\n' + bad)
+    notes: list[str] = []
+    assert data_problems(config(model, data), notes.append) == []
+    (note,) = notes
+    assert note.startswith(
+        f"1 of 2 rows give no prompt, and a run passes them over; the first: {data}, row 2: the chat"
+    )
+    data.write_text(bad)
+    (problem,) = data_problems(config(model, data))
+    assert problem.startswith(f"data: none of 1 rows gives a prompt; the first: {data}, row 1: the chat template")
+
+
 def test_every_data_file_is_looked_at(model: Path, data: Path, tmp_path: Path) -> None:
     benchmark = {"name": "b", "path": str(tmp_path / "none.jsonl"), "max_response_len": 4}
     problems = data_problems(config(model, data, data={"label_key": "answer"}, eval={"benchmarks": [benchmark]}))
