@@ -50,7 +50,15 @@ _MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm
 """Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
-_OTHERS = {"deepscaler": ("math",), "gsm8k_strict": ("gsm8k",), "ifeval": ("instructions",), "math500": ("math",)}
+_OTHERS = {
+    "deepscaler": ("math", "equality"),
+    "gpqa": ("choices",),
+    "gsm8k_strict": ("gsm8k",),
+    "ifeval": ("instructions",),
+    "math": ("equality",),
+    "math500": ("math", "equality"),
+    "multiple_choice": ("choices",),
+}
 """Of the graders that rest on other modules of this package, which."""
 
 
