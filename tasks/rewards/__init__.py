@@ -48,6 +48,8 @@ _LIBRARIES = {
 """Of the graders that rest on another distribution, which."""
 _MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
 """Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
+_WRONG = {"dapo": -1.0}
+"""What the graders of ours give to a wrong answer, where that is not 0."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
 _OTHERS = {
@@ -98,6 +100,9 @@ class NamedGrader:
     takes: Takes
     waits: bool
     """It is a coroutine function."""
+    wrong: float | None = None
+    """What one of ours that reads responses gives to a wrong answer, and so to one over which its process gets lost;
+    None: such a sample fails."""
 
     @property
     def boxed(self) -> bool:
@@ -185,7 +190,8 @@ def _ours(name: str) -> NamedGrader:
     library = _LIBRARIES.get(file)
     if library is not None and not _is_installed(library):
         raise BadPlugin(f"the grader {name!r} needs {library}, which is not installed: pip install {library}")
-    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), *_called(file))
+    wrong = None if file == "episode" else _WRONG.get(file, 0.0)
+    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), *_called(file), wrong=wrong)
 
 
 def _version_of_source(path: str) -> str:
