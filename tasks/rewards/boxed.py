@@ -15,9 +15,9 @@ _MARK = re.compile(r"\\(?:boxed|fbox)\s{0,9}\{|\\(?!\\boxed|\\fbox)[\s\S]|[{}]")
 _LAST = 1000
 """Characters in which a sentence is looked for."""
 _SAID = re.compile(
+    r".*?(?:\$\$?(?P<dollar>[^$]+)\$\$?|\\\((?P<round>.*?)\\\)|\\\[(?P<square>.*?)\\\])(?P<unit>[^$\d]*)|"
     r"(?:.*?\b(?:is|are|was|equals?|gets?|has|have|pays?|costs?|makes?|needs?|earns?|spends?|total)\b|.*:)? *"
-    r"(?P<words>[^$:]*?\d[^$:]*)|"
-    r".*?(?:\$\$?(?P<dollar>[^$]+)\$\$?|\\\((?P<round>.*?)\\\)|\\\[(?P<square>.*?)\\\])(?P<unit>[^$]*)"
+    r"(?P<words>[^$:]*?\d[^$:]*)"
 )
 _DENIED = re.compile(
     r"\b(?:not|no|never|neither|nor|or|either|cannot|if|unless|without|between|than|except|least|most)\b|n['’]t\b", re.I

@@ -47,7 +47,7 @@ _DENIED = re.compile(
 _DENIED_BEHIND = re.compile(
     r"\W*(?:is|was|can|could|does|seems)(?:n['’]t|not| not|\W+(?:wrong|incorrect|false|never))\b"
 )
-_CLAUSE = re.compile(r"[,:]|\b(?:so|but|thus|hence|therefore|then|rather)\b", re.IGNORECASE)
+_CLAUSE = re.compile(r"[,:]|\b(?:so|(?<!ll )(?<!ng )(?<!ne )but|thus|hence|therefore|then|rather)\b", re.IGNORECASE)
 
 
 def letter_of(text: str, letters: Collection[str], loose: bool = True) -> str | None:
@@ -127,9 +127,8 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
 
 
 def _alone(sentence: str, letters: Collection[str]) -> str:
-    """The letter that stands alone in the last clause that names one; empty where it is not alone."""
-    for clause in reversed(_CLAUSE.split(sentence)):
-        if _named(clause, letters):
-            found = _ALONE.fullmatch(clause)
-            return (found[1] or found[2]) if found else ""
-    return ""
+    """The letter that stands alone in the last clause that names one, and in no list; empty where it does not."""
+    clauses = [clause for clause in _CLAUSE.split(sentence) if _named(clause, letters)]
+    found = [_ALONE.fullmatch(clause) for clause in clauses[-2:]]
+    last = found[-1] if found else None
+    return "" if last is None or (len(found) == 2 and found[0]) else last[1] or last[2]

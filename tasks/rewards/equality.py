@@ -113,6 +113,8 @@ def parsed(text: str) -> Any:
             return None
         if isinstance(found, sympy.FiniteSet):
             return [_done(member) for member in found.args]
+        if isinstance(found, sympy.Tuple) and "[" in (text[0], text[-1].replace("]", "[")):
+            return None  # no interval, and no tuple
         return found if isinstance(found, Relational) else _done(found)
     except MemoryError:
         raise
@@ -213,7 +215,9 @@ def _solutions(answer: str) -> tuple[str, Any] | None:
             names.add(solved[0])
             common = sympy.Intersection(common, solved[1])
         union = sympy.Union(union, common)
-    return (names.pop(), union) if len(names) == 1 else None
+    if len(names) != 1:
+        return None
+    return names.pop(), list(union.args) if isinstance(union, sympy.FiniteSet) else union
 
 
 def _solved(relation: Any) -> tuple[str, Any] | None:

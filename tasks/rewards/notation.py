@@ -23,7 +23,7 @@ LONGEST = 400
 _UPRIGHT = "\ue000"
 """Before a letter that was set as text, which is no unknown."""
 _THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\{,\})(?=\d{3})")
-_SPACE = re.compile(r"\\[,;:!> ]|~|\\q?quad\b|\{\}|\s")
+_SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad\b|\{\}|\s")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox|rm|operatorname|boldsymbol)\s*\{([^{}]*)\}"
 )
@@ -88,7 +88,7 @@ _GREEK = (
     r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|varphi|omega|Delta|ell|angle|triangle)\b"
 )
 _NAMED = re.compile(
-    rf"(?:{_GREEK} ?)*[A-Za-z]*(?:_(?:\w|\{{\w+\}}))?'*(?:\([^()=]*\))?|\|[A-Za-z]+\||\\(?:over)?line\{{[A-Z]+\}}"
+    rf"(?:{_GREEK} ?)*[A-Za-z]*(?:_(?:\w|\{{\w+\}}))?'*(?:\([^()=]*\))?|\|[A-Z]+\||\\(?:over)?line\{{[A-Z]+\}}"
 )
 _NO_NAME = frozenset(
     re.findall(
@@ -111,9 +111,8 @@ def read(answer: str) -> tuple[str, str]:
     if len(answer) > LONGEST:
         return answer, ""
     answer = _plain(answer)
-    signs = {
-        _CURRENCIES.get(sign, sign) for sign in (found.lstrip("\\USACNZHK") for found in _CURRENCY.findall(answer))
-    }
+    written = [sign.removeprefix("\\") for sign in _CURRENCY.findall(answer)]
+    signs = {"$" if sign.endswith("$") else _CURRENCIES.get(sign, sign) for sign in written}
     amount = _CURRENCY.sub("", answer).strip()
     found = _UNIT.fullmatch(amount)
     unit = _canonical(found["unit"]) if found else ""
@@ -133,7 +132,7 @@ def _plain(answer: str) -> str:
     while answer != (answer := _TEXT.sub(_set_as_text, answer)):
         pass
     answer = " ".join(_SPACE.sub(" ", answer).split()).replace(" ^", "^").rstrip(".,; ")
-    answer = re.sub(r"^\$([^$]+)\$$", r"\1", answer)
+    answer = _PERCENT.sub(r"\\frac{\1}{100}", re.sub(r"^\$([^$]+)\$$", r"\1", answer))
     return _SPACED_GROUPS.sub(lambda number: number[0].replace(" ", ""), answer)
 
 
@@ -161,13 +160,12 @@ def _canonical(unit: str) -> str:
 
 def _numbers(text: str) -> str:
     """Numbers as LaTeX has them."""
-    text = _PERCENT.sub(r"\\frac{\1}{100}", text)
     text = re.sub(r"^(?:minus|negative) ", "-", text)
     text = re.sub(r"^(\d+) ?_ ?(?:10|\{10\})$", r"\1", text)
     text = _SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", text)
     text = _REPEATING.sub(_as_fraction, text)
     text = _MIXED.sub(lambda n: rf"{n[1]}\frac{{{n[2]}}}{{{n[3]}}}" if int(n[2]) < int(n[3]) else n[0], text)
-    return _FUNCTION.sub(r"\\", text)
+    return _FUNCTION.sub(r"\\", re.sub(r"\\?sqrt ?\(([^()]*)\)", r"\\sqrt{\1}", text))
 
 
 def _as_fraction(number: re.Match[str]) -> str:
@@ -244,7 +242,10 @@ def stated(answer: str, value: Value, equal: Equal) -> tuple[str, str] | None:
 
 
 def _is_name(text: str) -> bool:
-    """Whether it can only be what an answer is called: a letter, `f(3)`, words, an expression in several unknowns."""
+    """Whether it can only be what an answer is called: a letter, `f(3)`, words, an expression in several unknowns, a
+    tuple of letters."""
+    if re.fullmatch(r"\([a-z](?:, ?[a-z])+\)", text):
+        return True
     terms = [term for term in re.split(r" ?(?:[-+*/]|\\cdot|\\times) ?| ", text) if term]
     words = re.findall(r"[A-Za-z]+", text.lower())
     return (
