@@ -48,4 +48,4 @@ def _harness(sample: Sample) -> int | None:
         return None
     if found is None and not sample.truncated:
         found = final.partition("$")[2].rpartition("$")[0]
-    return notation.integer(_IGNORED.sub("", found or ""))
+    return notation.integer(_IGNORED.sub("", found or "", count=1))

@@ -3,8 +3,8 @@ as a whole, and sympy computes it.
 
 | answers | are equal where |
 |---|---|
-| numbers | their difference is 0; decimals are exact, so 0.333 is not 1/3; irrational ones to 40 digits |
-| expressions with unknowns | sympy simplifies their difference to 0 |
+| numbers | sympy proves that their difference is 0; decimals are exact, so 0.333 is not 1/3 |
+| expressions with unknowns | the same |
 | `(1,2)`, `[1,2]`, `\{1,2\}` or `1, 2` | their kinds are, and their members: in order, but for sets and lists |
 | `x<2`, `(-\infty,2)`, `x \le 1 or x > 3` | they hold the same numbers |
 | equations | one is a multiple of the other |
@@ -36,6 +36,7 @@ _LARGE = re.compile(
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\[PC]\b")
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:n?leq?|n?geq?|n?l[et]|gt|ne|neq|[lg]eqslant)(?![A-Za-z])|\\in\b")
 _WRITTEN = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", r"\leqslant": r"\le ", r"\geqslant": r"\ge "}
+_TINY = sympy.Float("1e-40")
 _POINTS = (sympy.Rational(17, 13), sympy.Rational(-23, 19), sympy.Rational(5, 71))
 
 
@@ -165,20 +166,21 @@ def _same_members(one: list[Any], other: list[Any]) -> bool:
 
 
 def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Refuted by their values, where unknowns are given some, or else proved."""
     if one == other:
         return True
     if one.has(sympy.oo, -sympy.oo) or other.has(sympy.oo, -sympy.oo):
         return False
     difference = one - other
+    if difference.is_Rational:
+        return bool(difference == 0)
     unknowns = sorted(difference.free_symbols, key=str)
     for shift in range(len(_POINTS) if unknowns else 1):
         points = {unknown: _POINTS[(i + shift) % len(_POINTS)] + i for i, unknown in enumerate(unknowns)}
         at_point = sympy.N(difference.subs(points), 50, maxn=200)
-        if at_point.is_number and at_point.is_finite and not abs(at_point) < sympy.Float("1e-40"):
+        if at_point.is_number and at_point.is_finite and not abs(at_point) < _TINY:
             return False
-    if not unknowns:
-        return bool(difference.is_zero) if difference.is_Rational else bool(abs(at_point) < sympy.Float("1e-40"))
-    return bool(sympy.simplify(difference) == 0)
+    return difference.equals(0) is True or bool(sympy.simplify(difference) == 0)
 
 
 def _same_equation(one: str, other: str) -> bool | None:

@@ -42,7 +42,7 @@ _BASE = re.compile(r"\(?([0-9A-Z]+)\)? ?_ ?\{? ?(\d+) ?\}?")
 _CLOCK = re.compile(r"0*(\d{1,2}:\d\d(?::\d\d)?)(?: ?([ap])\.? ?m)?", re.IGNORECASE)
 _NO_ARITHMETIC = re.compile(
     r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)(?!(?:and|or)\b)[A-Za-z]{3,}|"
-    r"\\[lcd]?dots[bcm]?\b|…|\.\.|:.*:|(?<![\^_])(?<!frac )\d \d|\\pm.*\\pm|(?<=\d)_|\)_|"
+    r"\\[lcd]?dots[bcm]?\b|…|\.\.|:.*:|(?<![\^_])(?<!frac )\d \d|\\pm.*\\pm|\d ?['′″\"]|(?<=\d)_|\)_|"
     r"\\(?:[pb]?mod|equiv|not|to|sim|mapsto|[Rr]ightarrow|implies|mp|propto|cong)\b"
 )
 
