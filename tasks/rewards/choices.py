@@ -17,7 +17,7 @@ _LONGEST, _MOST = 500, 200
 _WRAPPED = re.compile(
     r"\\(?:boxed|fbox|text\w*|math\w+)\s{0,9}\{|[*_${}\"“”‘`]|(?<![A-Za-z])['’]|['’](?![A-Za-z])|\\[,;! ]"
 )
-_SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
 _ARTICLE = r"(?<=[AI]) (?!(?:is|or|and|nor|with|as|because|since)\b)[a-z]"
 _LETTER = rf"(?:\(([A-Z])\)|(?<![\w'’-])([A-Z])(?![\w'’]|-\w|{_ARTICLE}))"
 _MENTIONED = re.compile(_LETTER)
@@ -44,9 +44,12 @@ _DENIED = re.compile(
     r"|n['’]t\b",
     re.IGNORECASE,
 )
-_DENIED_BEHIND = re.compile(
-    r"\W*(?:is|was|can|could|does|seems)(?:n['’]t|not| not|\W+(?:wrong|incorrect|false|never))\b"
+_BEFORE_STATED = re.compile(
+    r"(?:\W|\b(?:the|correct|right|best|final|my|our|this|that|it|which|means|gives|and|i|we|think|believe|conclude|see|"
+    r"finally|overall|clearly|clear|is|in|conclusion|single|only|to|question|now)\b)*",
+    re.IGNORECASE,
 )
+_BEHIND_LETTER = re.compile(r"\W*|\s*[:).,;(–-].*|\s+(?:because|since|as|with|for|where|due)\b.*")
 _CLAUSE = re.compile(r"[,:]|\b(?:so|(?<!ll )(?<!ng )(?<!ne )but|thus|hence|therefore|then|rather)\b", re.IGNORECASE)
 
 
@@ -109,17 +112,20 @@ def _named(text: str, letters: Collection[str]) -> set[str]:
 def _stated(sentence: str, letters: Collection[str]) -> str | None:
     """What a sentence says the answer is; empty where it names several; None where it says nothing of it."""
     found = _STATED.fullmatch(sentence)
-    if found and not denies(_CLAUSE.split(found[1])[-1]):
+    if found and _named(found[2].upper() if _SMALL.fullmatch(found[2]) else found[2], letters):
+        if not _BEFORE_STATED.fullmatch(_CLAUSE.split(found[1])[-1]):
+            return None if denies(sentence) else ""
         for tail in (found[2], found[2].rpartition(":")[2]):
             if small := _SMALL.fullmatch(tail):
-                return letter if (letter := small[1].upper()) in letters else None
+                return small[1].upper()
             if head := _HEAD.fullmatch(tail):
                 letter, rest = head[1] or head[2], head[3]
                 joined = _JOINED.match(rest)
-                if letter not in letters or _DENIED_BEHIND.match(rest):
+                if letter not in letters:
                     return None
-                return "" if joined and _named(joined[0], letters) else letter
-        if _named(found[2], letters) and not denies(found[2]):
+                several = joined is not None and _named(joined[0], letters)
+                return "" if several or not _BEHIND_LETTER.fullmatch(rest) else letter
+        if not denies(found[2]):
             return ""
     correct = _CORRECT.fullmatch(sentence)
     named = _named(correct[1], letters) if correct and not denies(sentence) else set()
@@ -127,8 +133,11 @@ def _stated(sentence: str, letters: Collection[str]) -> str | None:
 
 
 def _alone(sentence: str, letters: Collection[str]) -> str:
-    """The letter that stands alone in the last clause that names one, and in no list; empty where it does not."""
+    """The letter that stands alone in the last clause that names one, and in no list; empty where it does not, or where
+    what follows it denies it."""
     clauses = [clause for clause in _CLAUSE.split(sentence) if _named(clause, letters)]
     found = [_ALONE.fullmatch(clause) for clause in clauses[-2:]]
     last = found[-1] if found else None
-    return "" if last is None or (len(found) == 2 and found[0]) else last[1] or last[2]
+    if last is None or (len(found) == 2 and found[0]) or denies(sentence.rpartition(last[1] or last[2])[2]):
+        return ""
+    return last[1] or last[2]
