@@ -9,7 +9,7 @@ pays some answers as they do, `strict` none but what is the label beyond doubt:
 |---|---|---|---|
 | `33\%` | 33 | 33 | nothing |
 | without a box: what stands between the first `$` and the last | whatever is said of it | the same | only `is $33$` |
-| `33 \text{ million}`, `2x = 33` | 33 | nothing | nothing |
+| `33 \text{ million}`, `2x=33` | 33 | nothing | nothing |
 | `x = 11 = 33`, `x = 3 \cdot 11 = 33` | nothing: it cuts at one `=` | nothing | nothing |
 | `m + n = 33`, `033`, `The answer is 33.` | nothing | 33 | 33 |
 """

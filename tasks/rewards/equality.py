@@ -30,8 +30,8 @@ _NORMALIZED = NormalizationConfig(basic_latex=True, units=False, malformed_opera
 _CONVERTED = ConversionConfig(lowercase_symbols=False)
 _LARGE = re.compile(
     r"\^ ?\{?[-+ ]?\d{5}|\^ ?(?:\{[^{}]*)?[\d)}]\^|[)}] ?\^ ?\{? ?\d{3}|\d{5,} ?!|[)}!] ?!|\d{61}|"
-    r"\^ ?\{[^{}]*(?:\{[^{}]*\}[^{}]*)*(?:[\d)}] ?\^|!)|"
-    r"\\(?:sum|prod|i+nt|oint|lim|[gl]c[dm]|det|exp|a?r?(?:sin|cos|tan)h)\b"
+    r"\^ ?\{[^{}]*(?:\{[^{}]*\}[^{}]*)*(?:[\d)}e] ?\^|!)|"
+    r"\\(?:sum|prod|i+nt|oint|lim|[gl]c[dm]|det|exp|a?r?(?:sin|cos|tan)h)(?![A-Za-z])"
 )
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\[PC]\b")
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:n?leq?|n?geq?|n?l[et]|gt|ne|neq|[lg]eqslant)(?![A-Za-z])|\\in\b")
@@ -67,11 +67,10 @@ def are_equal(one: str, other: str) -> bool:
     try:
         if "=" in one and "=" in other and (found := _same_equation(one, other)) is not None:
             return found
-        values = value_of(one), value_of(other)
-        if values[0] is None or values[1] is None:
+        first, second = value_of(one), value_of(other)
+        if first is None or second is None or (first[0] and second[0] and first[0] != second[0]):
             return False
-        (name, value), (other_name, other_value) = values
-        return not (name and other_name and name != other_name) and same(value, other_value)
+        return same(first[1], second[1])
     except MemoryError:
         raise
     except Exception:  # what sympy cannot decide about such values

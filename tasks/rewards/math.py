@@ -1,21 +1,24 @@
-r"""The answer is right if it is mathematically equal to the label, as math-verify judges it.
+r"""The answer is right if it can be proved to equal the label: `cairn.tasks.rewards.equality` says what is equal.
 
-The answer is what stands in the response's last `\boxed{…}`, else the last expression that math-verify finds in a
-response that was not cut off. What was thought does not count, and a response that ends within its thoughts or a box
-has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the answer
-in `\boxed{…}`.
+The answer is what stands in the response's last `\boxed{…}`, else what the last sentence with a number or a formula
+says, in a response that was not cut off. What was thought does not count, and a response that ends within its thoughts
+or a box has no answer. The label is the bare answer in LaTeX or plain numbers (`72`, `\frac{1}{2}`), or a text with the
+answer in `\boxed{…}`.
 
-Before math-verify sees it, `cairn.tasks.rewards.notation` undoes how an answer is written. Where others decide
-otherwise:
+`cairn.tasks.rewards.notation` undoes how an answer is written; what is left has to be read as a whole, so that nothing
+that changes its meaning is passed over. Where others decide otherwise:
 
 | | lm-evaluation-harness (`minerva_math`), verl (`math_dapo`) | slime (`math_utils`) | here |
 |---|---|---|---|
 | where it stands | behind `Answer:` or `The final answer is` | in the last box | in the last box |
 | `5=6=18`, label 18 | right: what follows the last `=` | wrong: text with `=` | wrong: it says that 5 is 6 |
 | `y=3x=18` | right | wrong: one `=`, behind at most two letters | right |
+| `2x=18` | right | right | wrong: it says that x is 9 |
 | `36/2`, label 18 | right in Minerva, wrong in verl: compared as text | wrong: the label is an integer | right |
-| units | a list of words, removed wherever they stand | the same | removed behind a number, if the label is one |
-| `0.333`, label 1/3 | wrong | wrong | wrong; right from six digits on, as math-verify rounds |
+| units | a list of words, removed wherever they stand | the same | behind a number; another than the label's is wrong |
+| `10\%`, label 10 | right | right | wrong, and so is `10` for `10\%`: `0.1` is right |
+| `x=-3 or x=3`, label 3 | right: what follows the last `=` | wrong | wrong: there are two |
+| `0.333333`, label 1/3 | wrong; math-verify: right | wrong | wrong: decimals are exact |
 | `\frac13 \approx 0.333`, label 1/3 | no rule | no rule | right: what is exact comes first |
 """
 

@@ -177,6 +177,8 @@ def _as_fraction(number: re.Match[str]) -> str:
 def text_only(answer: str) -> str | None:
     """An answer that has no value here, in one way of writing it: words, a number with its base, a time, a ratio of
     three, what is left open by dots. None for what can be computed."""
+    if len(answer) > LONGEST:
+        return closed_up(answer)
     if base := _BASE.fullmatch(answer):
         return f"{base[1].lstrip('0')}_{base[2]}" if base[1][0].isdigit() else None
     if (time := _CLOCK.fullmatch(answer)) and int(time[1].partition(":")[2][:2]) < 60:
@@ -186,7 +188,7 @@ def text_only(answer: str) -> str | None:
         return " ".join(bare.lower().split())
     named = _split(answer, re.compile("="))[0]
     rest = " = ".join(part for part in named if len(named) == 1 or not _is_name(part))
-    return closed_up(answer) if _NO_ARITHMETIC.search(rest) or len(answer) > LONGEST else None
+    return closed_up(answer) if _NO_ARITHMETIC.search(rest) else None
 
 
 def closed_up(text: str) -> str:
@@ -234,9 +236,9 @@ def stated(answer: str, value: Value, equal: Equal) -> tuple[str, str] | None:
         other = value(part)
         if (other is None and not names) or (other is not None and known is not None and not equal(part, found)):
             return None
-    for part in rounded if known is not None else ():
+    for part in rounded:
         other = value(part)
-        if other is None or abs(known - other) > max(abs(known) / 100, _half_of_last_digit(part)):
+        if known is not None and (other is None or not _rounds(other, part, known)):
             return None
     return names[0] if names else "", found
 
@@ -274,6 +276,8 @@ def depths(text: str) -> list[int]:
     return found
 
 
-def _half_of_last_digit(number: str) -> float:
-    decimals = re.fullmatch(r"[-+]?\d*\.?(\d*)", number)
-    return 0.0 if decimals is None else 0.5 * 10.0 ** -len(decimals[1]) * (1 + 1e-9)
+def _rounds(rounded: float, written: str, exact: float) -> bool:
+    """Whether a value is another to the last digit that is written, or to one percent."""
+    decimals = re.fullmatch(r"[-+]?\d*\.?(\d*)", written)
+    last = 0.0 if decimals is None else 0.5 * 10.0 ** -len(decimals[1]) * (1 + 1e-9)
+    return abs(exact - rounded) <= max(abs(exact) / 100, last)
