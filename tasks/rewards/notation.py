@@ -22,7 +22,7 @@ LONGEST = 400
 
 _UPRIGHT = "\ue000"
 """Before a letter that was set as text, which is no unknown."""
-_THOUSANDS = re.compile(r"(?<=\d)(?:,\\!|\{,\})(?=\d{3})")
+_THOUSANDS = re.compile(r"(?<=\d)(?:,\\! ?|\{,\})(?=\d{3})")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad\b|\{\}|\s")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox|rm|operatorname|boldsymbol)\s*\{([^{}]*)\}"
@@ -47,22 +47,20 @@ _NO_ARITHMETIC = re.compile(
 )
 
 _UNITS = """
-mm millimeter millimetre | cm centimeter centimetre | dm | m meter metre | km kilometer kilometre | in inch
-ft foot feet | yd yard | mi mile | mg milligram | g gram | kg kilogram | lb lbs pound | oz ounce | ton tonne
-ms millisecond | s sec second | min mins minute | h hr hrs hour | day | week | month | year yr yrs
-ml mL milliliter | cl | l L liter litre | gal gallon | cup | pint | kmh kph | mph | Hz hertz | kHz | N newton
-J joule | kJ | W watt | kW | kWh | V volt | A ampere | Pa pascal | kPa | mol mole | deg degree | rad radian
-unit | $ dollar USD | € euro EUR | £ GBP | ¥ yen JPY | ₹ rupee INR | yuan CNY RMB | ¢ cent
+mm millimeter millimetre | cm centimeter centimetre | dm | m meter metre | km kilometer kilometre | in inch |
+ft foot feet | yd yard | mi mile | mg milligram | g gram | kg kilogram | lb lbs pound | oz ounce | ton tonne |
+ms millisecond | s sec second | min mins minute | h hr hrs hour | day | week | month | year yr yrs |
+ml mL milliliter | cl | l L liter litre | gal gallon | cup | pint | kmh kph | mph | Hz hertz | kHz | N newton |
+J joule | kJ | W watt | kW | kWh | V volt | A ampere | Pa pascal | kPa | mol mole | deg degree | rad radian |
+unit | $ dollar USD | € euro EUR | £ GBP | ¥ yen JPY | ₹ rupee INR | yuan CNY RMB | ¢ cent |
 item people person student child children man men woman women boy girl player team worker member friend guest
 apple orange egg cookie candy candies sandwich slice piece meal bottle flower tree dog cat bird fish cow horse sheep
 book page ticket coin marble card ball stamp car bus house room chair game goal vote question problem lesson lap
-trip step point way digit integer number solution root outcome path edge vertex vertices face side diagonal triangle
-subset factor divisor term value combination arrangement permutation calorie
+trip step point way digit integer solution outcome path edge vertex vertices face side diagonal triangle subset
+factor divisor term value combination arrangement permutation calorie
 """
 """Units, each with its names. Things that are counted are all one: it is known that they do not change a number."""
-_NAMES: dict[str, str] = {}
-for _line in re.split(r"\||\n(?!apple|book|trip|subset)", _UNITS):
-    _NAMES |= dict.fromkeys(_line.split(), next(iter(_line.split()), ""))
+_NAMES = {name: names.split()[0] for names in _UNITS.split("|") for name in names.split()}
 _PREFIX = r"(?:(?:square|sq|cubic|cu)\.? )?"
 _POWER = r"(?: ?\^ ?(?:\d|\{-?\d\}))?"
 _SYMBOL = "|".join(sorted((name for name in _NAMES if re.fullmatch(r"\w{2,3}", name)), key=len, reverse=True))
