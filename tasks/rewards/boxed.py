@@ -12,6 +12,8 @@ from cairn.tasks.rewards.sample import Sample
 _OPEN, _CLOSE = "<think>", "</think>"
 _MARK = re.compile(r"\\(?:boxed|fbox)\s{0,9}\{|\\(?!\\boxed|\\fbox)[\s\S]|[{}]")
 """A box, or a brace; one that is escaped groups nothing."""
+_END = 64
+"""Characters of special tokens that a response mostly ends with at most."""
 _LAST = 1000
 """Characters in which a sentence is looked for."""
 _SAID = re.compile(
@@ -19,6 +21,7 @@ _SAID = re.compile(
     r"(?:.*?\b(?:is|are|was|equals?|gets?|has|have|pays?|costs?|makes?|needs?|earns?|spends?|total)\b|.*:)? *"
     r"(?P<words>[^$:]*?\d[^$:]*)"
 )
+_ASIDE = re.compile(r", (?:I (?:think|believe|guess|am sure)|of course|as (?:required|desired|claimed|expected))$")
 _DENIED = re.compile(
     r"\b(?:not|no|never|neither|nor|or|either|cannot|if|unless|without|between|than|except|least|most)\b|n['’]t\b", re.I
 )
@@ -103,7 +106,7 @@ def said(text: str) -> str | None:
     it, or names alternatives."""
     sentences = re.split(r"(?<=[.!?]) +|\n+", re.sub(r"\*\*|__|\\boxed\b", "", text[-_LAST:]))
     sentence = next((one.strip() for one in reversed(sentences) if re.search(r"[\d$]|\\[(\[]", one)), "")
-    sentence = re.sub(r",(?: [A-Za-z]+)+[.!?]*$", "", sentence).rstrip(".!? ")
+    sentence = _ASIDE.sub("", sentence.rstrip(".!? "))
     found = _SAID.fullmatch(sentence)
     if found is None or _DENIED.search(sentence):
         return None
@@ -113,6 +116,9 @@ def said(text: str) -> str | None:
 
 def _overlap(text: str, answer: str) -> int:
     """The length of the longest beginning of `answer` that ends `text`, by Knuth, Morris and Pratt."""
+    for end in range(len(answer), max(0, len(answer) - _END), -1):
+        if text.endswith(answer[:end]):
+            return end
     borders, matched = [0], 0
     for char in answer[1:]:
         while matched and char != answer[matched]:

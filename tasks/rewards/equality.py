@@ -16,6 +16,7 @@ factorials and binomials of many digits, sums, integrals and limits, deep bracke
 
 import re
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import sympy
@@ -29,10 +30,13 @@ _DEEPEST = 10
 _NORMALIZED = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _CONVERTED = ConversionConfig(lowercase_symbols=False)
 _LARGE = re.compile(
-    r"\^ ?\{?[-+ ]?\d{5}|\^ ?(?:\{[^{}]*)?[\d)}]\^|[)}] ?\^ ?\{? ?\d{3}|\d{5,} ?!|[)}!] ?!|\d{61}|"
+    r"\^ ?\{?[-+ ]?\d{5}|\^ ?(?:\{[^{}]*)?[\d)}]\^|\d{5,} ?!|[)}!] ?!|\d{61}|"
     r"\^ ?\{[^{}]*(?:\{[^{}]*\}[^{}]*)*(?:[\d)}e] ?\^|!)|"
     r"\\(?:sum|prod|i+nt|oint|lim|[gl]c[dm]|det|exp|a?r?(?:sin|cos|tan)h)(?![A-Za-z])"
 )
+_EXPONENT = re.compile(r"([)}]?) ?\^ ?\{? ?[-+]?(\d+)")
+_HIGHEST = 100_000
+"""What exponents that may be of powers, multiplied, may be."""
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\[PC]\b")
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:n?leq?|n?geq?|n?l[et]|gt|ne|neq|[lg]eqslant)(?![A-Za-z])|\\in\b")
 _WRITTEN = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", r"\leqslant": r"\le ", r"\geqslant": r"\ge "}
@@ -136,6 +140,10 @@ def _done(found: Any) -> Any:
 
 def _is_large(text: str) -> bool:
     if len(text) > notation.LONGEST or _LARGE.search(text) or max(notation.depths(text)) > _DEEPEST:
+        return True
+    exponents = [(bool(of_group), int(digits)) for of_group, digits in _EXPONENT.findall(text)]
+    plain = max((exponent for of_group, exponent in exponents if not of_group), default=1)
+    if plain * prod(exponent or 1 for of_group, exponent in exponents if of_group) > _HIGHEST:
         return True
     return bool(_BINOMIAL.search(text) and re.search(r"\d{4}|[!^]", text))
 
