@@ -33,8 +33,8 @@ class RewardConfig(Section):
 
     rm_timeout: float = Field(10.0, gt=0)
     """Seconds of its own that a grader may spend on one sample, computing or waiting; then the sample is marked
-    failed. What a busy, paused or swapping machine keeps it waiting does not count. Several that are graded in one
-    call have the sum."""
+    failed, or wrong where the grader is a built-in one. What a busy, paused or swapping machine keeps it waiting does
+    not count. Several that are graded in one call have the sum."""
 
     rm_memory: int | None = Field(None, ge=2**26)
     """Bytes of data that a grader process may hold (`RLIMIT_DATA`, on Linux); a sample that needs more is marked
