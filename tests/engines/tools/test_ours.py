@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,12 @@ def test_a_sandbox_that_is_killed_runs_its_program_again(bwrap):
 
 def test_a_sandbox_that_is_killed_while_it_begins_leaves_nobody_to_wait_for(bwrap, tmp_path):
     """bubblewrap's child waits for its parent to map users before it asks to die with it."""
-    orphaned = tmp_path / "orphaned"
+    with tempfile.TemporaryDirectory() as everybodys:  # root's sandbox is begun as nobody
+        os.chmod(everybodys, 0o777)
+        _begin_and_be_killed(bwrap, tmp_path, Path(everybodys, "orphaned"))
+
+
+def _begin_and_be_killed(bwrap: str, tmp_path: Path, orphaned: Path) -> None:
     begins = tmp_path / "bwrap"
     begins.write_text(f'#!/bin/sh\nif rm "{orphaned}" 2>&-; then sleep 60 & kill -9 $$; fi\nexec "{bwrap}" "$@"\n')
     begins.chmod(0o755)
