@@ -5,7 +5,7 @@
 | by itself, whatever its exit code | what it printed is told |
 | at its deadline, or at the bound of its output or memory | `ToolFailed` |
 | its sandbox is ended from outside, or does not start, `LOST` times | `ToolUnavailable` |
-| there are no sandboxes here | `ToolUnavailable` |
+| there are no sandboxes here | `ToolUnavailable`; a call of `generate` does not begin then: `require_sandboxes` |
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from functools import cache
 from weakref import WeakKeyDictionary
 
 from cairn.configs.plugins import BadPlugin
-from cairn.configs.schema.tools import PythonTool, SandboxedTool
+from cairn.configs.schema.tools import PythonTool, SandboxedTool, ToolOptions
 from cairn.engines.sandbox import LOST, Confined, Ran, Sandbox, SandboxFailed
 from cairn.engines.tools.errors import Reason, ToolFailed, ToolUnavailable
 from cairn.engines.tools.results import shortened
@@ -45,7 +45,7 @@ class Programs:
             self._turns[loop] = asyncio.Semaphore(self._options.num_workers)
         async with self._turns[loop]:
             try:
-                sandbox = await asyncio.to_thread(_sandbox, self._confined())
+                sandbox = await asyncio.to_thread(_sandbox, _confined(self._name, self._options))
                 ran = await (sandbox.run(given, b"") if command is None else sandbox.execute(command, given))
             except (BadPlugin, SandboxFailed) as error:
                 raise ToolUnavailable(str(error)) from error
@@ -59,22 +59,29 @@ class Programs:
             raise ToolFailed(f"{self._name}: it took longer than {self._options.timeout:g} s", Reason.DEADLINE)
         return ran
 
-    def _confined(self) -> Confined:
-        options = self._options
-        return Confined(
-            f"the tool {self._name!r}",
-            f"rollout.tool_options.{self._name}.bwrap",
-            options.bwrap,
-            options.python if isinstance(options, PythonTool) else None,
-            options.timeout,
-            options.cpu_time,
-            options.memory,
-            options.processes,
-            options.file_size,
-        )
-
 
 _sandbox = cache(Sandbox)
+
+
+def require_sandboxes(tools: Sequence[str], options: ToolOptions) -> None:
+    """Raise BadPlugin where tools of these names run programs, and this machine has no sandboxes for them."""
+    for name, own in (("python", options.python), ("shell", options.shell)):
+        if name in tools:
+            _sandbox(_confined(name, own))
+
+
+def _confined(name: str, options: SandboxedTool) -> Confined:
+    return Confined(
+        f"the tool {name!r}",
+        f"rollout.tool_options.{name}.bwrap",
+        options.bwrap,
+        options.python if isinstance(options, PythonTool) else None,
+        options.timeout,
+        options.cpu_time,
+        options.memory,
+        options.processes,
+        options.file_size,
+    )
 
 
 def told(output: bytes, errors: bytes, code: int, length: int) -> str:
