@@ -26,8 +26,8 @@ from typing import Any
 _BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OPEN_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>)?", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _LISTED, _BARE = "[TOOL_CALLS]", "<|python_tag|>"
 _DEEPEST = 64
 _BEGIN_OF_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
@@ -171,8 +171,16 @@ def _in_blocks(text: str, blocks: "re.Pattern[str]", read: Callable[[str], ToolC
         calls.append(read(block.group(1).strip()))
         return "" if calls[-1].unreadable is None else block.group(0)
 
-    reply = Reply(blocks.sub(left, text), tuple(calls))
+    whole, rest = (text, "") if blocks is _OPEN_BLOCK else _through_last("</tool_call>", text)
+    reply = Reply(blocks.sub(left, whole) + rest, tuple(calls))
     return replace(reply, content=reply.content.rstrip()) if reply.tool_calls else reply
+
+
+def _through_last(end: str, text: str) -> tuple[str, str]:
+    """The text through the last `end`, and what follows, where what needs one would look for it in vain each time."""
+    place = text.rfind(end)
+    place = 0 if place < 0 else place + len(end)
+    return text[:place], text[place:]
 
 
 def _of_function(block: str, types: Types) -> ToolCall | None:
@@ -180,14 +188,16 @@ def _of_function(block: str, types: Types) -> ToolCall | None:
     if found is None:
         return None
     name = found.group(1).strip()
-    return call_of(name, {key: _value(value, name, key, types) for key, value in _PARAMETER.findall(found.group(2))})
+    inner, _ = _through_last("</parameter>", found.group(2))
+    return call_of(name, {key: _value(value, name, key, types) for key, value in _PARAMETER.findall(inner)})
 
 
 def _of_arguments(block: str, types: Types) -> ToolCall:
     name = block.partition("<arg_key>")[0].strip()
     if not name or "\n" in name:
         return _unreadable("what stands in <tool_call> begins with the name of a tool")
-    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(block)]
+    inner, _ = _through_last("</arg_value>", block)
+    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(inner)]
     return call_of(name, {key: _value(value, name, key, types) for key, value in pairs})
 
 

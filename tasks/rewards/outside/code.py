@@ -71,9 +71,7 @@ class Code:
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """The program and its tests. ValueError where the row has none."""
-        answer = answer_of(sample)
-        blocks = _BLOCK.findall(answer)
-        return {"program": blocks[-1] if blocks else answer, "tests": _tests(sample.metadata)}
+        return {"program": program_of(answer_of(sample)), "tests": _tests(sample.metadata)}
 
     async def answer(self, question: Any) -> Graded:
         """The share of tests passed, or whether all are. Raises OSError where the machine has no room, and ValueError
@@ -126,6 +124,12 @@ class Code:
             return None if json.loads(value) in _wanted(test["value"]) else "wrong value"
         except ValueError:
             return "it returned what is no JSON value"
+
+
+def program_of(answer: str) -> str:
+    """The program in an answer."""
+    blocks = _BLOCK.findall(answer[: answer.rfind("```") + 3])  # behind it each of its beginnings would be in vain
+    return str(blocks[-1]) if blocks else answer
 
 
 def confined(config: CodeConfig) -> Confined:
