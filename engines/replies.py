@@ -31,15 +31,15 @@ from cairn.storage.canonical import from_json
 _BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OPEN_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>)?", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _LISTED, _BARE, _BARE_KEY = "[TOOL_CALLS]", "<|python_tag|>", '"parameters": '
 _SECTIONS = {
-    "<｜tool▁call▁begin｜>": re.compile(
+    "<｜tool▁call▁end｜>": re.compile(
         r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?<｜tool▁call▁end｜>\n?",
         re.DOTALL,
     ),
-    "<|tool_call_begin|>": re.compile(
+    "<|tool_call_end|>": re.compile(
         r"<\|tool_call_begin\|>(?:functions\.)?([^<:\n]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
         re.DOTALL,
     ),
@@ -180,8 +180,8 @@ def _read(text: str, template: str, types: Types, blocks: "re.Pattern[str]") -> 
     elif _BARE in template or _BARE_KEY in template:
         found = _bare(text)
     else:
-        patterns = [pattern for marker, pattern in _SECTIONS.items() if marker in template]
-        found = _in_sections(text, patterns[0]) if patterns else found
+        for end, pattern in _SECTIONS.items():
+            found = _in_sections(text, pattern, end) if end in template and not found.asked else found
     return (
         found if found.asked else _in_blocks(text, blocks, lambda block: _of_function(block, types) or _of_json(block))
     )
@@ -194,15 +194,17 @@ def _in_blocks(text: str, blocks: "re.Pattern[str]", read: Callable[[str], ToolC
         calls.append(read(block.group(1).strip()))
         return "" if calls[-1].unreadable is None else block.group(0)
 
-    reply = Reply(blocks.sub(left, text), tuple(calls))
+    whole, rest = (text, "") if blocks is _OPEN_BLOCK else _through_last("</tool_call>", text)
+    reply = Reply(blocks.sub(left, whole) + rest, tuple(calls))
     return replace(reply, content=reply.content.rstrip()) if reply.tool_calls else reply
 
 
-def _in_sections(text: str, pattern: "re.Pattern[str]") -> Reply:
-    calls = tuple(call_of(name.strip(), arguments) for name, arguments in pattern.findall(text))
+def _in_sections(text: str, pattern: "re.Pattern[str]", end: str) -> Reply:
+    whole, rest = _through_last(end, text)
+    calls = tuple(call_of(name.strip(), arguments) for name, arguments in pattern.findall(whole))
     if not calls or any(call.unreadable for call in calls):
         return Reply(text, calls)
-    return Reply(_SECTION_BOUNDS.sub("", pattern.sub("", text)).rstrip(), calls)
+    return Reply(_SECTION_BOUNDS.sub("", pattern.sub("", whole) + rest).rstrip(), calls)
 
 
 def _in_messages(text: str, has_tools: bool, cut: bool) -> Reply:
@@ -224,19 +226,28 @@ def _in_messages(text: str, has_tools: bool, cut: bool) -> Reply:
     return Reply("".join(told), tuple(calls), "\n".join(thoughts) if thoughts else None)
 
 
+def _through_last(end: str, text: str) -> tuple[str, str]:
+    """The text through the last `end`, and what follows, where what needs one would look for it in vain each time."""
+    place = text.rfind(end)
+    place = 0 if place < 0 else place + len(end)
+    return text[:place], text[place:]
+
+
 def _of_function(block: str, types: Types) -> ToolCall | None:
     found = _FUNCTION.fullmatch(block)
     if found is None:
         return None
     name = found.group(1).strip()
-    return call_of(name, {key: _value(value, name, key, types) for key, value in _PARAMETER.findall(found.group(2))})
+    inner, _ = _through_last("</parameter>", found.group(2))
+    return call_of(name, {key: _value(value, name, key, types) for key, value in _PARAMETER.findall(inner)})
 
 
 def _of_arguments(block: str, types: Types) -> ToolCall:
     name = block.partition("<arg_key>")[0].strip()
     if not name or "\n" in name:
         return _unreadable("what stands in <tool_call> begins with the name of a tool")
-    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(block)]
+    inner, _ = _through_last("</arg_value>", block)
+    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(inner)]
     return call_of(name, {key: _value(value, name, key, types) for key, value in pairs})
 
 

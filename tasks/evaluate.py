@@ -6,6 +6,7 @@ were graded is told too.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -219,9 +220,9 @@ def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> t
         WriteAhead(
             step.attempt, step.input_digest, schema=GENERATED_EVAL, encode=_table, earlier_digests=earlier
         ) as log,
+        nullcontext(log.recover()) as recovered,  # before calls are read
         Calls(step, records=records, scope=scope) as calls,
     ):
-        recovered = log.recover()
         finished, _ = finished_samples(recovered)
         missing = [request for request in requests if request.key not in finished]
         prompts = list(dict.fromkeys(request.group_id for request in missing))

@@ -116,13 +116,13 @@ class CodeConfig(Section):
     """Seconds of CPU time that one test may take."""
 
     memory: int = Field(512 * 1024**2, ge=2**26)
-    """Bytes of address space of each process of a test, and of memory of all of them where Cairn may make a cgroup."""
+    """Bytes of address space of each process of a test, and of memory of all of them together."""
 
     processes: int = Field(64, ge=1)
-    """Processes and threads that one test may have, where Cairn may make a cgroup."""
+    """Processes and threads that one test may have."""
 
     file_size: int = Field(16 * 1024**2, ge=4096)
-    """Bytes of one file that it writes, of all of its scratch folder, and of what it prints."""
+    """Bytes of one file that it writes, of its scratch folder, of /dev/shm, and of what it prints."""
 
     num_workers: int = Field(1, ge=1)
     """Tests that run at a time."""

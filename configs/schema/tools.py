@@ -19,13 +19,13 @@ class SandboxedTool(Section):
     """Seconds of CPU time of each of its processes."""
 
     memory: int = Field(512 * 1024**2, ge=2**26)
-    """Bytes of address space of each process, and of memory of all of them where Cairn may make a cgroup."""
+    """Bytes of address space of each process, and of memory of all of them together."""
 
     processes: int = Field(64, ge=1)
-    """Processes and threads that it may have, where Cairn may make a cgroup."""
+    """Processes and threads that it may have."""
 
     file_size: int = Field(16 * 1024**2, ge=4096)
-    """Bytes of one file, and of all that it writes."""
+    """Bytes of one file, of its scratch folder, of /dev/shm, and of what it prints."""
 
     max_output: int = Field(16_384, ge=1)
     """Characters of what it prints that the model is told."""

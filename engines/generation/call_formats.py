@@ -11,7 +11,7 @@ template writes it |
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -103,20 +103,30 @@ class TagFormat:
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool]) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
-        names = "|".join(map(re.escape, tools))
-        self._calls = re.compile(rf"<({names})>(.*?)</\1>", re.DOTALL)
+        self._begin = re.compile(rf"<({'|'.join(map(re.escape, tools))})>")
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
         """See `CallFormat`."""
         if not self._tools:
             return []
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return [self._call(name, inner.strip()) for name, inner in self._calls.findall(text)]
+        return [self._call(name, inner.strip()) for name, inner in self._found(text)]
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """See `CallFormat`."""
         text = "".join(f"\n<result>\n{result}\n</result>\n" for _, result in results)
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _found(self, text: str) -> Iterator[tuple[str, str]]:
+        """Names, and what stands between their tags."""
+        last = {name: text.rfind(f"</{name}>") for name in self._tools}
+        position = 0
+        while begin := self._begin.search(text, position):
+            name, position = begin[1], begin.end()
+            if position <= last[name]:
+                end = text.find(f"</{name}>", position)
+                yield name, text[position:end]
+                position = end + len(name) + 3
 
     def _call(self, name: str, text: str) -> ToolCall:
         parameters = self._tools[name].parameters
