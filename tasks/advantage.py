@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -84,7 +85,7 @@ def estimated(
     rewards_flat = np.concatenate(rewards_per_group)
     masks, ages = trained_tokens(run, selection, samples)
     _require_tokens(masks, run.config.training.num_steps_per_rollout, selection)
-    fields = _scores(samples, None if scores is None else run.read(scores), algorithm)
+    fields: dict[str, Any] = _scores(samples, None if scores is None else run.read(scores), algorithm)
     found: dict[str, float] = {}
     if algorithm.kl_coef > 0:
         fields["kl"] = _divergences(fields["old_log_probs"], fields["ref_log_probs"], algorithm.kl_estimator)
