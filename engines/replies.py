@@ -181,7 +181,8 @@ def _read(text: str, template: str, types: Types, blocks: "re.Pattern[str]") -> 
         found = _bare(text)
     else:
         for end, pattern in _SECTIONS.items():
-            found = _in_sections(text, pattern, end) if end.replace("end", "begin") in template and not found.asked else found
+            if end.replace("end", "begin") in template:
+                found = _in_sections(text, pattern, end)
     return (
         found if found.asked else _in_blocks(text, blocks, lambda block: _of_function(block, types) or _of_json(block))
     )
