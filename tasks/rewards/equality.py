@@ -53,6 +53,7 @@ def value_of(answer: str) -> tuple[str, Any] | None:
         return _solutions(answer)
     names: set[str] = set()
     values: list[Any] = []
+    is_list = False
     parts = notation.members(answer)
     for part in parts:
         stated = notation.stated(part, _number, _equal)
@@ -60,11 +61,11 @@ def value_of(answer: str) -> tuple[str, Any] | None:
         if stated is None or value is None or isinstance(value, Relational):
             return None
         names |= {stated[0]} - {""}
-        values += value if isinstance(value, list) else [value]
+        is_list = isinstance(value, list)
+        values += value if is_list else [value]
     if len(names) > 1:
         return None
-    several = len(values) > 1 or len(parts) > 1
-    return names.pop() if names else "", values if several else values[0]
+    return names.pop() if names else "", values if is_list or len(parts) > 1 else values[0]
 
 
 def are_equal(one: str, other: str) -> bool:
