@@ -33,7 +33,7 @@ _HEAD = re.compile(
 _ALONE = re.compile(
     "(?i:"
     + _BEFORE.format(
-        words="i|it|is|must|be|choose|pick|mean|say|select|go|with|going|option|choice|final|answer|my|we|get"
+        words="i|it|is|must|be|choose|pick|mean|say|select|would|go|with|going|option|choice|final|answer|my|we|get"
     )
     + rf"){_LETTER}\W*"
 )

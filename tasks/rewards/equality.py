@@ -39,6 +39,7 @@ _HIGHEST = 100_000
 """What exponents that may be of powers, multiplied, may be."""
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\[PC]\b")
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:n?leq?|n?geq?|n?l[et]|gt|ne|neq|[lg]eqslant)(?![A-Za-z])|\\in\b")
+_DIRECTIONS = {**dict.fromkeys(("\\le", "\\leq", "\\lt"), "<"), **dict.fromkeys(("\\ge", "\\geq", "\\gt"), ">")}
 _WRITTEN = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", r"\leqslant": r"\le ", r"\geqslant": r"\ge "}
 _TINY = sympy.Float("1e-40")
 _POINTS = (sympy.Rational(17, 13), sympy.Rational(-23, 19), sympy.Rational(5, 71))
@@ -52,6 +53,7 @@ def value_of(answer: str) -> tuple[str, Any] | None:
         return _solutions(answer)
     names: set[str] = set()
     values: list[Any] = []
+    is_list = False
     parts = notation.members(answer)
     for part in parts:
         stated = notation.stated(part, _number, _equal)
@@ -59,11 +61,11 @@ def value_of(answer: str) -> tuple[str, Any] | None:
         if stated is None or value is None or isinstance(value, Relational):
             return None
         names |= {stated[0]} - {""}
-        values += value if isinstance(value, list) else [value]
+        is_list = isinstance(value, list)
+        values += value if is_list else [value]
     if len(names) > 1:
         return None
-    several = len(values) > 1 or len(parts) > 1
-    return names.pop() if names else "", values if several else values[0]
+    return names.pop() if names else "", values if is_list or len(parts) > 1 else values[0]
 
 
 def are_equal(one: str, other: str) -> bool:
@@ -193,7 +195,7 @@ def _same_expression(one: sympy.Expr, other: sympy.Expr) -> bool:
 def _same_equation(one: str, other: str) -> bool | None:
     """Whether two equations say the same. None where one of them is none, or cannot be read."""
     found = [parsed(text) for text in (one, other)]
-    if not all(isinstance(equation, sympy.Eq) for equation in found):
+    if not all(isinstance(equation, sympy.Eq) for equation in found) or "approx" in one + other:
         return None
     left, right = (equation.lhs - equation.rhs for equation in found)
     ratio = sympy.simplify(left / right)
@@ -217,7 +219,10 @@ def _solutions(answer: str) -> tuple[str, Any] | None:
         common: Any = sympy.S.Reals
         for condition in re.split(r" ?(?:\band\b|\\land\b|\\wedge\b) ?", alternative):
             relation = parsed(condition)
-            solved = None if relation is None else _solved(relation)
+            signs = _INEQUALITY.findall(condition)
+            if "=" in condition or "\\approx" in condition or len({_DIRECTIONS.get(sign, sign) for sign in signs}) != 1:
+                return None
+            solved = None if relation is None else _solved(relation, len(signs))
             if solved is None:
                 whole = condition == answer and isinstance(relation, Relational) and not isinstance(relation, sympy.Eq)
                 return ("", relation) if whole and relation.free_symbols else None
@@ -229,15 +234,18 @@ def _solutions(answer: str) -> tuple[str, Any] | None:
     return names.pop(), list(union.args) if isinstance(union, sympy.FiniteSet) else union
 
 
-def _solved(relation: Any) -> tuple[str, Any] | None:
-    """The unknown of linear inequalities that stand in a chain, and their solutions."""
+def _solved(relation: Any, signs: int) -> tuple[str, Any] | None:
+    """The unknown of linear inequalities that stand in a chain of so many signs, and their solutions."""
     if isinstance(relation, sympy.Eq):  # latex2sympy reads an element of a set so
         return (str(relation.lhs), relation.rhs) if isinstance(relation.rhs, sympy.Set) else None
     if not isinstance(relation, (Relational, sympy.And)) or len(relation.free_symbols) != 1:
         return None
     (unknown,) = relation.free_symbols
     common: Any = sympy.S.Reals
-    for part in relation.args if isinstance(relation, sympy.And) else [relation]:
+    parts = relation.args if isinstance(relation, sympy.And) else [relation]
+    if len(parts) != signs:  # of what is true anyhow sympy leaves nothing
+        return None
+    for part in parts:
         difference = sympy.expand(part.lhs - part.rhs)
         if (
             isinstance(part, sympy.Eq)

@@ -42,7 +42,8 @@ _BASE = re.compile(r"\(?([0-9A-Z]+)\)? ?_ ?\{? ?(\d+) ?\}?")
 _CLOCK = re.compile(r"0*(\d{1,2}:\d\d(?::\d\d)?)(?: ?([ap])\.? ?m)?", re.IGNORECASE)
 _NO_ARITHMETIC = re.compile(
     r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)(?!(?:and|or)\b)[A-Za-z]{3,}|"
-    r"\\[lcd]?dots[bcm]?\b|…|\.\.|:.*:|(?<![\^_])(?<!frac )\d \d|\\pm.*\\pm|\d ?['′″\"]|(?<=\d)_|\)_|"
+    r"\\[lcd]?dots[bcm]?\b|…|\.\.|:.*:|(?<![\^_])(?<!frac )\d \d|\\pm.*\\pm|[\d)}\]] ?['′″\"]|(?<=[\d)}]) ?_|"
+    r"(?<![\\A-Za-z])(?:no|of|at|by|if|is|to|up|on|as|be)(?![A-Za-z])|"
     r"\\(?:[pb]?mod|equiv|not|to|sim|mapsto|[Rr]ightarrow|implies|mp|propto|cong)\b"
 )
 
@@ -88,13 +89,11 @@ _GREEK = (
 _NAMED = re.compile(
     rf"(?:{_GREEK} ?)*[A-Za-z]*(?:_(?:\w|\{{\w+\}}))?'*(?:\([^()=]*\))?|\|[A-Z]+\||\\(?:over)?line\{{[A-Z]+\}}"
 )
-_NO_NAME = frozenset(
-    re.findall(
-        r"\w+",
-        "not no never neither nor cannot isn without unless if half twice double triple third quarter "
-        "sqrt ln log sin cos tan exp abs det gcd",
-    )
+_NOUN = re.compile(
+    r"[A-Za-z]{1,2}|[A-Z]+|(?i:area|perimeter|volume|sum|total|answer|probability|length|distance|cost|number|max|min|"
+    r"maximum|minimum|product|speed|time|result)"
 )
+_NO_NOUNS = frozenset({"ln", "no"})
 _WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z]+(?:[ '-][A-Za-z]+)*")
 
 Equal = Callable[[str, str], bool]
@@ -229,14 +228,17 @@ def stated(answer: str, value: Value, equal: Equal) -> tuple[str, str] | None:
     found = (exact or rounded)[-1 if exact else 0]
     known = value(found)
     for part in exact:
-        if part == found:
-            continue
         other = value(part)
-        if (other is None and not names) or (other is not None and known is not None and not equal(part, found)):
+        if other is None and known is not None:
+            letters = set(re.findall(r"[A-Za-z]", part))
+            holds = bool(names) and letters.isdisjoint(names)  # `y = 3x = 18` says nothing false
+        else:
+            holds = part == found or equal(part, found)
+        if not holds:
             return None
     for part in rounded:
         other = value(part)
-        if known is not None and (other is None or not _rounds(other, part, known)):
+        if exact and (known is None or other is None or not _rounds(other, part, known)):
             return None
     return names[0] if names else "", found
 
@@ -246,14 +248,14 @@ def _is_name(text: str) -> bool:
     tuple of letters."""
     if re.fullmatch(r"\([a-z](?:, ?[a-z])+\)", text):
         return True
-    terms = [term for term in re.split(r" ?(?:[-+*/]|\\cdot|\\times) ?| ", text) if term]
-    words = re.findall(r"[A-Za-z]+", text.lower())
+    terms = [term for term in re.split(r" ?(?:[-+*/]|\\cdot|\\times) ?", text) if term]
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]+", text)
     return (
         not text.startswith(("-", "+", "/"))
         and bool(terms)
         and len(set(terms)) == len(terms)
         and all(_NAMED.fullmatch(term) for term in terms)
-        and _NO_NAME.isdisjoint(words)
+        and all(_NOUN.fullmatch(word) and word not in _NO_NOUNS for word in words)
     )
 
 
