@@ -179,6 +179,14 @@ def test_user_code_that_cannot_be_had_is_named(model: Path, data: Path) -> None:
     assert problems[3].startswith("eval.benchmarks.0: there is no grader 'maths'")
 
 
+@pytest.mark.parametrize("id", [-1, 10**6])
+def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data: Path, id: int) -> None:
+    stopping = config(model, data, rollout={"rollout_stop_token_ids": [0, id]})
+    (problem,) = setup_problems(stopping)
+    assert problem.startswith(f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {model}")
+    assert setup_problems(stopping, FORMAT) == []
+
+
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:
     data.write_text('{"prompt": "1", "label": "1"}\n{"prompt": "1"\n')
     (problem,) = data_problems(config(model, data))
