@@ -178,8 +178,8 @@ def _stop_token_problems(config: RunConfig) -> Iterator[str]:
         for id in config.rollout.rollout_stop_token_ids:
             if not 0 <= id < size:
                 yield (
-                    f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {path}: its ids are 0 to "
-                    f"{size - 1}"
+                    f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {path}: its ids are "
+                    f"0 to {size - 1}"
                 )
 
 
