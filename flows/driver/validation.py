@@ -42,7 +42,7 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
     problems += _image_problems(config)
     if began is None:
-        problems += _of_a_new_run(config)
+        problems += [*_of_a_new_run(config), *_stop_token_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     there = [path for path in config.model.folders.values() if _is_read(path)]
     for path in there:
@@ -172,6 +172,19 @@ def _is_read(path: str) -> bool:
     except BadModel:
         return False
     return True
+
+
+def _stop_token_problems(config: RunConfig) -> Iterator[str]:
+    """Ids below zero would stand for the last tokens, and larger ones for none; runs that began with them go on."""
+    path = config.model.path
+    if config.rollout.rollout_stop_token_ids and _is_read(path):
+        size = check_model_folder(path).get_text_config().vocab_size
+        for id in config.rollout.rollout_stop_token_ids:
+            if not 0 <= id < size:
+                yield (
+                    f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {path}: its ids are "
+                    f"0 to {size - 1}"
+                )
 
 
 def _image_problems(config: RunConfig) -> Iterator[str]:

@@ -22,7 +22,12 @@ STOP_TIMEOUT = 10.0
 
 def database_url_in(home: Path) -> str:
     """Of the server over `home`, unless the environment names another database."""
-    return f"sqlite+aiosqlite:///{home / DATABASE}"
+    return database_url(home / DATABASE)
+
+
+def database_url(file: Path) -> str:
+    """As SQLAlchemy reads it."""
+    return "sqlite+aiosqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
 
 
 def _mend_bulk_inserts() -> None:
@@ -82,15 +87,15 @@ def serve(listener: socket.socket, parent: int, host: str) -> None:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             with (SERVER_HOME.value() / "start.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if database_url == database_url_in(SERVER_HOME.value()):
+                if url == database_url_in(SERVER_HOME.value()):
                     create(SERVER_HOME.value() / DATABASE)
                 await super().startup(sockets)
 
     if not sys.stdin.buffer.read(1):
         os._exit(1)  # nobody will tell it to serve any more
-    database_url = PREFECT_API_DATABASE_CONNECTION_URL.value()
-    if database_url.startswith("sqlite"):
-        set_database_config(ImmediateTransactions(database_url))
+    url = PREFECT_API_DATABASE_CONNECTION_URL.value()
+    if url.startswith("sqlite"):
+        set_database_config(ImmediateTransactions(url))
     config = uvicorn.Config(
         OwnPages(create_app(final=True), host),
         log_level="warning",

@@ -129,7 +129,9 @@ def _json_value(value: Any, column: str, pictures: Collection[str] | None) -> An
 
 
 def _suffix(url: str) -> str:
-    return os.path.splitext(urlsplit(url).path if "://" in url else url)[1]
+    """Of its name: only HTTP has queries and fragments behind it, and S3 versions."""
+    name = urlsplit(url).path if url.startswith(("http://", "https://")) else url.partition("?versionId=")[0]
+    return os.path.splitext(name)[1]
 
 
 def _local_copy(url: str) -> Binary:

@@ -13,6 +13,7 @@ from cairn.configs.loader import ConfigError, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import INTERPRETER
 from cairn.flows.driver.validation import data_problems, setup_problems
+from cairn.storage.records import FORMAT
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
@@ -209,6 +210,14 @@ def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(m
     ]
     assert setup_problems(calling, 1) == [], "a run that began with it goes on"
     assert setup_problems(config(model, data, rollout=rollout | {"tool_call_format": "tags"})) == []
+
+
+@pytest.mark.parametrize("id", [-1, 10**6])
+def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data: Path, id: int) -> None:
+    stopping = config(model, data, rollout={"rollout_stop_token_ids": [0, id]})
+    (problem,) = setup_problems(stopping)
+    assert problem.startswith(f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {model}")
+    assert setup_problems(stopping, FORMAT) == []
 
 
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:

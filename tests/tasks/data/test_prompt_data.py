@@ -78,6 +78,15 @@ def test_every_format_at_every_url_gives_the_same_rows(tmp_path, tokenizer, http
         assert tokenizer.decode(row.prompt_ids) == row.prompt_text == f"prompt {index}"
 
 
+@pytest.mark.parametrize("name", ["a#b.jsonl", "a?b.jsonl", "a%20b.jsonl"])
+def test_names_of_any_characters_are_no_fragments_of_urls(tmp_path, tokenizer, s3_url, name):
+    local = write_jsonl(tmp_path / name, ROWS)
+    with fsspec.open(f"{s3_url}/{name}", "wb") as file:
+        file.write(Path(local).read_bytes())
+    for url in (local, f"{s3_url}/{name}"):
+        assert len(PromptData.open(PLAIN, url, tokenizer)) == len(ROWS)
+
+
 @pytest.mark.parametrize("slice_", ["[2:5]", "[-3:]", "[:4]", "[:-8]", "[7:100]", "[:]"])
 def test_a_slice_takes_the_rows_that_python_would(tmp_path, tokenizer, slice_):
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
