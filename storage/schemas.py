@@ -162,7 +162,7 @@ CALLS = _schema(
     ("kind", pa.string()),  # cairn.engines.episodes.records.CallKind
     ("name", pa.string()),  # of the tool or grader
     ("turn", pa.int32()),  # answers of the policy before it
-    ("arguments", pa.string()),  # JSON; null: of the policy and the clock
+    ("arguments", pa.string()),  # JSON; of the policy the SHA-256 of the tokens it went on from; null: of the clock
     ("arguments_digest", pa.string()),
     ("result", pa.string()),  # JSON; null: it failed, the policy answered, or the result is long
     ("result_digest", pa.string()),  # SHA-256 of a long result, which lies beside the table (LONG_RESULTS)

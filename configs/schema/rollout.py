@@ -304,7 +304,7 @@ class RolloutConfig(Section):
                 "tools has no effect while custom_generate_function_path is single_turn: set it to tool_calls, or to a "
                 "function of yours that calls them"
             )
-        if self.tool_options != ToolOptions() and not self.tools:
+        if self.tool_options != ToolOptions(network=self.tool_options.network) and not self.tools:
             raise ValueError("tool_options has no effect without tools: name those that it is for in tools")
         for name in ("max_turns", "rollout_max_context_len"):
             if function != "tool_calls" and getattr(self, name) != fields[name].default:

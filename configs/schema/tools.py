@@ -65,7 +65,11 @@ class SearchTool(Section):
 
 
 class ToolOptions(Section):
-    """Of the tools of ours that `rollout.tools` names."""
+    """Of tools: what those of ours are given that `rollout.tools` names, and what those of yours may do."""
+
+    network: bool = False
+    """Whether tools of yours that are called in processes of their own may reach a network: plain functions of modules.
+    Others run in the process of `generate`, whose network they have."""
 
     python: PythonTool = PythonTool()
     """Of `python`."""

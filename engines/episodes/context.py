@@ -144,6 +144,8 @@ class Context:
         limits = f"{params.max_new_tokens}/" + "".join(f"{one!r}/" for one in stop)
         digest = hashlib.sha256(limits.encode() + before.tobytes()).hexdigest()
         asked = self._asked(call, CallKind.SAMPLE, "", digest, tokens=len(before))
+        sha256 = hashlib.sha256(before.tobytes()).hexdigest()
+        asked = replace(asked, arguments=canonical.to_json({"sha256": sha256}))  # for `cairn verify`
 
         async def sample(asked: CallRecord) -> CallRecord:
             try:

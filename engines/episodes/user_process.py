@@ -15,6 +15,7 @@ from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.episodes.watchdog import Watchdog
 from cairn.engines.tools.loading import load_tools
+from cairn.engines.tools.processes import grant_network
 from cairn.engines.tools.programs import require_sandboxes
 from cairn.engines.tools.threads import in_turn
 from cairn.engines.trajectories import SampleRequest
@@ -47,6 +48,7 @@ class _Process:
             tokenizer = cache(partial(_tokenizer, function.tokenizer))
             options = function.options
             require_sandboxes(options.tools, options.tool_options)
+            grant_network(options.tool_options.network)
             tools = cache(partial(load_tools, options.tools, options.tool_options))
             runner = Runner(loop, _load(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
