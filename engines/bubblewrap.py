@@ -207,9 +207,9 @@ def _interpreter_folders(config: Confined) -> list[str]:
 
 def _is_open_to_all(path: str) -> bool:
     """Whether every user may read it, by its mode and those of the folders around it."""
-    bits = stat.S_IXOTH | (stat.S_IROTH if os.path.isdir(path) else 0)
-    return all(Path(one).stat().st_mode & wanted == wanted for one, wanted in
-               ((path, bits), *((parent, stat.S_IXOTH) for parent in Path(path).parents)))  # fmt: skip
+    wanted = stat.S_IXOTH | (stat.S_IROTH if os.path.isdir(path) else 0)
+    around = all(parent.stat().st_mode & stat.S_IXOTH for parent in Path(path).parents)
+    return around and os.stat(path).st_mode & wanted == wanted
 
 
 def _linux() -> tuple[int, ...]:

@@ -17,14 +17,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import Context, copy_context
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
 
 import psutil
 
 from cairn.engines.episodes.call_ids import sample_in
 from cairn.engines.trajectories import SampleKey
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 _BEAT = struct.Struct("=d")
 _SLOT = struct.Struct("=qqqd")
@@ -110,35 +115,42 @@ class TurnLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._heartbeat = heartbeat
 
-    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See the base class."""
         context = context or copy_context()
-        return super().call_soon(*self._in_turn(callback, context), *args, context=context)
+        return super().call_soon(self._in_turn(partial(callback, *args), context), context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.TimerHandle:
+        """See the base class."""
         context = context or copy_context()
-        return super().call_at(when, *self._in_turn(callback, context), *args, context=context)
+        return super().call_at(when, self._in_turn(partial(callback, *args), context), context=context)
 
-    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
-        if executor is not None and not hasattr(executor, "_threads"):  # processes, which keep no lock of this one
-            return super().run_in_executor(executor, function, *args)
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
+    ) -> "asyncio.Future[Result]":
+        """See the base class."""
+        if executor is not None and not isinstance(executor, ThreadPoolExecutor):  # processes keep no lock of this one
+            return super().run_in_executor(executor, func, *args)
         turn = self._heartbeat.of_a_thread()
 
-        def call() -> Any:
+        def call() -> Result:
             with turn:
-                return function(*args)
+                return func(*args)
 
         return super().run_in_executor(executor, call)
 
-    def _in_turn(self, callback: Callable[..., Any], context: Context) -> tuple[Any, ...]:
+    def _in_turn(self, callback: Callable[[], object], context: Context) -> Callable[[], object]:
         key = sample_in(context)
-        return (callback,) if key is None else (self._take_turn, key, callback)
+        return callback if key is None else partial(self._take_turn, key, callback)
 
-    def _take_turn(self, key: SampleKey, callback: Callable[..., Any], *args: Any) -> None:
+    def _take_turn(self, key: SampleKey, callback: Callable[[], object]) -> None:
         self._heartbeat.take_turn(key)
         try:
-            callback(*args)
+            callback()
         finally:
             self._heartbeat.end_turn()
 
