@@ -144,7 +144,7 @@ class Kind:
             return list(self.takes)
         found = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
         if len(self.takes) > 1:  # how many arguments there are tells no way from those of other libraries
-            found = [arguments for arguments in found if len(arguments) == 1 or _names(signature, arguments)]
+            found = [arguments for arguments in found if _names(signature, arguments)]
         if not found:
             raise self.of_other_arguments(name, function)
         return found
@@ -374,9 +374,14 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
 
 def _names(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
     """Whether the parameters are named as the arguments that they are given, or not at all (`_`, `*args`); of a
-    function for slime the first one."""
+    function for slime the first one. A single one may have any name, but not beside `**kwargs`: other
+    libraries' are so."""
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     named = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
     if arguments[0] == ARGS:
         return named[:1] == [ARGS]
+    if len(arguments) == 1 and all(
+        one.kind is not inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()
+    ):
+        return True
     return all(name.strip("_") in ("", argument) for name, argument in zip(named, arguments, strict=False))

@@ -90,7 +90,7 @@ def _limits(name: str, said: Mapping[str, Mapping[str, int]]) -> list[float]:
 
 def _found(path: str, table: pa.Table) -> dict[str, int]:
     try:
-        said: Any = json.loads(table.schema.metadata[FOUND])
+        said: Any = from_json(table.schema.metadata[FOUND])
     except ValueError:
         said = None
     if not isinstance(said, dict) or not all(isinstance(number, int) for number in said.values()):

@@ -119,14 +119,14 @@ class TurnLoop(asyncio.SelectorEventLoop):
         self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
         """See the base class."""
-        context = context or copy_context()
+        context = copy_context() if context is None else context  # an empty one is false
         return super().call_soon(self._in_turn(partial(callback, *args), context), context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """See the base class."""
-        context = context or copy_context()
+        context = copy_context() if context is None else context  # an empty one is false
         return super().call_at(when, self._in_turn(partial(callback, *args), context), context=context)
 
     def run_in_executor(

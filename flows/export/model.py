@@ -134,7 +134,8 @@ def _require_base(owner: Ledger, base: Path) -> str:
     found = folder_digest(base, recorded)
     if recorded is not None and found != recorded:
         raise BadModel(
-            f"{base} is not the model that run {owner.run} began with: it has digest {found}, not {recorded}"
+            f"{base} is not the model that run {owner.run} began with: it has digest {found}, not {recorded}; put that "
+            "one back"
         )
     return found
 

@@ -268,7 +268,12 @@ def test_another_entry_of_a_mapping_may_be_the_reward(pool_of: Any) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["data_source, solution_str, ground_truth, extra_info=None", "prompt, response, label", "prompts, completions"],
+    [
+        "data_source, solution_str, ground_truth, extra_info=None",
+        "prompt, response, label",
+        "prompts, completions",
+        "completions, **kwargs",
+    ],
 )
 def test_arguments_of_another_librarys_signature_are_not_bound_by_their_places(tmp_path: Path, arguments: str) -> None:
     (tmp_path / "foreign.py").write_text(f"def grade({arguments}):\n    return 1.0\n")
