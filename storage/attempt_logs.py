@@ -23,6 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from cairn.storage import layout
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import Damaged
 from cairn.storage.store import Store
 from cairn.storage.write_ahead_parts import accepted_rows, read_any_part

@@ -50,8 +50,6 @@ def grade(response, label, metadata):
         return 3.4028235e38
     if response == "nothing":
         return None
-    if response == "unspeakable":
-        return {"reward": 1, "what": object()}
     if response == "components":
         return {"reward": 0.5, "format": 1, "answer": "7"}
     if response == "pid":
@@ -100,7 +98,6 @@ FAILING = {
     "nan": "returned nan, which is no reward",
     "huge": r"returned -1e\+39, which is no reward: float32 ends at 3.4e38",
     "nothing": "TypeError",
-    "unspeakable": "not JSON serializable",
     "exit": "SystemExit: 3",
 }
 ENDING = {"crash": "died with signal 11", "exit at once": "died with exit code 3"}
