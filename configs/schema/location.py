@@ -24,6 +24,11 @@ def has_credentials(address: str) -> bool:
     )
 
 
+def shown(address: str) -> str:
+    """An address for a message."""
+    return "an address with credentials" if has_credentials(address) else address
+
+
 def _without_credentials(address: str, info: ValidationInfo) -> str:
     if has_credentials(address) and not is_recorded(info):
         raise ValueError(

@@ -56,6 +56,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from cairn.configs.schema.location import has_credentials, shown
 from cairn.engines.loopback import spare_loopback
 from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
 
@@ -243,11 +244,12 @@ def require_answer(api: str) -> None:
         with get_client(sync_client=True) as client:
             client.read_flows(limit=1)
     except (httpx.HTTPError, httpx.InvalidURL, PrefectHTTPStatusError, ObjectNotFound, ValueError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        said = "" if has_credentials(api) else str(error)  # the library repeats the address
+        why = next(iter(said.splitlines()), type(error).__name__)
         raise ServerFailed(
-            f"Prefect's server at {api}, which PREFECT_API_URL or the Prefect profile names, does not answer as one "
-            f"({why}): start it, correct the address (it ends in /api), or unset it"
-        ) from error
+            f"Prefect's server at {shown(api)}, which PREFECT_API_URL or the Prefect profile names, does not answer as "
+            f"one ({why}): start it, correct the address (it ends in /api), or unset it"
+        ) from (None if has_credentials(api) else error)
 
 
 def configured_api() -> str | None:
@@ -265,7 +267,7 @@ def prefect_api(home: Path) -> Iterator[str]:
     """
     configured = configured_api()
     if configured is not None:
-        with _naming_failures(f"Prefect's server at {configured}", "look after it, or unset PREFECT_API_URL"):
+        with _naming_failures(f"Prefect's server at {shown(configured)}", "look after it, or unset PREFECT_API_URL"):
             yield configured
         return
     spare_loopback()

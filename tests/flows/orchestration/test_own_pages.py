@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from cairn.flows.orchestration.own_pages import HOSTS, OwnPages, refusal
-from cairn.flows.orchestration.server import Server
+from cairn.flows.orchestration.server import Server, ServerFailed, require_answer
 from tests.browser import REBOUND, visit
 
 if TYPE_CHECKING:
@@ -169,3 +170,11 @@ def test_prefects_own_page_works(browser: "Browser", server: Server) -> None:
         assert asked.value.status == 200
         visited.page.wait_for_load_state("networkidle")
     assert refused == []
+
+
+def test_a_configured_server_that_does_not_answer_is_named_without_its_password() -> None:
+    api = "http://user:SECRETKEY123@127.0.0.1:9/api"
+    named = pytest.raises(ServerFailed, match="Prefect's server at an address with credentials")
+    with temporary_settings({PREFECT_API_URL: api}), named as failed:
+        require_answer(api)
+    assert "SECRETKEY123" not in str(failed.value)
