@@ -386,6 +386,7 @@ def test_what_yaml_can_write_and_no_configuration_can_hold_is_one_sentence(tmp_p
     for text, says in {
         "model: &m {path: x, ref_path: *m}\n": "something in it holds itself",
         f"model: {'[' * 2000}{']' * 2000}\n": "is not YAML: it is nested too deeply",
+        "seed: !!timestamp x\n": "is not YAML: a value does not fit its tag: ",
         f"seed: {'9' * 5000}\n": "is not YAML: line 1: the number has 5000 digits",
         'model: {path: "\\ud83d"}\n': "half of a surrogate pair",
     }.items():
