@@ -9,6 +9,7 @@ OPENENV := .venv-openenv
 PEERS := tests/tasks/benchmarks/parity
 VERL := .venv-verl
 TRL := .venv-trl
+TRL_TEMPLATES := build/trl/.installed
 PARITY := tests/parity
 SLIME ?= ../slime
 SLIME_COMMIT ?= $(shell git -C $(SLIME) rev-parse --short HEAD 2>/dev/null || echo unknown)
@@ -83,6 +84,11 @@ $(OPENENV)/.installed: tests/engines/environments/requirements.txt
 
 openenv-env: $(OPENENV)/.installed ## Make .venv-openenv: OpenEnv, whose servers are spoken to
 
+# TRL's chat templates, without TRL's environment.
+$(TRL_TEMPLATES): bench/trl-requirements.txt $(STAMP)
+	$(BIN)/pip $(INSTALL) --no-deps --upgrade --target $(@D) $(shell grep ^trl== bench/trl-requirements.txt)
+	@touch $@
+
 $(VERL)/.installed: $(PARITY)/requirements.txt $(TORCH)
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
 	$(call link-torch,$(VERL))
@@ -122,7 +128,7 @@ test-proofs: ## The same with the proofs of every promise: what continuous integ
 	$(PYTEST) --tier proofs
 
 test-all: ## Everything, test-ceph too; appends what ran to tests/record.jsonl: 75 minutes
-	$(BESIDE) lint sglang-env lm-eval-env inspect-env openenv-env
+	$(BESIDE) lint sglang-env lm-eval-env inspect-env openenv-env $(TRL_TEMPLATES)
 	$(PYTEST) --tier all --record all
 	$(MAKE) test-ceph
 

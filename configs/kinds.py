@@ -13,11 +13,12 @@ may name code at all (`cairn.flows.driver.trust`): both follow from `KINDS`.
 """
 
 import inspect
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from cairn.configs.plugins import BadPlugin, deferred, load_callable
@@ -38,17 +39,24 @@ class Declaration:
     """Of an advantage estimator: the loss of ours that goes with it, where `loss_type` is left at its default."""
     cached: bool = False
     """Of a grader: its answers are kept in the store, and none is asked for twice."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of a loss of ours: values of options that are left out, where its paper has others than PPO's."""
 
 
 def plugin(
-    *, needs: Collection[str] = (), reads: Collection[str] = (), loss: str | None = None, cached: bool = False
+    *,
+    needs: Collection[str] = (),
+    reads: Collection[str] = (),
+    loss: str | None = None,
+    cached: bool = False,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Callable[[Function], Function]:
-    """Declare what a function needs, which options it reads, which loss goes with it, and whether its answers are kept:
-    see `Declaration`."""
+    """Declare what a function needs, which options it reads, which loss goes with it, whether its answers are kept, and
+    what options default to: see `Declaration`."""
     for name, names in (("needs", needs), ("reads", reads)):
         if isinstance(names, str):  # whose letters would be taken for names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
-    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached)
+    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached, defaults)
 
     def declare(function: Function) -> Function:
         function.declaration = declaration  # type: ignore[attr-defined]
@@ -68,6 +76,11 @@ def declared(function: Callable[..., Any]) -> Declaration:
 
 ARGS = "args"
 """The name of the first argument of functions that were written for slime."""
+
+
+def written_for_slime(function: Callable[..., Any]) -> bool:
+    """Whether a function takes slime's `args` first."""
+    return next(iter(inspect.signature(function).parameters), None) == ARGS
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,8 @@ class Kind:
         except ValueError:  # it is not written in Python
             return list(self.takes)
         found = [arguments for arguments in self.takes if _binds(signature, len(arguments))]
+        if len(self.takes) > 1:  # how many arguments there are tells no way from those of other libraries
+            found = [arguments for arguments in found if _names(signature, arguments)]
         if not found:
             raise self.of_other_arguments(name, function)
         return found
@@ -137,7 +152,8 @@ class Kind:
     def of_other_arguments(self, name: str, function: Callable[..., Any]) -> BadPlugin:
         """The error for a function that cannot be called in any of the ways."""
         ways = " or ".join(f"({', '.join(arguments)})" for arguments in self.takes)
-        return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}")
+        named = " by these names" if len(self.takes) > 1 else ""
+        return BadPlugin(f"the {self.name} {name!r} takes {inspect.signature(function)}: let it take {ways}{named}")
 
     def _check_signature(self, name: str, function: Callable[..., Any]) -> None:
         self.ways(name, function)
@@ -354,3 +370,18 @@ def _binds(signature: inspect.Signature, count: int) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _names(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
+    """Whether the parameters are named as the arguments that they are given, or not at all (`_`, `*args`); of a
+    function for slime the first one. A single one may have any name, but not beside `**kwargs`: other
+    libraries' are so."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+    if arguments[0] == ARGS:
+        return named[:1] == [ARGS]
+    if len(arguments) == 1 and all(
+        one.kind is not inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()
+    ):
+        return True
+    return all(name.strip("_") in ("", argument) for name, argument in zip(named, arguments, strict=False))

@@ -17,12 +17,23 @@ from pydantic_core import ErrorDetails
 from cairn.configs.errors import ConfigError
 from cairn.configs.options import LIST_ITEM, Option, item_of, options, section_of
 from cairn.configs.recorded import in_todays_words
-from cairn.configs.schema.base import RECORDED
+from cairn.configs.schema.base import RECORDED, UNCHECKED
+from cairn.configs.schema.location import has_credentials
 from cairn.configs.schema.run import RunConfig
 from cairn.configs.slime import Counterpart, counterparts
 from cairn.configs.yaml_file import parse_yaml
 
-__all__ = ["ConfigError", "from_manifest", "in_recorded_words", "inherit", "load", "parse", "read", "with_section"]
+__all__ = [
+    "ConfigError",
+    "from_manifest",
+    "in_recorded_words",
+    "inherit",
+    "load",
+    "parse",
+    "read",
+    "released",
+    "with_section",
+]
 
 
 _NO_EFFECT = re.compile("has no effect|nothing would read it")
@@ -95,7 +106,8 @@ def parse(values: dict[str, Any], context: Mapping[str, bool] | None = None) -> 
 
 
 def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a fork: what its parent's manifest says, with `a.b=value` overrides applied.
+    """The configuration of a fork: what its parent's manifest says, with `a.b=value` overrides applied. Names of code
+    in it are Unchecked.
 
     What a rule has against the parent itself, which was sound when it was recorded, does not keep it from being forked.
     What it has against the fork alone does, and the sentence names the overrides that take back what was inherited.
@@ -104,19 +116,19 @@ def inherit(recorded: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     values = _overridden(parent, overrides)
     given = {override.partition("=")[0].strip() for override in overrides}
     try:
-        return parse(values)
+        return parse(values, UNCHECKED)
     except ConfigError:
         new = _new_problems(values, parent, given)
     if new:
         raise ConfigError([problem + _way_back(problem, parent, given) for problem in new])
-    return parse(values, RECORDED)
+    return parse(values, RECORDED | UNCHECKED)
 
 
 def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> RunConfig:
     """A recorded configuration with options of one section changed by `section.option=value`, and held against the
     rules of that section alone: for what is computed of it apart from the run.
 
-    As with a fork, what a rule has against the recorded section itself is let pass.
+    As with a fork, what a rule has against the recorded section itself is let pass, and names of code are Unchecked.
     """
     schema, before = type(getattr(recorded, name)), recorded.model_dump(mode="json")
     after = _overridden(before, overrides)
@@ -126,7 +138,7 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> Ru
 
     def problems(values: dict[str, Any]) -> list[str]:
         try:
-            validated(values)
+            validated(values, UNCHECKED)
         except ValidationError as error:
             found = error.errors(include_url=False)
             return [_sentence(cast(ErrorDetails, {**details, "loc": (name, *details["loc"])})) for details in found]
@@ -136,13 +148,25 @@ def with_section(recorded: RunConfig, name: str, overrides: Sequence[str]) -> Ru
     if new:
         given = {override.partition("=")[0].strip() for override in overrides}
         raise ConfigError([problem + _way_back(problem, before, given) for problem in new])
-    return recorded.model_copy(update={name: validated(after, RECORDED)})
+    return recorded.model_copy(update={name: validated(after, RECORDED | UNCHECKED)})
 
 
 def from_manifest(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration in a run's manifest, as it was recorded: rules that were added since are not held against it,
-    and options keep what they said."""
-    return RunConfig.model_validate(in_todays_words(values), context=RECORDED)
+    """The configuration in a run's manifest or terms, as it was recorded, to be read: rules that were added since are
+    not held against it, options keep what they said, and names of code are Unchecked. What is to be executed comes
+    through `cairn.flows.driver.trust`."""
+    try:
+        return RunConfig.model_validate(in_todays_words(values), context=RECORDED | UNCHECKED)
+    except (ValidationError, AttributeError, TypeError) as error:
+        found = error.errors(include_url=False) if isinstance(error, ValidationError) else []
+        problems = [_sentence(details) for details in found] or ["it is no configuration"]
+        raise ConfigError([f"in the ledger: {problem}" for problem in problems]) from None
+
+
+def released(config: RunConfig) -> RunConfig:
+    """The same configuration with names of code that may be imported. For `cairn.flows.driver.trust`, which has held
+    them against what a store may set."""
+    return RunConfig.model_validate(config.model_dump(mode="json"), context=RECORDED)
 
 
 def in_recorded_words(config: RunConfig, recorded: Mapping[str, Any]) -> RunConfig:
@@ -180,7 +204,7 @@ def _new_problems(values: dict[str, Any], parent: dict[str, Any], given: Collect
 def _problems(values: dict[str, Any]) -> Sequence[str]:
     """What today's rules have against a configuration."""
     try:
-        parse(values)
+        parse(values, UNCHECKED)
     except ConfigError as error:
         return error.problems
     return ()
@@ -228,6 +252,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     """Set one `a.b=value` in nested mappings and lists, making the sections that are not there yet."""
     name, equals, text = override.partition("=")
     name = name.strip()
+    if has_credentials(override) or has_credentials(text):
+        override = "…" if has_credentials(name) else f"{name}=…"
     if not equals or not name or "" in name.split("."):
         raise ConfigError([f"--set {override} is not of the form section.option=value"])
     try:
@@ -314,6 +340,12 @@ def _sentence(error: ErrorDetails) -> str:
     return f"{field.name} is {_spell(error['input'])}; it {must[0].lower()}{must[1:]}"
 
 
+def _holds_credentials(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_holds_credentials, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and has_credentials(value)
+
+
 def _unknown(location: Sequence[int | str], value: Any) -> str:
     name = ".".join(map(str, location))
     *sections, last = location
@@ -358,6 +390,8 @@ def _likeness(word: str, other: str) -> float:
 
 
 def _spell(value: Any) -> str:
-    """A value as it would stand in YAML, cut short."""
+    """A value as it would stand in YAML, cut short; of one that holds an address with credentials none."""
+    if _holds_credentials(value):
+        return "a value with credentials"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:77] + "…"

@@ -1,12 +1,13 @@
 """Code by name: `package.module.function` on the import path, or `file.py:function`."""
 
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
 from itertools import accumulate
@@ -17,6 +18,13 @@ from typing import Any
 
 class BadPlugin(Exception):
     """User code that a configuration names cannot be had. The message says why and what to do."""
+
+
+class Unchecked(str):
+    """A name of code from a store that has not passed `cairn.flows.driver.trust`: it is shown and compared like any
+    text, and never imported."""
+
+    __slots__ = ()
 
 
 def load_callable(path: str) -> Callable[..., Any]:
@@ -50,7 +58,13 @@ def deferred(function: Callable[..., Any]) -> str | None:
 
 
 def module_of(path: str) -> ModuleType:
-    """Import the module in which `path` names something. Raises BadPlugin as `load_callable` does."""
+    """Import the module in which `path` names something. Raises BadPlugin as `load_callable` does, and for a name that
+    is Unchecked."""
+    if isinstance(path, Unchecked):
+        raise BadPlugin(
+            f"{str(path)!r} is named by a ledger and is not imported to read it: give the recipe with `cairn train "
+            "RECIPE --run NAME`"
+        )
     place, name = _split(path)
     if not place or not name:
         raise BadPlugin(f"{path!r} names no function: write package.module.function or file.py:function")
@@ -133,7 +147,7 @@ def _load_file(file: Path) -> ModuleType:
     if not file.is_file():
         raise BadPlugin(f"there is no file {file}; correct the path of the function")
     name = _name_of(file)
-    spec = importlib.util.spec_from_file_location(name, file, loader=_Source(name, str(file)))
+    spec = _Files.find_spec(name)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -148,5 +162,26 @@ def _load_file(file: Path) -> ModuleType:
 
 
 def _name_of(file: Path) -> str:
-    """That of this very file: two files of one name do not meet."""
-    return f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    """The module of this very file: two files of one name do not meet. Any process that can import this one finds it,
+    as one that `multiprocessing` starts with a function of the file."""
+    return f"{__name__}.{os.fsencode(file).hex()}"
+
+
+class _Files(MetaPathFinder):
+    """Finds modules that have their names from `_name_of`."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        package, _, name = fullname.rpartition(".")
+        if package != __name__:
+            return None
+        try:
+            file = os.fsdecode(bytes.fromhex(name))
+        except ValueError:
+            return None
+        return importlib.util.spec_from_file_location(fullname, file, loader=_Source(fullname, file))
+
+
+__path__: list[str] = []  # the files' modules lie below this one
+sys.meta_path.append(_Files())

@@ -53,3 +53,7 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
+    except yaml.YAMLError:
+        raise
+    except Exception as error:  # the library's constructors raise what they like
+        raise yaml.YAMLError(f"a value does not fit its tag: {error}") from None

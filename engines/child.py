@@ -27,10 +27,15 @@ _LOOK = 0.01
 
 
 def launch(
-    module: str, connection: Connection, arguments: Sequence[Any] = (), search: Sequence[str] | None = None
+    module: str,
+    connection: Connection,
+    arguments: Sequence[Any] = (),
+    search: Sequence[str] | None = None,
+    files: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
     """A process that calls `main` of a module with the number of a connection's file, that of this process, and
-    `arguments`, which are to have a `repr`. `search`: its `sys.path`, by default that of this process.
+    `arguments`, which are to have a `repr`. `search`: its `sys.path`, by default that of this process. `files`: others
+    that it has.
 
     The kernel ties it to the thread that starts it, where the module calls `die_with`."""
     given = (connection.fileno(), os.getpid(), *arguments)
@@ -40,7 +45,7 @@ def launch(
         [sys.executable, "-c", code],
         stdin=subprocess.DEVNULL,
         stdout=_STDERR,  # what such code prints is no output of this program
-        pass_fds=[connection.fileno()],
+        pass_fds=[connection.fileno(), *files],
         start_new_session=True,  # what it starts is killed with it; Ctrl-C is the driver's affair
         env={**os.environ, "PYTHONHASHSEED": "0"},  # every process walks its sets in the same order
     )

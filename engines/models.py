@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -30,8 +31,10 @@ from transformers.utils import logging as transformers_logging
 from cairn.configs.published import published_repository
 from cairn.engines.errors import BadModel
 from cairn.engines.mtp import is_mtp
+from cairn.engines.named_code import require_no_adapter, require_no_code
 from cairn.engines.published import is_exact, published_parts, saved_buffers
 from cairn.engines.quantized import Slice, open_tensors, quantization_of
+from cairn.storage.canonical import from_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -41,6 +44,9 @@ _CLASSIFIER = "ForSequenceClassification"
 ARCHITECTURE_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Published model types that the library has no class for, and the one whose architecture they have; what they hold
 beside it, such as layers that predict several tokens ahead, is not read."""
+
+KNOWN_TYPES = frozenset({*CONFIG_MAPPING, *ARCHITECTURE_OF})
+"""Model types of which no code of a folder is needed."""
 
 SEES_IMAGES = frozenset({"qwen2_5_vl"})
 """Model types that read images beside text; see `cairn.engines.vision`."""
@@ -88,6 +94,7 @@ def _check_folder(folder: Path, require: Callable[[PretrainedConfig], None]) -> 
         repository = published_repository(folder.name)
         way = f"hf download {repository} --local-dir {folder}" if repository else "give the path of one that does"
         raise BadModel(f"Model folder {folder} does not exist: {way}.")
+    require_no_adapter(folder)
     config = _read_config(folder)
     require(config)
     for file in weight_files(folder):
@@ -259,21 +266,19 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise BadModel(f"Model folder {folder} has no config.json: give a folder in Hugging Face format.")
     try:
         config = read_config(folder)
+    except BadModel:
+        raise
     # The library reports a broken config with whatever its many config classes raise.
     except Exception as error:
         raise BadModel(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from error
-    for part in (config, config.get_text_config()):
-        for name in ("attn_implementation", "experts_implementation"):
-            kernel = getattr(part, f"_{name}", None)
-            if kernel is not None and "/" in str(kernel):  # a repository, whose code transformers would fetch and run
-                raise BadModel(f"{folder / 'config.json'} takes {name} from {kernel}: take it out, no code is fetched.")
     return config
 
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The config of a model folder as the library reads it, or as one of another type (see `ARCHITECTURE_OF`), and of
-    weights that are not quantised."""
+    weights that are not quantised. Raises BadModel where it names code, and what the library raises."""
     stored, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+    require_no_code(stored, folder / "config.json", KNOWN_TYPES)
     known_as = ARCHITECTURE_OF.get(stored.get("model_type", ""))
     if known_as is None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -299,7 +304,7 @@ def save_config(config: PretrainedConfig, source: Path, folder: Path) -> None:
     other programs look for it, as SGLang does for Qwen3-Next's `full_attention_interval`."""
     config.save_pretrained(folder)
     file = folder / "config.json"
-    written, published = json.loads(file.read_text()), json.loads((source / "config.json").read_text())
+    written, published = from_json(file.read_text()), from_json((source / "config.json").read_text())
     if published.get("model_type") != config.model_type:  # the part that is a language model
         published = published.get("text_config", {})
     lacking = {name: value for name, value in published.items() if name not in written and name not in _SAID_ANEW}
@@ -318,7 +323,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         raise BadModel(f"Model folder {folder} has neither {WEIGHTS} nor {INDEX}: save its weights as safetensors.")
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = from_json((folder / INDEX).read_text())["weight_map"]
         return [folder / name for name in sorted(set(weight_map.values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadModel(f"{folder / INDEX} is not an index of weight files: copy the folder again.") from error

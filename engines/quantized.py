@@ -11,7 +11,6 @@ Formats 1.0, 2023, section 5.3); the third, `pack-quantized` in symmetric groups
 not quantised is read as it is. Every other way of quantising is refused by its name.
 """
 
-import json
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import torch
 from safetensors import safe_open
 
 from cairn.engines.errors import BadModel
+from cairn.storage.canonical import from_json
 
 _E4M3 = "F8_E4M3"
 """Float8_e4m3fn in safetensors' words."""
@@ -101,7 +101,7 @@ def quantization_of(folder: Path) -> Scheme | None:
     Raises:
         BadModel: in a way that cannot be read.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = from_json((folder / "config.json").read_text())
     try:
         said = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
         if not said:

@@ -7,7 +7,11 @@ written.
 | its chat template mentions `<arg_key>` (GLM) | \
 `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>` |
 | mentions `[TOOL_CALLS]` (Mistral) | `[TOOL_CALLS]` and a list of `{"name": …, "arguments": {…}}` |
-| mentions `<|python_tag|>` (Llama) | `{"name": …, "parameters": {…}}` and nothing else |
+| mentions `<|python_tag|>` or writes `"parameters": ` (Llama) | `{"name": …, "parameters": {…}}` and nothing else |
+| mentions `<｜tool▁call▁begin｜>` (DeepSeek), `<|tool_call_begin|>` (Kimi K2) | \
+the tool's name and a JSON object between the tokens of `_SECTIONS` |
+| mentions `<|channel|>` and `<|call|>` (gpt-oss) | \
+a message `to=functions.NAME` whose text is a JSON object; thoughts are those of the channel `analysis` |
 | anything else, and where those find none (Hermes, Qwen) | `<tool_call>{"name": …, "arguments": {…}}</tool_call>` |
 | the same (Qwen3-Coder, Qwen3.5) | \
 `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` |
@@ -17,18 +21,32 @@ has a reason, and is left in what the reply tells: whoever reads it sees what th
 none.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cairn.storage.canonical import from_json
+
 _BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _OPEN_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>)?", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_LISTED, _BARE = "[TOOL_CALLS]", "<|python_tag|>"
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_LISTED, _BARE, _BARE_KEY = "[TOOL_CALLS]", "<|python_tag|>", '"parameters": '
+_SECTIONS = {
+    "<｜tool▁call▁end｜>": re.compile(
+        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^<\n]+)(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?<｜tool▁call▁end｜>\n?",
+        re.DOTALL,
+    ),
+    "<|tool_call_end|>": re.compile(
+        r"<\|tool_call_begin\|>(?:functions\.)?([^<:\n]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
+        re.DOTALL,
+    ),
+}
+_SECTION_BOUNDS = re.compile(r"<｜tool▁calls▁(?:begin|end)｜>|<\|tool_calls_section_(?:begin|end)\|>")
+_MESSAGE = re.compile(r"(?P<head>.*?)<\|message\|>(?P<body>.*?)(?P<end><\|(?:end|call|return)\|>|$)", re.DOTALL)
+_RECIPIENT = re.compile(r" to=(?:functions\.)?([^\s<]+)")
 _DEEPEST = 64
 _BEGIN_OF_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
@@ -78,6 +96,8 @@ def read_reply(text: str, tokenizer: Any, tools: Tools = (), *, thinking: bool =
     if getattr(tokenizer, "response_schema", None):
         return _by_schema(text, tokenizer, bool(tools))
     template = str(tokenizer.chat_template or "")
+    if "<|channel|>" in template and "<|call|>" in template:
+        return _in_messages(text, bool(tools), cut)
     thoughts, told = _thoughts(text, thinking) if _END_OF_THOUGHT in template else (None, text)
     if not tools:
         return Reply(told, thoughts=thoughts)
@@ -157,8 +177,12 @@ def _read(text: str, template: str, types: Types, blocks: "re.Pattern[str]") -> 
     found = Reply(text)
     if _LISTED in template:
         found = _listed(text)
-    elif _BARE in template:
+    elif _BARE in template or _BARE_KEY in template:
         found = _bare(text)
+    else:
+        for end, pattern in _SECTIONS.items():
+            if end.replace("end", "begin") in template:
+                found = _in_sections(text, pattern, end)
     return (
         found if found.asked else _in_blocks(text, blocks, lambda block: _of_function(block, types) or _of_json(block))
     )
@@ -171,8 +195,43 @@ def _in_blocks(text: str, blocks: "re.Pattern[str]", read: Callable[[str], ToolC
         calls.append(read(block.group(1).strip()))
         return "" if calls[-1].unreadable is None else block.group(0)
 
-    reply = Reply(blocks.sub(left, text), tuple(calls))
+    whole, rest = (text, "") if blocks is _OPEN_BLOCK else _through_last("</tool_call>", text)
+    reply = Reply(blocks.sub(left, whole) + rest, tuple(calls))
     return replace(reply, content=reply.content.rstrip()) if reply.tool_calls else reply
+
+
+def _in_sections(text: str, pattern: "re.Pattern[str]", end: str) -> Reply:
+    whole, rest = _through_last(end, text)
+    calls = tuple(call_of(name.strip(), arguments) for name, arguments in pattern.findall(whole))
+    if not calls or any(call.unreadable for call in calls):
+        return Reply(text, calls)
+    return Reply(_SECTION_BOUNDS.sub("", pattern.sub("", whole) + rest).rstrip(), calls)
+
+
+def _in_messages(text: str, has_tools: bool, cut: bool) -> Reply:
+    """Of gpt-oss: messages, of which each says for whom or in which channel it is."""
+    thoughts, told, calls = list[str](), list[str](), list[ToolCall]()
+    for piece in text.split("<|start|>assistant"):
+        found = _MESSAGE.match(piece)
+        if found is None:
+            told.append(piece)
+            continue
+        recipient = _RECIPIENT.search(found["head"])
+        if recipient and has_tools and (found["end"] or not cut):
+            calls.append(call_of(recipient[1], found["body"]))
+            told += [piece] if calls[-1].unreadable else []
+        elif recipient:
+            told.append(piece)
+        else:
+            (thoughts if "<|channel|>analysis" in found["head"] else told).append(found["body"])
+    return Reply("".join(told), tuple(calls), "\n".join(thoughts) if thoughts else None)
+
+
+def _through_last(end: str, text: str) -> tuple[str, str]:
+    """The text through the last `end`, and what follows, where what needs one would look for it in vain each time."""
+    place = text.rfind(end)
+    place = 0 if place < 0 else place + len(end)
+    return text[:place], text[place:]
 
 
 def _of_function(block: str, types: Types) -> ToolCall | None:
@@ -180,14 +239,16 @@ def _of_function(block: str, types: Types) -> ToolCall | None:
     if found is None:
         return None
     name = found.group(1).strip()
-    return call_of(name, {key: _value(value, name, key, types) for key, value in _PARAMETER.findall(found.group(2))})
+    inner, _ = _through_last("</parameter>", found.group(2))
+    return call_of(name, {key: _value(value, name, key, types) for key, value in _PARAMETER.findall(inner)})
 
 
 def _of_arguments(block: str, types: Types) -> ToolCall:
     name = block.partition("<arg_key>")[0].strip()
     if not name or "\n" in name:
         return _unreadable("what stands in <tool_call> begins with the name of a tool")
-    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(block)]
+    inner, _ = _through_last("</arg_value>", block)
+    pairs = [(key.strip(), value) for key, value in _ARGUMENT.findall(inner)]
     return call_of(name, {key: _value(value, name, key, types) for key, value in pairs})
 
 
@@ -242,6 +303,6 @@ class _NoJson:
 def _json(text: str) -> Any:
     """What it says, or a `_NoJson`."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return from_json(text)
+    except ValueError as error:
         return _NoJson(str(error)[:200])

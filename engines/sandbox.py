@@ -2,69 +2,46 @@
 
 | what a program may not | is held by |
 |---|---|
-| reach a network | `--unshare-all`: a network of its own, with no way out |
+| reach a network | `--unshare-all`: a network of its own, with no way out; no sockets that lead around it |
 | see the environment or the processes of this machine | `--clearenv`; a namespace of processes of its own |
-| see its files | there are `/usr` and the interpreter alone, read-only |
-| write anywhere but in its scratch folder | which is memory, of bounded size, and goes with it |
+| see its files or devices | there are `/usr`, the interpreter and five devices that hold nothing |
+| change the kernel's settings | `/proc` is read-only, and the program is never root outside (`bubblewrap.py`) |
+| write anywhere but in its scratch folder and /dev/shm | which are memory, of bounded size, and go with it |
 | gain rights | `--cap-drop ALL`, nobody's user, `--disable-userns`, no new privileges |
+| have keys, or what else no namespace separates | a filter (`system_calls.py`) |
 | compute, or wait, without end | `RLIMIT_CPU`, and a deadline on the wall clock, which ends all of its processes |
-| take the memory | `RLIMIT_AS` for each process; where a cgroup may be made, a limit for all of them |
-| start processes without end | the cgroup's limit; without one the deadline |
-| write without end | `RLIMIT_FSIZE`, the size of the scratch folder, a bound on what is read of its output |
+| take the memory, or start processes without end | `RLIMIT_AS` for each process, and bounds for all (`bounds.py`) |
+| write without end | `RLIMIT_FSIZE`, the size of its folders, a bound on what is read of its output |
 | outlive this process, or end it | `--die-with-parent`; it sees no process but its own |
 
-What it does not hold: a hole in the kernel. Cgroups are those of version 1, which root may make; without them memory
-and number of all processes together are bounded by the deadline alone. A driver that is killed leaves empty ones.
+What it does not hold: a hole in the kernel. A driver that is killed leaves empty cgroups.
+
+| how a program ends | what that is |
+|---|---|
+| by itself, at a deadline, at the bound of its output or of its memory | its result |
+| its sandbox ends without a status, `LOST` times, and a program of ours runs then | its result, too: `lost` |
+| neither runs | the machine's failure: SandboxFailed |
 """
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
-import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from cairn.configs.plugins import BadPlugin
+from cairn.engines.bounds import LOOK, Bounds, bounds, counted_by_the_kernel
+from cairn.engines.bubblewrap import SCRATCH, Bubblewrap, Confined
 
-_SCRATCH = "/scratch"
-_PROBE = 20.0
-"""Seconds that a look at the sandbox may take."""
-_CGROUPS = Path("/sys/fs/cgroup")
+__all__ = ["LOST", "Confined", "Ran", "Sandbox", "SandboxFailed"]
+
+LOST = 3
+"""Sandboxes that may end over a program without a status."""
 
 
 class SandboxFailed(Exception):
     """The sandbox did not start, though sandboxes do here: the machine has no room."""
-
-
-@dataclass(frozen=True)
-class Confined:
-    """What a program may have, and who runs it."""
-
-    user: str
-    """For people: `the grader 'code'`."""
-    bwrap_option: str
-    """Where `bwrap` is configured."""
-    bwrap: str
-    """Name or path of bubblewrap's program."""
-    python: str | None
-    """Path of the interpreter; None: this process's own."""
-    seconds: float
-    """On the wall clock."""
-    cpu_time: int
-    """Seconds."""
-    memory: int
-    """Bytes of address space of each process, and of memory of all of them where a cgroup may be made."""
-    processes: int
-    """And threads, where a cgroup may be made."""
-    file_size: int
-    """Bytes of one file, of the scratch folder, and of what is read of each of its outputs."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +58,10 @@ class Ran:
     """It printed more than the bound."""
     errors: bytes
     """What it wrote to stderr, likewise."""
+    out_of_memory: bool = False
+    """It was ended at the bound of its memory."""
+    lost: bool = False
+    """Its sandbox was ended from outside, or did not start, each time, where those of other programs do."""
 
 
 class Sandbox:
@@ -88,47 +69,55 @@ class Sandbox:
 
     def __init__(self, config: Confined) -> None:
         self._config = config
-        self._command = _command(config)
-        self.bounds_all = _may_make_cgroups()
-        """Whether processes and memory of all processes of a program are bounded, too."""
+        self._bubblewrap = Bubblewrap(config)
+        self.bounds_all = counted_by_the_kernel()
+        """Whether the kernel counts processes and memory of all processes of a program."""
 
     async def run(self, program: bytes, stdin: bytes) -> Ran:
         """Run a Python program. Raises as `execute` does."""
-        path = f"{_SCRATCH}/program.py"
-        return await self.execute([_python(self._config), "-I", "-S", path], stdin, program, path)
+        path = f"{SCRATCH}/program.py"
+        return await self.execute([self._config.interpreter, "-I", "-S", path], stdin, program, path)
 
     async def execute(
-        self, command: Sequence[str], stdin: bytes, file: bytes = b"", path: str = "/scratch/.file"
+        self, command: Sequence[str], stdin: bytes, file: bytes = b"", path: str = f"{SCRATCH}/.file"
     ) -> Ran:
-        """Run a command; there is a file at `path`. Raises SandboxFailed, and OSError where the machine has no room."""
+        """Run a command; there is a file at `path`. Where its sandbox is ended from outside it is run again: it has
+        changed nothing. Raises SandboxFailed, and OSError where the machine has no room."""
+        for _ in range(LOST):
+            ran, began = await self._once(command, stdin, file, path)
+            if began or ran.late or ran.flooded or ran.out_of_memory:
+                return ran
+        if why := await asyncio.to_thread(self._bubblewrap.works):
+            raise SandboxFailed(f"the sandbox of {self._config.user} did not start (exit code {ran.code}): {why}")
+        return replace(ran, lost=True)
+
+    async def _once(self, command: Sequence[str], stdin: bytes, file: bytes, path: str) -> tuple[Ran, bool]:
+        """How it ended, and whether bwrap says so."""
         config, end = self._config, asyncio.get_running_loop().time() + self._config.seconds
-        read, write = os.pipe()
-        status, told = os.pipe()
-        group = _Cgroup.make(config) if self.bounds_all else None
+        within = bounds(config.memory_of_all, config.processes)
+        pipes = [os.pipe() for _ in range(3)]
+        (read, write), (status, told), (rules, rule) = pipes
+        theirs, ours = [read, told, rules], [write, status, rule]
         try:
+            os.write(rule, self._bubblewrap.filter)  # a pipe holds it
+            os.close(ours.pop())
+            options = ["--json-status-fd", str(told), "--seccomp", str(rules), "--file", str(read), path]
             process = await asyncio.create_subprocess_exec(
-                *(group.enter if group else ()),
-                *self._command,
-                "--json-status-fd",
-                str(told),
-                "--file",
-                str(read),
-                path,
-                *command,
+                *self._bubblewrap.command(within, options, list(command)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=[read, told],
+                pass_fds=theirs,
                 env={},
                 cwd="/",
                 start_new_session=True,
             )
-            os.close(read)
-            os.close(told)
-            read = told = -1
+            while theirs:
+                os.close(theirs.pop())
+            ours.remove(write)
             feeding = asyncio.gather(_feed(process, stdin), asyncio.to_thread(_put, write, file))
-            write = -1
-            clearing = asyncio.create_task(_clear(process, group))
+            clearing = asyncio.create_task(_clear(process, within))
+            looking = asyncio.create_task(_look(process, within))
             bound = config.file_size
             output, errors = bytearray(), bytearray()
             late = False
@@ -141,90 +130,32 @@ class Sandbox:
             except TimeoutError:
                 late = True
             finally:
-                _kill(process, group)
+                _kill(process, within)
                 await process.wait()
+                looking.cancel()
                 feeding.cancel()
                 with suppress(asyncio.CancelledError, OSError):
                     await feeding
                 await clearing
-        finally:
-            for fd in (read, write, told):
-                if fd >= 0:
-                    os.close(fd)
-            if group is not None:
-                await asyncio.to_thread(group.remove)
+            ours.remove(status)
             with os.fdopen(status, "rb") as said:
                 began = b"exit-code" in said.read(2**12)
-        flooded = max(len(output), len(errors)) > bound
-        if not (began or late or flooded):
-            why = errors.decode(errors="replace").strip()[-300:]
-            raise SandboxFailed(f"the sandbox of {config.user} did not start (exit code {process.returncode}): {why}")
+            ended_well = began and process.returncode == 0  # though a process of its own was killed
+            out_of_memory = within.exceeded() and not ended_well
+        finally:
+            for fd in (*theirs, *ours):
+                os.close(fd)
+            await asyncio.to_thread(within.remove)
         assert process.returncode is not None
-        return Ran(bytes(output[:bound]), process.returncode, late, flooded, bytes(errors[:bound]))
+        flooded = max(len(output), len(errors)) > bound
+        ran = Ran(bytes(output[:bound]), process.returncode, late, flooded, bytes(errors[:bound]), out_of_memory)
+        return ran, began
 
 
-def _command(config: Confined) -> list[str]:
-    bwrap = shutil.which(config.bwrap)
-    if bwrap is None:
-        raise BadPlugin(
-            f"{config.user} runs programs in a sandbox of bubblewrap, and there is no {config.bwrap!r} on PATH: "
-            f"install bubblewrap, or set {config.bwrap_option} to its path"
-        )
-    limits = [
-        shutil.which("prlimit") or "prlimit",
-        f"--as={config.memory}",
-        f"--cpu={config.cpu_time}",
-        f"--fsize={config.file_size}",
-        "--core=0",
-        "--",
-    ]
-    sandbox = [
-        *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
-        *("--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--clearenv"),
-        *("--ro-bind", "/usr", "/usr"),
-        *(word for name in ("bin", "lib", "lib64") for word in ("--symlink", f"usr/{name}", f"/{name}")),
-        *(word for folder in _interpreter_folders(config) for word in ("--ro-bind", folder, folder)),
-        *("--proc", "/proc", "--dev", "/dev", "--size", str(config.file_size), "--tmpfs", _SCRATCH),
-        *("--remount-ro", "/", "--chdir", _SCRATCH),
-    ]
-    _probe([*limits, *sandbox], config)
-    return [*limits, *sandbox]
-
-
-def _python(config: Confined) -> str:
-    return config.python or os.path.realpath(sys.executable)
-
-
-def _interpreter_folders(config: Confined) -> list[str]:
-    """What of the interpreter lies elsewhere than below /usr."""
-    if config.python is not None:
-        found = {str(Path(config.python).resolve().parent.parent)}
-    else:
-        found = {sys.base_prefix, sysconfig.get_paths(vars={"base": sys.base_prefix})["stdlib"]}
-        found.add(str(Path(_python(config)).parent.parent))
-    folders = {os.path.realpath(folder) for folder in found}
-    return sorted(folder for folder in folders if folder != "/" and not Path(folder).is_relative_to("/usr"))
-
-
-def _probe(command: list[str], config: Confined) -> None:
-    """See that a sandbox works here. Raises BadPlugin."""
-    try:
-        looked = subprocess.run(
-            [*command, _python(config), "-I", "-S", "-c", "print('works')"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env={},
-            cwd="/",
-            timeout=_PROBE,
-        )
-        why = "" if looked.stdout == b"works\n" else looked.stderr.decode(errors="replace").strip()[-300:] or "no word"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = str(error)
-    if why:
-        raise BadPlugin(
-            f"{config.user} runs programs in a sandbox alone, and this machine makes none ({why}): allow user "
-            "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone), or use another machine"
-        )
+async def _look(process: asyncio.subprocess.Process, within: Bounds) -> None:
+    while process.returncode is None:
+        await asyncio.to_thread(within.look, process.pid)
+        await asyncio.sleep(LOOK)
 
 
 async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
@@ -249,10 +180,10 @@ async def _take(
             continue
         into += data
         if len(into) > bound:
-            _kill(process, None)
+            _end(process)
 
 
-async def _clear(process: asyncio.subprocess.Process, group: "_Cgroup | None") -> None:
+async def _clear(process: asyncio.subprocess.Process, within: Bounds) -> None:
     """End what outlives the sandbox: killed while it begins, it leaves a process that does not yet die with it, waits
     for it for ever, and holds its pipes (for which `process.wait` would wait)."""
     with suppress(ProcessLookupError), os.fdopen(os.pidfd_open(process.pid)) as ended:
@@ -265,72 +196,17 @@ async def _clear(process: asyncio.subprocess.Process, group: "_Cgroup | None") -
             loop.remove_reader(ended)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    if group is not None:
-        group.kill()
+    within.kill()
 
 
-def _kill(process: asyncio.subprocess.Process, group: "_Cgroup | None") -> None:
+def _kill(process: asyncio.subprocess.Process, within: Bounds) -> None:
+    """Its first process, and all of its bounds."""
+    _end(process)
+    within.kill()
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
     """Its first process: all others of its namespace go with it."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    if group is not None:
-        group.kill()
-
-
-def _may_make_cgroups() -> bool:
-    return all(_is_own(_CGROUPS / kind) for kind in ("pids", "memory"))
-
-
-def _is_own(folder: Path) -> bool:
-    probe = folder / f"cairn-{uuid.uuid4().hex[:12]}"
-    try:
-        probe.mkdir()
-        probe.rmdir()
-    except OSError:
-        return False
-    return True
-
-
-class _Cgroup:
-    """Limits on all processes of a program together, by cgroups of version 1."""
-
-    def __init__(self, folders: list[Path]) -> None:
-        self._folders = folders
-
-    @classmethod
-    def make(cls, config: Confined) -> "_Cgroup":
-        name = f"cairn-{uuid.uuid4().hex[:12]}"
-        pids, memory = folders = [_CGROUPS / "pids" / name, _CGROUPS / "memory" / name]
-        for folder in folders:
-            folder.mkdir()
-        # Of the sandbox itself there are a few.
-        (pids / "pids.max").write_text(str(config.processes + 4))
-        (memory / "memory.limit_in_bytes").write_text(str(config.memory + 2 * config.file_size + 2**25))
-        return cls(folders)
-
-    @property
-    def enter(self) -> tuple[str, ...]:
-        """What a command is begun with, to be in it."""
-        entering = " && ".join(f'echo $$ > "{folder}/cgroup.procs"' for folder in self._folders)
-        return ("/bin/sh", "-c", f'{entering} && exec "$@"', "sh")
-
-    def kill(self) -> None:
-        """Whatever is still in it."""
-        with suppress(OSError):
-            for pid in (self._folders[0] / "cgroup.procs").read_text().split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-
-    def remove(self) -> None:
-        """When it is empty: what was killed takes a moment to go."""
-        for folder in self._folders:
-            for _ in range(200):
-                try:
-                    folder.rmdir()
-                    break
-                except FileNotFoundError:
-                    break
-                except OSError:
-                    self.kill()
-                    time.sleep(0.01)

@@ -2,7 +2,8 @@
 
 What they ask of `http://{args.sglang_router_ip}:{args.sglang_router_port}/generate` goes through a captured session
 (`cairn.engines.capture`), so ids, log-probs and seeds are the record's; of the sample, or the list of samples, that
-they return, the tokens and the loss mask say what is trained on.
+they return, the tokens and the loss mask say what is trained on. A `reward` that one has stands: see
+`cairn.tasks.rewards.returned`.
 """
 
 import asyncio
@@ -161,14 +162,20 @@ def adapted(
             }
             found = await function(_Generating(ctx, session), given, how)
         samples = found if isinstance(found, list) else [found]
-        return [_trajectory(one, session.exchanges) for one in samples]
+        used = set[int]()
+        return [_trajectory(one, session.exchanges, used) for one in samples]
 
     return generate
 
 
-def _trajectory(sample: Any, exchanges: "Sequence[Exchange]") -> Trajectory:
+def _trajectory(sample: Any, exchanges: "Sequence[Exchange]", used: set[int]) -> Trajectory:
     """What a sample says it went through. Raises ValueError where it says that tokens are to be trained on that were
-    not sampled after those before them."""
+    not sampled after those before them, or its reward is no number.
+
+    Args:
+        used: the exchanges that samples before it went through, by their places; this one's are added. Of exchanges of
+            the same tokens it takes one that no other sample has.
+    """
     status = getattr(sample.status, "value", sample.status)
     if status in (Status.ABORTED.value, Status.FAILED.value):
         raise ValueError(f"generate returned a sample whose status is {status}")
@@ -179,15 +186,19 @@ def _trajectory(sample: Any, exchanges: "Sequence[Exchange]") -> Trajectory:
         raise ValueError(f"generate returned {len(tokens)} tokens, {length} in the response, {len(mask)} in loss_mask")
     mask = mask * (not sample.remove_sample)
     end = start
-    for one in sorted(exchanges, key=lambda one: len(one.prompt_ids)):
+    for number in sorted(range(len(exchanges)), key=lambda number: (len(exchanges[number].prompt_ids), number in used)):
+        one = exchanges[number]
         place, after = len(one.prompt_ids), len(one.ids)
         if place < end or not one.is_before(tokens):
             continue
+        used.add(number)
         segments += _given(tokens[end:place], mask[end - start : place - start])
         segments.append(replace(one.segment, loss_mask=mask[place - start : after - start]))
         end = after
     segments += _given(tokens[end:], mask[end - start :])
-    return Trajectory(segments, tokens[:start])
+    if isinstance(sample.reward, Mapping):
+        raise ValueError("generate returned a sample whose reward is a mapping: set the number alone, or None")
+    return Trajectory(segments, tokens[:start], reward=None if sample.reward is None else float(sample.reward))
 
 
 def _given(ids: np.ndarray, mask: np.ndarray) -> list[Segment]:

@@ -198,6 +198,8 @@ class Origin:
     """What tells the sample from others of the run with its key: those of an evaluation."""
     attempt: str = ""
     """At the step that it is of."""
+    created_at: float = 0.0
+    """When the run was created, in Unix seconds."""
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,10 @@ class TrainBatch:
     """R_i."""
     loss_mask: list[np.ndarray]
     """[R_i] uint8: 1 where the token is trained on."""
+    divisor_mask: list[np.ndarray] | None = None
+    """[R_i] uint8: 1 where the token counts in what the loss is divided by: those of `loss_mask`, and those that were
+    taken out of it for their age or by a filter, so that the others weigh what they did. None where they are the
+    same."""
     advantages: list[np.ndarray] | None = None
     """[R_i] float32."""
     old_log_probs: list[np.ndarray] | None = None

@@ -39,7 +39,7 @@ def fork(
     `reason` stands in the fork's manifest; `given` is the parent's recipe, where the user gave one. The parent may be
     running. Raises CannotFork, ConfigError, Retired, BeingDeleted, BadModel, BadData and BadPlugin.
     """
-    config = with_length(inherit(parent.manifest.config, overrides))
+    config = with_length(require_trusted(inherit(parent.manifest.config, overrides), parent.store, given))
     layout.check_name(name, "run")
     _check_there_is_something_to_share(parent, iteration)
     _check_there_is_something_to_do(parent, iteration, config)
@@ -50,8 +50,8 @@ def fork(
     lag = config.rollout.weights_lag
     require_restorable(parent, iteration, lag)
     _check_buffer(parent, iteration, config)
-    require_trusted(config, parent.store, given)
-    sources = Sources.open(config, FORMAT)  # what is said of a new run alone was let pass for the parent
+    # What is said of a new run alone was let pass for the parent.
+    sources = Sources.open(config, FORMAT, parent.terms.inputs)
     for option, name_of_input in (("path", "model"), ("critic_path", "critic_model")):
         if sources.digests.get(name_of_input) != parent.terms.inputs.get(name_of_input):
             raise CannotFork(
@@ -124,8 +124,8 @@ def _check_critic(parent: Ledger, iteration: int, config: RunConfig) -> None:
     was = from_manifest(parent.owner(iteration).manifest.config)
     before = was.algorithm
     if config.algorithm.advantage_estimator != before.advantage_estimator:
-        require_trusted(was, parent.store, config)  # to be asked, both are loaded
-        had = has_critic(before)
+        # to be asked, both are loaded
+        had = has_critic(require_trusted(was, parent.store, config, of=f" of {parent.run}").algorithm)
         if has_critic(config.algorithm) != had:
             raise CannotFork(
                 f"algorithm.advantage_estimator is {config.algorithm.advantage_estimator}, but {parent.run} was "

@@ -10,7 +10,7 @@ import inspect
 import pdb
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.recorder import EpisodeDiverged
 from cairn.engines.episodes.records import CallRecord
 from cairn.engines.episodes.runner import Generate, told_of
-from cairn.engines.tokenizers import read_tokenizer
+from cairn.engines.tokenizers import read_tokenizer, stop_clock
 from cairn.engines.tools.loading import load_tools
 from cairn.engines.trajectories import BadTrajectory, GeneratedSample, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason
@@ -135,7 +135,7 @@ def _replayed(
             sample,
             _stopping_in(function) if debugger else function,
             sampling_params(config, kept=False),
-            tokenizer=cache(lambda: read_tokenizer(config.model.path)),
+            tokenizer=cache(partial(_tokenizer, ledger, config)),
             tools=cache(lambda: load_tools(options.tools, options.tool_options)),
             options=options,
             given=count,
@@ -154,6 +154,12 @@ def _replayed(
         return ended("differs", f"it ended with a trajectory, and is committed as failed: {error}")
     difference = first_difference(committed, made)
     return ended("same") if difference is None else ended("differs", difference)
+
+
+def _tokenizer(ledger: Ledger, config: RunConfig) -> Any:
+    tokenizer = read_tokenizer(config.model.path)
+    stop_clock(tokenizer, ledger.manifest.created_at)
+    return tokenizer
 
 
 def first_difference(committed: GeneratedSample, made: GeneratedSample) -> str | None:

@@ -16,6 +16,9 @@ row each under the digest of its question, and is named by the SHA-256 of its by
 Answers are written while others are still waited for, all of a tenth of a second in one file; when all have come, the
 files of one call become one, and where there are more than `MANY`, all do. What a file held is in another before it
 goes. The folder is no part of any run: removing it costs what asking again costs.
+
+Each answer carries the digest of the prompt that it is about, by which redaction finds it (`forget`). One without, as
+in files of earlier versions, may be about any.
 """
 
 import hashlib
@@ -28,6 +31,7 @@ from typing import Any
 import pyarrow as pa
 
 from cairn.storage import canonical, layout, tables
+from cairn.storage.canonical import from_json
 from cairn.storage.paced import PacedWriter
 from cairn.storage.store import Store
 
@@ -36,8 +40,16 @@ MANY = 64
 _LOOKS = 10
 """Times that the folder is listed while others put files together."""
 _SCHEMA = pa.schema(
-    [("question", pa.string()), ("reward", pa.float64()), ("components", pa.string()), ("error", pa.string())]
+    [
+        ("question", pa.string()),
+        ("reward", pa.float64()),
+        ("components", pa.string()),
+        ("error", pa.string()),
+        ("prompt", pa.string()),
+    ]
 )
+_BEFORE = _SCHEMA.remove(_SCHEMA.get_field_index("prompt"))
+"""Of files of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,56 @@ class Answer:
     reward: float | None
     components: Mapping[str, Any] | None = None
     error: str | None = None
+    prompt: str | None = None
+    """`prompt_digest` of what the sample answers; None where that is not known."""
+
+
+def prompt_digest(text: str) -> str | None:
+    """By which the answers about a prompt are found; None of one that the grader did not see."""
+    return hashlib.sha256(text.encode()).hexdigest() if text else None
+
+
+def forget(store: Store, texts: Collection[str]) -> int:
+    """Remove the answers about prompts, by their texts as the model read them, and those of which nobody knows what
+    they are about; how many. What graders answered about others stays. A file goes when the one without them is there.
+    """
+    about, gone = {prompt_digest(text) for text in texts}, 0
+    for folder in layout.answer_folders(store.list(layout.ANSWERS)):
+        for name in store.list(folder):
+            try:
+                table = _table(name, store.read(f"{folder}/{name}"))
+            except FileNotFoundError:
+                continue
+            if table is None:  # torn, or another's: no reader takes it
+                continue
+            kept = table.filter(pa.array([p is not None and p not in about for p in table["prompt"].to_pylist()]))
+            if kept.num_rows == table.num_rows:
+                continue
+            if kept.num_rows:
+                _write(store, folder, kept)
+            store.delete(f"{folder}/{name}")
+            gone += table.num_rows - kept.num_rows
+    return gone
+
+
+def _table(name: str, data: bytes) -> pa.Table | None:
+    """What a file holds; None if it is torn, or none of answers."""
+    if hashlib.sha256(data).hexdigest() != layout.parse_answers(name):
+        return None
+    table = tables.from_ipc(data)
+    if table.schema.equals(_BEFORE):
+        table = table.append_column(_SCHEMA.field("prompt"), pa.nulls(table.num_rows, pa.string()))
+    return table if table.schema.equals(_SCHEMA) else None
+
+
+def _write(store: Store, folder: str, table: pa.Table) -> str:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    data = sink.getvalue().to_pybytes()
+    name = f"{hashlib.sha256(data).hexdigest()}.arrow"
+    store.write(f"{folder}/{name}", data)
+    return name
 
 
 def question_digest(question: Any) -> str:
@@ -83,15 +145,11 @@ class Answers:
                 "reward": [answer.reward for answer in given],
                 "components": [None if a.components is None else json.dumps(dict(a.components)) for a in given],
                 "error": [answer.error for answer in given],
+                "prompt": [answer.prompt for answer in given],
             },
             _SCHEMA,
         )
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-            writer.write_table(table)
-        data = sink.getvalue().to_pybytes()
-        name = f"{hashlib.sha256(data).hexdigest()}.arrow"
-        self._store.write(f"{self._folder}/{name}", data)
+        name = _write(self._store, self._folder, table)
         with self._lock:
             self._read.add(name)
             for question, answer in answers.items():
@@ -120,14 +178,11 @@ class Answers:
             self.join(set(self._read), dict(self._known))
 
     def _take(self, name: str, data: bytes) -> None:
-        if hashlib.sha256(data).hexdigest() != layout.parse_answers(name):
-            return
-        table = tables.from_ipc(data)
-        if not table.schema.equals(_SCHEMA):
-            return
-        for row in table.to_pylist():
-            components = None if row["components"] is None else json.loads(row["components"])
-            self._known.setdefault(row["question"], Answer(row["reward"], components, row["error"]))
+        table = _table(name, data)
+        for row in [] if table is None else table.to_pylist():
+            components = None if row["components"] is None else from_json(row["components"])
+            answer = Answer(row["reward"], components, row["error"], row["prompt"])
+            self._known.setdefault(row["question"], answer)
 
 
 class AnswerLog(PacedWriter):

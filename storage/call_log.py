@@ -5,7 +5,8 @@ A step that generates samples keeps one beside its write-ahead log of finished s
 runs/<run>/iterations/000042/rollout/00-000.000003-5f0c…/write_ahead/calls/0002-000000.<sha256>.arrow
 ```
 The first number counts the attempts that kept one, the second the parts of this one; otherwise a part is as that log
-has it (`cairn.storage.write_ahead`). Part 0 has no row: it says that the attempt has begun.
+has it (`cairn.storage.write_ahead`). Part 0 has no row: it says that the attempt has begun. Where others may write,
+part 1 has none either: it says what was found of theirs (`cairn.storage.attempt_logs`).
 
 An attempt begins before it reads what others left, and looks for others again between making an intent durable and
 saying so. So of two attempts that know nothing of each other, as where a driver was cut off and another took its run
@@ -14,26 +15,28 @@ over, either the later one reads the intent of the earlier one, or the earlier o
 | a later attempt finds | meaning |
 |---|---|
 | a part of the same inputs | its rows count, but for an earlier attempt's answers from where a later one's begin |
+| what an earlier attempt wrote after a later one had looked | it never counts, nor was an intent acted on |
 | an intent without an answer | the call was under way, or about to be |
 | a part that is torn, or of other inputs | ignored |
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.storage import layout
+from cairn.storage.attempt_logs import Part, recover, says
 from cairn.storage.errors import LeaseLost
 from cairn.storage.paced import PacedWriter
 from cairn.storage.schemas import CALLS
-from cairn.storage.snapshots import PARTS, AttemptFolder
-from cairn.storage.write_ahead import READERS, part_bytes, read_part
+from cairn.storage.snapshots import AttemptFolder
+from cairn.storage.write_ahead import CALLS_FOLDER as FOLDER
+from cairn.storage.write_ahead_parts import part_bytes
 
-FOLDER = f"{PARTS}/calls"
 _PART = re.compile(r"(\d{4})-(\d{6})\.[0-9a-f]{64}\.arrow")
 
 
@@ -64,7 +67,8 @@ class CallLog(PacedWriter):
         self._written = [CALLS.empty_table()]
         before = self._others()
         self._number = 1 + max((number for parts in before.values() for number, _, _ in parts), default=-1)
-        self._write_part(0, CALLS.empty_table())
+        self._parts_written = count()
+        self._write_part(CALLS.empty_table())
         found = self._others()
         self._known = frozenset(found)
         self.recovered = self._recover(found)
@@ -106,24 +110,25 @@ class CallLog(PacedWriter):
         return found
 
     def _recover(self, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:
-        paths = [path for name, parts in sorted(found.items(), key=lambda item: _age(*item)) for _, _, path in parts]
-        attempts = {path: name for name, parts in found.items() for _, _, path in parts}
-        with ThreadPoolExecutor(READERS) as readers:
-            read = readers.map(lambda path: read_part(self._attempt.store, path, CALLS, self._accepted), paths)
-            tables = dict(zip(paths, read, strict=True))
-        for path, table in tables.items():
-            self._recovered_part(path, table)
-        return _of_newest([(attempts[path], table) for path, table in tables.items() if table is not None])
+        ordered = sorted(found.items(), key=lambda item: _age(*item))
+        parts = [Part(name, number, path) for name, own in ordered for _, number, path in own]
+        recovered = recover(self._attempt.store, parts, CALLS, self._accepted)
+        if (said := says(recovered, self._attempt.name)) is not None:
+            self._write_part(CALLS.empty_table(), said)
+        for part, table in recovered.tables:
+            self._recovered_part(part.path, table)
+        return _of_newest([(part.attempt, table) for part, table in recovered.tables if table is not None])
 
     def _write_calls(self, number: int, calls: list[Any]) -> None:
         table = self._encode(calls)
-        self._write_part(number + 1, table)
+        self._write_part(table)
         self._written.append(table)
         if pc.any(pc.is_null(table["order"])).as_py():
             self.require_newest()
 
-    def _write_part(self, number: int, table: pa.Table) -> None:
-        sha256, data = part_bytes(table, self._inputs_digest)
+    def _write_part(self, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
+        sha256, data = part_bytes(table, self._inputs_digest, metadata)
+        number = next(self._parts_written)
         path = self._attempt.path(f"{FOLDER}/{self._number:04d}-{number:06d}.{sha256}.arrow")
         self._attempt.store.write(path, data)
         self._wrote_part(path, table)

@@ -5,6 +5,35 @@ import json
 import math
 from typing import Any
 
+DEEPEST = 200
+"""Lists and objects within each other, in what is read: whoever walks a value needs a few calls for each."""
+
+
+def from_json(data: str | bytes) -> Any:
+    """The value of a JSON text that somebody else may have written. Raises ValueError, also for one that is nested
+    deeper than `DEEPEST`."""
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEEPEST} lists and objects") from None
+    openings = (b"[", b"{") if isinstance(data, bytes) else ("[", "{")
+    if sum(map(data.count, openings)) > DEEPEST:  # type: ignore[arg-type]
+        _require_shallow(value)
+    return value
+
+
+def _require_shallow(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if any(isinstance(inner, dict | list) for inner in level):
+        raise ValueError(f"it is nested deeper than {DEEPEST} lists and objects")
+
 
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
@@ -41,7 +70,7 @@ def seal(fields: dict[str, Any]) -> bytes:
 def unseal(data: bytes) -> dict[str, Any]:
     """The fields of a sealed file, `digest` included. Raises ValueError, with what is wrong, unless these are exactly
     the bytes that `seal` made."""
-    sealed = json.loads(data)
+    sealed = from_json(data)
     if not isinstance(sealed, dict) or "digest" not in sealed:
         raise ValueError("it carries no digest")
     found = digest({key: value for key, value in sealed.items() if key != "digest"})

@@ -12,6 +12,10 @@ class StoreRefused(StoreError):
     what to change."""
 
 
+class LeadsOut(StoreRefused):
+    """A symbolic link in the store leads out of it."""
+
+
 class NoSpace(StoreRefused):
     """No space is left, in the store or in another place that the message names: a machine's disk or shared memory. A
     new try helps when somebody has freed some."""

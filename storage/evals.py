@@ -20,14 +20,14 @@ same asks for the same file.
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import pyarrow as pa
 from pydantic import Field, JsonValue, field_validator
 
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Environment, OutputFile
-from cairn.storage.errors import Damaged, LeaseHeld
+from cairn.storage.errors import Damaged, LeadsOut, LeaseHeld
 from cairn.storage.leases import Lease, LeaseState, Outcome, Owned, newest_lease
 from cairn.storage.records import FORMAT, Marker, Record
 from cairn.storage.snapshots import AttemptFolder, check_bytes
@@ -237,9 +237,29 @@ def folders(store: Store) -> Iterator[str]:
     for entry in store.list(layout.evals()):
         if (model := layout.parse_evaluated(entry)) is None:
             continue
-        for name in store.list(model):
+        try:
+            names = store.list(model)
+        except LeadsOut:  # nobody has a result there
+            continue
+        for name in names:
             if (folder := layout.parse_evaluation(model, name)) is not None:
                 yield folder
+
+
+def asking(store: Store, texts: Collection[str]) -> Iterator[str]:
+    """Folders of the results with questions of these texts; those too whose rows cannot be read."""
+    for folder in folders(store):
+        try:
+            result = Evaluation.from_bytes(
+                store.read(layout.evaluation_result(folder)), layout.evaluation_result(folder)
+            )
+            asked = set(read_samples(store, result)["prompt_text"].to_pylist())
+        except FileNotFoundError:  # nobody has finished it
+            continue
+        except Damaged:
+            asked = set(texts)
+        if asked & set(texts):
+            yield folder
 
 
 def results(store: Store) -> Iterator[Evaluation]:

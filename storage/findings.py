@@ -26,6 +26,8 @@ class Fault(StrEnum):
     """A group was generated or left open, and the next batch says nothing of it."""
     GROUP_DIFFERS = "group_differs"
     """What a batch says of a group is not what the commits before it say."""
+    CALLS_DIFFER = "calls_differ"
+    """A sample's tokens are not those of its recorded calls."""
     ADMISSION_DIFFERS = "admission_differs"
     """An admission of a stream is missing, or not what was claimed."""
 

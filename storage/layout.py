@@ -27,6 +27,7 @@ belongs to the folder, and leaves out what it does not know.
 """
 
 import re
+from collections.abc import Sequence
 from enum import StrEnum
 
 from cairn.storage.paths import check_path
@@ -40,6 +41,7 @@ _ATTEMPT = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*\.)?\d{6}-[0-9a-f]+")
 _FILE = re.compile(r"iterations/(\d{6})/([a-z]+)/((?:[A-Za-z0-9._-]+\.)?\d{6}-[0-9a-f]+)/.+")
 _EVALUATED = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 _EVALUATION = re.compile(r".+-[0-9a-f]{16}")
+_GRADER = re.compile(r"[0-9a-f]{16}/")
 _ANSWERS = re.compile(r"([0-9a-f]{64})\.arrow")
 _SHORT = 16
 """Characters of a digest in the names of folders; what lies there holds the whole digest."""
@@ -53,6 +55,11 @@ CALLS_FILE, RESULTS_FILE = "calls.parquet", "results.parquet"
 """Likewise: what its samples' code was given, and long results of it."""
 BESIDE = (IMAGES_FILE, CALLS_FILE, RESULTS_FILE)
 """Files beside a step's table."""
+
+
+ANSWERS = "answers"
+FOLDERS = ("runs", "self-tests", "evals", ANSWERS)
+"""All that lies in a store's root."""
 
 
 class Kind(StrEnum):
@@ -146,7 +153,12 @@ def evaluation_claims(folder: str) -> str:
 
 def answers(grader: str) -> str:
     """The folder of a grader's answers, by the digest of its name and version."""
-    return f"answers/{_short(grader)}"
+    return f"{ANSWERS}/{_short(grader)}"
+
+
+def answer_folders(names: Sequence[str]) -> list[str]:
+    """The folders of graders that entries of `answers` are."""
+    return [f"{ANSWERS}/{name.removesuffix('/')}" for name in names if _GRADER.fullmatch(name)]
 
 
 def parse_answers(name: str) -> str | None:

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from cairn.storage.errors import NoSpace, StoreError, StoreRefused
+from cairn.storage.errors import Damaged, LeadsOut, NoSpace, StoreError, StoreRefused
 from cairn.storage.paths import check_path, is_path
 from cairn.storage.space import NO_SPACE, naming_full
-from cairn.storage.store import Unfinished
+from cairn.storage.store import LONGEST_RECORD, Unfinished
 
 _REFUSALS = {
     errno.ENOSPC: "no space is left on the device; free some",
@@ -62,6 +63,19 @@ def _reading(path: Path) -> Iterator[None]:
             absent = error
     if absent is not None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from absent
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int = 0) -> Iterator[BinaryIO]:
+    """A file to be read whole. Whatever else has the name, such as a pipe that nobody writes to, is none."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if found.st_size > LONGEST_RECORD and str(path).endswith(".json"):
+            raise Damaged(f"{path} has {found.st_size} bytes, a record of the ledger {LONGEST_RECORD} at most")
+        yield file
 
 
 def _is_temporary(name: str) -> bool:
@@ -108,7 +122,7 @@ class LocalStore:
     def _path(self, path: str) -> Path:
         target = self.root / check_path(path)
         if self._has_link(path) and not target.resolve().is_relative_to(self.root):
-            raise StoreRefused(f"{target} leads out of the store by a symbolic link; remove the link")
+            raise LeadsOut(f"{target} leads out of the store by a symbolic link; remove the link")
         return target
 
     def _has_link(self, path: str) -> bool:
@@ -164,8 +178,8 @@ class LocalStore:
 
     def read(self, path: str) -> bytes:
         target = self._path(path)
-        with _reading(target):
-            return target.read_bytes()
+        with _reading(target), _opened(target) as file:
+            return file.read()
 
     def read_many(self, paths: Sequence[str]) -> builtins.list[bytes | None]:
         inside: dict[str, str] = {"": str(self.root)}
@@ -180,8 +194,7 @@ class LocalStore:
 
         def read(path: str) -> bytes | None:
             try:
-                descriptor = os.open(f"{folder_of(path)}/{path.rpartition('/')[2]}", os.O_RDONLY | os.O_NOFOLLOW)
-                with open(descriptor, "rb") as file:
+                with _opened(f"{folder_of(path)}/{path.rpartition('/')[2]}", os.O_NOFOLLOW) as file:
                     return file.read()
             except FileNotFoundError:
                 return None

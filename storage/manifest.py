@@ -1,11 +1,13 @@
 """What a run is: `runs/<run>/run.json`, created once. A run exists as long as its manifest does."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 from pydantic import field_validator
 
 from cairn.storage import canonical, layout
-from cairn.storage.errors import BeingDeleted, Damaged
+from cairn.storage.errors import BeingDeleted, Damaged, LeadsOut
 from cairn.storage.records import Record, require_readable
 from cairn.storage.store import Store
 from cairn.storage.terms import Terms
@@ -70,9 +72,28 @@ def read_manifest(store: Store, run: str) -> Manifest:
     return manifest
 
 
+@cache
+def _say_once(sentence: str) -> None:
+    logging.getLogger(__name__).warning("%s", sentence)
+
+
+def pass_over(name: str, error: Exception) -> None:
+    """Warn, once, of a folder among the runs that is none, or none any more."""
+    _say_once(f"{layout.run(name)} is passed over, as if no run were there: {ascii(str(error))[1:-1]}")
+
+
 def list_runs(store: Store) -> list[str]:
-    """Names of all runs in a store, sorted. What else may lie there is no run."""
+    """Names of all runs in a store, sorted. What else may lie there is no run; of a folder that is a link out of the
+    store it is said."""
+
+    def exists(name: str) -> bool:
+        try:
+            return store.exists(layout.run_manifest(name))
+        except LeadsOut as error:
+            pass_over(name, error)
+            return False
+
     names = [name for entry in store.list(layout.runs()) if (name := layout.parse_run(entry)) is not None]
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        exist = pool.map(lambda name: store.exists(layout.run_manifest(name)), names)
+        exist = pool.map(exists, names)
         return [name for name, there in zip(names, exist, strict=True) if there]

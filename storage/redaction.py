@@ -8,6 +8,7 @@ committed and the one that it has instead, and whoever reads one takes either.
 |---|---|
 | it is made sure that nobody needs the samples any more | the run as it was |
 | the decision is recorded | tables as they were; `cairn verify` says that a redaction is not finished |
+| what graders answered about the prompt is removed from `answers/` | the same; it is asked again where it is needed |
 | tables are replaced, one by one: what is made from samples first, the samples last | some of each; the same |
 | what interrupted attempts left of the same iterations is removed | the run redacted |
 
@@ -32,7 +33,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cairn.storage import layout, tables
+from cairn.storage import evals, layout, tables
+from cairn.storage.answers import forget
 from cairn.storage.collector import collect, garbage
 from cairn.storage.commits import Commit, OutputFile, Step
 from cairn.storage.decision_kinds import RedactedFile, Redaction
@@ -44,7 +46,7 @@ from cairn.storage.retention import brought_back_from, forks, needed_iterations,
 from cairn.storage.schemas import IMAGES
 from cairn.storage.snapshots import read_bytes
 from cairn.storage.stream_log import prompts_in_stream
-from cairn.storage.write_ahead import waiting_prompts
+from cairn.storage.write_ahead import groups_of_calls, is_calls, waiting_prompts
 
 _ORDER = (Step.EVAL, Step.ADVANTAGE, Step.SCORE, Step.REWARD, Step.ROLLOUT)
 """Evaluations are found by the prompt's text, which the rollouts hold: those go last."""
@@ -75,15 +77,20 @@ def redact(
     by: str | None = None,
     why: str | None = None,
     progress: Callable[[str], None] = lambda sentence: None,
+    unreached: Callable[[str], None] = lambda sentence: None,
 ) -> Decision:
     """Take the samples of a prompt out of a run, or finish where that was interrupted. Raises ValueError, with a
-    sentence, where there is nothing to do or the samples are needed; nothing is changed then."""
+    sentence, where there is nothing to do or the samples are needed; nothing is changed then. `unreached` hears of what
+    may hold the same text and stays, a sentence each: results of evaluations, and episodes that are under way."""
     found = find(ledger, prompt, progress)
     decision = _begun(ledger, found)
     if decision is None:
         require_unneeded(ledger, found)
         decision = ledger.decisions.record(lambda so_far: _decision(ledger, found, so_far), by=by, why=why)
     require_unneeded(ledger, found)  # somebody may have forked the run or pinned something before it was recorded
+    for sentence in _unreached(ledger, found.seen):
+        unreached(sentence)
+    forget(ledger.store, found.seen.texts)
     for number, file in enumerate(found.files):
         progress(f"{number} of {len(found.files)} tables redacted, next that of {file.commit}")
         _replace(ledger, file, found)
@@ -122,6 +129,7 @@ def find(ledger: Ledger, prompt: int, progress: Callable[[str], None] = lambda s
         progress(f"looking for prompt {prompt} in {commit.name}")
         if (data := _read(ledger, commit, output)) is not None:
             table = tables.from_parquet(data)
+            seen.committed |= set(table.column("group_id").to_pylist())
             seen.note(ledger, commit, table.filter(pc.equal(table.column("prompt_index"), prompt)))
     changed: dict[Step, list[RedactedFile]] = {step: [] for step in _ORDER}
     iterations, trained = set(), set()
@@ -184,6 +192,21 @@ def require_unneeded(ledger: Ledger, found: Found) -> None:
             )
 
 
+def _unreached(ledger: Ledger, seen: "_Seen") -> Iterator[str]:
+    """What of a prompt may stay, a sentence each."""
+    for folder in evals.asking(ledger.store, seen.texts):
+        yield f"the result of an evaluation in {folder} holds the same text: remove that folder, it is computed again"
+    for folder in sorted(
+        {path.rpartition("/")[0] for path in ledger.store.find(layout.run(ledger.run)) if is_calls(path)}
+    ):
+        paths = [f"{folder}/{name}" for name in ledger.store.list(folder)]
+        if groups_of_calls(ledger.store, paths) - seen.committed:
+            yield (
+                f"episodes are under way whose calls in {folder} do not say of which prompt: give the command again "
+                "when they are committed"
+            )
+
+
 @dataclass
 class _Seen:
     """What the rollouts hold of a prompt."""
@@ -192,6 +215,8 @@ class _Seen:
     texts: set[str] = field(default_factory=set)
     owners: set[str] = field(default_factory=set)
     own_samples: int = 0
+    committed: set[int] = field(default_factory=set)
+    """All groups that there are."""
 
     def note(self, ledger: Ledger, commit: Commit, rows: pa.Table) -> None:
         self.groups |= set(rows.column("group_id").to_pylist())

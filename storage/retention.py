@@ -41,9 +41,10 @@ from cairn.configs.schema.operations import CheckpointConfig
 from cairn.storage import canonical, layout
 from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.decisions import pinned
-from cairn.storage.errors import BeingDeleted, Redacted, Retired
+from cairn.storage.errors import BeingDeleted, Damaged, LeadsOut, Redacted, Retired
 from cairn.storage.layout import Kind
 from cairn.storage.ledger import Ledger
+from cairn.storage.manifest import pass_over
 from cairn.storage.records import Record
 from cairn.storage.redacted import redacted_samples
 from cairn.storage.schemas import Disposition
@@ -266,12 +267,16 @@ def retired(ledger: Ledger) -> set[tuple[int, Kind]]:
 
 def forks(store: Store, run: str) -> dict[str, int]:
     """The runs that were forked from a run, and the last iteration that each shares with it. Reads the manifests of all
-    runs; raises Damaged where one does not say what it was forked from."""
+    runs. A folder that holds none of its name (a copy, a link, something else) is passed over, with a warning: nobody
+    can go on with it."""
 
     def parent(name: str) -> int | None:
         try:
             parent = Ledger.open(store, name).manifest.parent
         except (FileNotFoundError, BeingDeleted):  # no run, or none any more
+            return None
+        except (Damaged, LeadsOut) as error:
+            pass_over(name, error)
             return None
         return parent.iteration if parent is not None and parent.run == run else None
 

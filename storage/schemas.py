@@ -162,7 +162,7 @@ CALLS = _schema(
     ("kind", pa.string()),  # cairn.engines.episodes.records.CallKind
     ("name", pa.string()),  # of the tool or grader
     ("turn", pa.int32()),  # answers of the policy before it
-    ("arguments", pa.string()),  # JSON; null: of the policy and the clock
+    ("arguments", pa.string()),  # JSON; of the policy the SHA-256 of the tokens it went on from; null: of the clock
     ("arguments_digest", pa.string()),
     ("result", pa.string()),  # JSON; null: it failed, the policy answered, or the result is long
     ("result_digest", pa.string()),  # SHA-256 of a long result, which lies beside the table (LONG_RESULTS)
@@ -214,6 +214,10 @@ REWARD = _schema(
     nullable=frozenset({"reward", "components", "error"}),
 )
 """`reward`: one row for each row of the shard's rollout table, in its order."""
+
+RAW_REWARD = pa.field("raw_reward", pa.float32(), nullable=True)
+"""A column of `reward` where rewards are shaped (`reward.overlong_buffer_len`): what the grader said. Null where there
+is no reward."""
 
 FILTER = _schema(
     ("group_id", pa.int64()),

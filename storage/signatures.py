@@ -6,8 +6,9 @@ runs/<run>/iterations/000042/train.json.<16 hex digits>.sig       beside it: a s
 ```
 A process that finds `CAIRN_SIGNING_KEY`, the path of an Ed25519 private key (PEM), signs whatever it creates
 exclusively below `runs/` and `evals/`: manifests, leases, commits, upgrades, decisions, markers of retirement, results.
-Nothing that is signed changes for that, so digests are those of a ledger without signatures, and who has no key reads
-it as ever.
+It signs too what it writes ahead of a commit, parts of samples and of calls, and what graders answered (`answers/`):
+files whose names hold the SHA-256 of their bytes, whose signatures go when they do. Nothing that is signed changes for
+that, so digests are those of a ledger without signatures, and who has no key reads it as ever.
 
 | order | a crash right after it leaves |
 |---|---|
@@ -19,8 +20,8 @@ those of all that was made from it, still has no signature under what it holds t
 """
 
 import hashlib
-import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from cairn.storage import canonical, evals, layout
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import StoreRefused
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
@@ -49,6 +51,9 @@ else:
 _CONTEXT = "cairn ledger 1"
 """Begins what is signed: no signature made for another purpose counts."""
 _SIGNED = ("runs/", "evals/")
+_PART = re.compile(r"(?:/write_ahead/|^answers/)(?:.*[./])?([0-9a-f]{64})\.arrow$")
+_DIGITS = 16
+"""Of a digest in the name of a signature."""
 
 
 def new_key(file: Path) -> str:
@@ -97,16 +102,30 @@ class _Signs(_AnyStore):
 
         return open_store, (self.url,)
 
+    def write(self, path: str, data: bytes) -> None:
+        if (beside := part_signature(path)) is not None and beside == signature_path(path, data):
+            self._sign(path, data)
+        super().write(path, data)
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        if (beside := part_signature(path)) is not None:
+            super().delete(beside)
+
     def create(self, path: str, data: bytes, guard: Callable[[], None] = lambda: None) -> bool:
         if not path.startswith(_SIGNED):
             return super().create(path, data, guard)
-        beside = signature_path(path, data)
-        signature = {"key": public_key(self.key), "signature": self.key.sign(_message(path, data)).hex()}
-        self.write(beside, canonical.to_bytes(signature))
+        beside = self._sign(path, data)
         created = super().create(path, data, guard)  # after an error it may have been created all the same
         if not created:
             self.delete(beside)
         return created
+
+    def _sign(self, path: str, data: bytes) -> str:
+        beside = signature_path(path, data)
+        signature = {"key": public_key(self.key), "signature": self.key.sign(_message(path, data)).hex()}
+        super().write(beside, canonical.to_bytes(signature))
+        return beside
 
 
 class Signed(Record):
@@ -140,18 +159,22 @@ def read_signers(file: Path) -> dict[str, str]:
 
 
 def check_signatures(ledger: Ledger, signers: Mapping[str, str]) -> Iterator[Signed]:
-    """Hold every file of a run's ledger, and of what it shares with its parents, against its signature."""
+    """Hold every file of a run's ledger, of what it shares with its parents, and of what is written ahead of its
+    commits, against its signature."""
     for path in _signed_files(ledger):
         yield check_signature(ledger.store, path, signers)
 
 
 def check_result_signatures(store: Store, signers: Mapping[str, str]) -> Iterator[Signed]:
-    """Hold every result of an evaluation, and every claim to make one, against its signature."""
+    """Hold every result of an evaluation, every claim to make one, what is written ahead of results, and every file of
+    what graders answered, against its signature."""
     for folder in evals.folders(store):
         claims, result = layout.evaluation_claims(folder), layout.evaluation_result(folder)
         paths = [f"{claims}/{name}" for name in store.list(claims) if layout.parse_lease(name) is not None]
-        for path in [*paths, *([result] if store.exists(result) else [])]:
+        for path in [*paths, *([result] if store.exists(result) else []), *_parts(store, folder)]:
             yield check_signature(store, path, signers)
+    for path in _parts(store, layout.ANSWERS):
+        yield check_signature(store, path, signers)
 
 
 def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Signed:
@@ -161,7 +184,7 @@ def check_signature(store: Store, path: str, signers: Mapping[str, str]) -> Sign
     except FileNotFoundError:
         return Signed(path=path, signer=None, problem=f"{path} is missing")
     try:
-        fields = json.loads(store.read(signature_path(path, data)))
+        fields = from_json(store.read(signature_path(path, data)))
         key, signature = str(fields["key"]), bytes.fromhex(fields["signature"])
         Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(signature, _message(path, data))
     except FileNotFoundError:
@@ -188,11 +211,22 @@ def _signed_files(ledger: Ledger) -> Iterator[str]:
         owner = owner.parent
     for iteration in ledger.iterations():
         yield from ledger.markers(iteration)
+    yield from _parts(ledger.store, layout.run(ledger.run))
+
+
+def _parts(store: Store, folder: str) -> list[str]:
+    return [path for path in store.find(folder) if part_signature(path) is not None]
+
+
+def part_signature(path: str) -> str | None:
+    """Where the signature of a part that is written ahead of a commit, or of answers, is; None of any other file."""
+    match = _PART.search(path)
+    return None if match is None else f"{path}.{match[1][:_DIGITS]}.sig"
 
 
 def signature_path(path: str, data: bytes) -> str:
     """Where the signature of these bytes at a path is."""
-    return f"{path}.{hashlib.sha256(data).hexdigest()[:16]}.sig"
+    return f"{path}.{hashlib.sha256(data).hexdigest()[:_DIGITS]}.sig"
 
 
 def _message(path: str, data: bytes) -> bytes:

@@ -39,6 +39,10 @@ class StoredFile:
     """Of the bytes that were handed to the store."""
 
 
+LONGEST_RECORD = 64 * 2**20
+"""Bytes of a `.json` file, which is a record of the ledger: markers of an object store hold 5 MiB at most."""
+
+
 class Store(Protocol):
     """Paths are relative to the root, with "/" between names (see `cairn.storage.paths`).
 
@@ -65,7 +69,8 @@ class Store(Protocol):
         or endpoint are wrong: other calls treat an endpoint out of reach as an outage and wait for it."""
 
     def read(self, path: str) -> bytes:
-        """All bytes of a file. Raises FileNotFoundError."""
+        """All bytes of a file. Raises FileNotFoundError, and Damaged for a `.json` file of more than `LONGEST_RECORD`
+        bytes."""
 
     def read_many(self, paths: Sequence[str]) -> list[bytes | None]:
         """All bytes of many small files, in the order of their paths; None where there is none. A request each, some at

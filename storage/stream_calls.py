@@ -64,5 +64,5 @@ class StreamCallLog(CallLog):
     def _wrote_part(self, path: str, table: pa.Table) -> None:
         if self._first is None:
             self._first = path
-        else:
-            self._parts.add(path, table["group_id"].to_pylist())
+        else:  # one without rows says what of others does not count, as long as that may be needed
+            self._parts.add(path, table["group_id"].to_pylist() if table.num_rows else self._open)

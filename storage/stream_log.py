@@ -10,33 +10,36 @@ it was interrupted and one where it ended.
 | a later driver finds | meaning |
 |---|---|
 | a row with which a sample ended | that is how it ended; of several the first counts |
+| what an earlier driver wrote after a later one began | it never counts: `cairn.storage.attempt_logs` |
 | rows of a sample that did not end | it goes on from the newest |
 | a part that is torn, or made from other inputs | nobody's: it is removed |
 
 The rows of a group are of no use once the commit of a rollout step has them; a part goes when all of its groups have.
 """
 
-from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import pyarrow as pa
 
 from cairn.storage import layout
+from cairn.storage.attempt_logs import recover, says
 from cairn.storage.errors import StoreError
 from cairn.storage.group_parts import GroupParts
 from cairn.storage.paced import PacedWriter
 from cairn.storage.schemas import Status
 from cairn.storage.snapshots import PARTS, AttemptFolder
 from cairn.storage.store import Store
-from cairn.storage.write_ahead import READERS, part_bytes, read_any_part, read_part
+from cairn.storage.write_ahead import parts_of
+from cairn.storage.write_ahead_parts import part_bytes, read_any_part
 
 
 def prompts_in_stream(store: Store, run: str) -> set[int]:
     """The prompts, as rows of the data set, of which samples lie in logs of a run's drivers."""
-    tables = (read_any_part(store, path) for path in _parts(store, run))
+    tables = (read_any_part(store, path) for path in chain.from_iterable(_parts(store, run).values()))
     return {row for table in tables if table is not None for row in table["prompt_index"].to_pylist()}
 
 
@@ -52,13 +55,13 @@ def groups_of_part(store: Store, path: str) -> set[int]:
     return set() if table is None else set(table["group_id"].to_pylist())
 
 
-def _parts(store: Store, run: str, besides: str = "") -> list[str]:
-    """Store paths of the parts of all drivers but one."""
-    found = list[str]()
+def _parts(store: Store, run: str, besides: str = "") -> dict[str, list[str]]:
+    """Store paths of the parts of all drivers but one, by their names."""
+    found: dict[str, list[str]] = {}
     for name in map(layout.parse_attempt, store.list(layout.stream(run))):
         if name is not None and name != besides:
             folder = f"{layout.stream(run)}/{name}/{PARTS}"
-            found += [f"{folder}/{part}" for part in store.list(folder) if part.endswith(".arrow")]
+            found[name] = [f"{folder}/{part}" for part in store.list(folder) if part.endswith(".arrow")]
     return found
 
 
@@ -93,21 +96,25 @@ class StreamLog(PacedWriter):
         self._encode = encode
         self._parts = GroupParts(folder.store)
         """Of the writer's thread, once it has begun."""
+        self._numbers = count()
         super().__init__(self._write_samples, f"samples to {self._folder.folder}", deadline)
 
     def recover(self, groups: Collection[int]) -> pa.Table:
         """The rows of earlier drivers that samples of these groups go on from, or ended with: one a sample, in the
-        order in which they were written. Parts of no other groups are removed."""
+        order in which they were written. Parts of no other groups are removed. To be called before anything is
+        appended, and before the calls of the samples are read: what ended was called for before."""
         store = self._folder.store
-        found = _parts(store, self._run, besides=self._folder.name)
+        others = _parts(store, self._run, besides=self._folder.name)
+        parts = [*chain.from_iterable(parts_of(name, paths) for name, paths in others.items())]
+        recovered = recover(store, parts, self._schema, self._accepted)
+        if groups and (found := says(recovered, self._folder.name)) is not None:
+            self._parts.add(self._write_part(self._schema.empty_table(), found), groups)
         tables = [self._schema.empty_table()]
-        with ThreadPoolExecutor(READERS) as readers:
-            read = readers.map(lambda path: read_part(store, path, self._schema, self._accepted), found)
-            for path, table in zip(found, read, strict=True):
-                ids = [] if table is None else table["group_id"].to_pylist()
-                self._parts.add(path, {id for id in ids if id in groups})
-                if table is not None:
-                    tables.append(table.filter(pa.array([id in groups for id in ids], pa.bool_())))
+        for part, table in recovered.tables:
+            ids = [] if table is None else table["group_id"].to_pylist()
+            self._parts.add(part.path, {id for id in ids if id in groups})
+            if table is not None:
+                tables.append(table.filter(pa.array([id in groups for id in ids], pa.bool_())))
         self._parts.remove_used_up()
         rows = pa.concat_tables(tables)
         return rows.take(pa.array(_newest(rows), pa.int64())).combine_chunks()
@@ -124,10 +131,14 @@ class StreamLog(PacedWriter):
 
     def _write_samples(self, number: int, samples: list[Any]) -> None:
         table = self._encode(samples)
-        sha256, data = part_bytes(table, self._inputs_digest)
-        path = self._folder.path(f"{PARTS}/{number:06d}.{sha256}.arrow")
+        self._write_part(table)
+
+    def _write_part(self, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> str:
+        sha256, data = part_bytes(table, self._inputs_digest, metadata)
+        path = self._folder.path(f"{PARTS}/{next(self._numbers):06d}.{sha256}.arrow")
         self._parts.add(path, table["group_id"].to_pylist())
         self._folder.store.write(path, data)
+        return path
 
 
 def _newest(rows: pa.Table) -> list[int]:

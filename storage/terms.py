@@ -16,7 +16,7 @@ from typing import Any, Self
 from pydantic import BaseModel, Field, JsonValue
 
 from cairn.configs.recorded import in_todays_words
-from cairn.configs.schema.base import RECORDED
+from cairn.configs.schema.base import RECORDED, UNCHECKED
 from cairn.storage.records import FORMAT, Record, readable
 from cairn.storage.version import CodeVersion
 
@@ -81,7 +81,7 @@ def as_read_now(recorded: Mapping[str, Any], config: BaseModel | Mapping[str, An
     """A recorded configuration in the options of the version that `config` is of."""
     if not isinstance(config, BaseModel):
         return dict(recorded)
-    return type(config).model_validate(in_todays_words(recorded), context=RECORDED).model_dump(mode="json")
+    return type(config).model_validate(in_todays_words(recorded), context=RECORDED | UNCHECKED).model_dump(mode="json")
 
 
 def input_differences(recorded: Mapping[str, str], given: Mapping[str, str]) -> list[tuple[str, Any, Any]]:

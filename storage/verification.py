@@ -16,6 +16,7 @@ from cairn.storage.decision_kinds import RedactedFile, Redaction
 from cairn.storage.decisions import Decision, read_decision, redacted_files
 from cairn.storage.errors import Damaged
 from cairn.storage.findings import Fault, Finding
+from cairn.storage.histories import mixed_histories
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
 from cairn.storage.snapshots import is_retired
@@ -98,7 +99,12 @@ def verify(ledger: Ledger) -> Iterator[Verified]:
                     bytes=len(commit.to_bytes()) + sum(output.bytes for output in there),
                     retired=len(read) - len(there),
                     redacted=len(redacted),
-                    findings=(*faults, *_verify_terms(ledger, commit), *_verify_inputs(commit, path, digests)),
+                    findings=(
+                        *faults,
+                        *_verify_terms(ledger, commit),
+                        *_verify_inputs(commit, path, digests),
+                        *(() if any(read) else mixed_histories(store, commit)),
+                    ),
                 )
             damaged = [_name(path) for path, commit in zip(paths, commits, strict=True) if isinstance(commit, Finding)]
             whole = not any(tells_of_groups(name) for name in damaged)

@@ -13,30 +13,29 @@ that the rows were made from.
 | digest right, same inputs | its samples are finished: taken over |
 | digest right, other inputs or schema | made under another configuration: ignored |
 | digest wrong | torn: ignored, its samples are generated again |
+| written by an earlier attempt after a later one began | never counts: `cairn.storage.attempt_logs` |
 | a sample for the second time | the first counts |
 
 Parts are never committed: the shard's commit names one compacted file, and then the parts are removed.
 """
 
-import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 import pyarrow as pa
 
-from cairn.storage import layout, tables
+from cairn.storage import layout
+from cairn.storage.attempt_logs import Part, recover, says
 from cairn.storage.commits import Step
-from cairn.storage.errors import Damaged
 from cairn.storage.paced import PacedWriter
-from cairn.storage.schemas import ROLLOUT, complete
+from cairn.storage.schemas import ROLLOUT
 from cairn.storage.snapshots import PARTS, AttemptFolder
 from cairn.storage.store import Store
+from cairn.storage.write_ahead_parts import part_bytes, read_any_part
 
-_INPUTS_KEY = b"inputs_digest"
-READERS = 8
-"""Parts read at a time: an object store answers one after tens of milliseconds."""
+CALLS_FOLDER = f"{PARTS}/calls"
 
 
 def waiting_groups(store: Store, run: str, iteration: int, committed: Collection[str | None], size: int) -> int:
@@ -70,29 +69,32 @@ def waiting_prompts(store: Store, run: str, iteration: int, committed: Collectio
     return found
 
 
+def is_calls(path: str) -> bool:
+    """Whether a store path is that of a part of a log of calls, see `cairn.storage.call_log`."""
+    return f"/{CALLS_FOLDER}/" in path and path.endswith(".arrow")
+
+
+def groups_of_calls(store: Store, paths: Collection[str]) -> set[int]:
+    """The groups of which there are calls in parts, by their store paths. Calls do not say of which prompt they are."""
+    found = (read_any_part(store, path) for path in paths if is_calls(path))
+    return {group for table in found if table is not None for group in table["group_id"].to_pylist()}
+
+
 def _samples(table: pa.Table) -> list[tuple[int, int]]:
     """(group_id, sample_index) of every row."""
     return list(zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True))
+
+
+def parts_of(attempt: str, paths: Sequence[str]) -> list[Part]:
+    """The parts of an attempt, whose names begin with their numbers."""
+    numbers = [path.rpartition("/")[2].partition(".")[0] for path in paths]
+    return [Part(attempt, int(n) if n.isdecimal() else 0, path) for n, path in zip(numbers, paths, strict=True)]
 
 
 def _parts(store: Store, attempt: str) -> list[str]:
     """Store paths of the write-ahead parts in an attempt's folder."""
     folder = f"{attempt}/{PARTS}"
     return [f"{folder}/{name}" for name in store.list(folder) if name.endswith(".arrow")]
-
-
-def read_any_part(store: Store, path: str) -> pa.Table | None:
-    """The rows of a part with its schema's metadata; None if it is torn, or has gone with its shard's commit."""
-    try:
-        data = store.read(path)
-    except FileNotFoundError:
-        return None
-    if not path.endswith(f".{hashlib.sha256(data).hexdigest()}.arrow"):
-        return None
-    try:
-        return tables.from_ipc(data)
-    except ValueError as error:
-        raise Damaged(f"{path} is not what Cairn writes: {error}") from error
 
 
 class WriteAhead(PacedWriter):
@@ -119,6 +121,7 @@ class WriteAhead(PacedWriter):
         self._schema = schema
         self._encode = encode
         self._written = [schema.empty_table()]
+        self._numbers = count()
         super().__init__(self._write_samples, f"finished samples to {attempt.folder}", deadline)
 
     def appended(self) -> pa.Table:
@@ -127,55 +130,38 @@ class WriteAhead(PacedWriter):
         return pa.concat_tables(self._written)
 
     def recover(self) -> pa.Table:
-        """The rows that earlier attempts at this shard finished from the same inputs; perhaps none."""
+        """The rows that earlier attempts at this shard finished from the same inputs; perhaps none. To be called once,
+        before anything is appended, and before the calls of its samples are read: what ended was called for before."""
         attempt = self._attempt
         folder = attempt.beside
-        paths = []
-        for name in map(layout.parse_attempt, attempt.store.list(folder)):
-            if name is not None and name != attempt.name and layout.attempt_shard(name) == attempt.shard:
-                paths += _parts(attempt.store, f"{folder}/{name}")
-        found = [self._schema.empty_table()]
+        names = map(layout.parse_attempt, attempt.store.list(folder))
+        others = [
+            name
+            for name in names
+            if name is not None and name != attempt.name and layout.attempt_shard(name) == attempt.shard
+        ]
+        parts = [parts_of(name, _parts(attempt.store, f"{folder}/{name}")) for name in others]
+        recovered = recover(attempt.store, [*chain.from_iterable(parts)], self._schema, self._accepted)
+        if (found := says(recovered, attempt.name)) is not None:
+            self._write_part(self._schema.empty_table(), found)
+        rows = [self._schema.empty_table()]
         seen: set[tuple[int, int]] = set()
-        with ThreadPoolExecutor(READERS) as readers:
-            read = readers.map(lambda path: read_part(attempt.store, path, self._schema, self._accepted), paths)
-            for path, table in zip(paths, read, strict=True):
-                if table is None:
-                    continue
-                attempt.superseded.append(path)
-                samples = _samples(table)
-                found.append(table.filter(pa.array([sample not in seen for sample in samples], pa.bool_())))
-                seen.update(samples)
-        return pa.concat_tables(found).combine_chunks()
+        for part, table in recovered.tables:
+            if table is None:
+                continue
+            attempt.superseded.append(part.path)
+            samples = _samples(table)
+            rows.append(table.filter(pa.array([sample not in seen for sample in samples], pa.bool_())))
+            seen.update(samples)
+        return pa.concat_tables(rows).combine_chunks()
 
     def _write_samples(self, number: int, samples: list[Any]) -> None:
         table = self._encode(samples)
-        self._write_part(number, table)
+        self._write_part(table)
         self._written.append(table)
 
-    def _write_part(self, number: int, table: pa.Table) -> None:
-        sha256, data = part_bytes(table, self._inputs_digest)
-        path = self._attempt.path(f"{PARTS}/{number:06d}.{sha256}.arrow")
+    def _write_part(self, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
+        sha256, data = part_bytes(table, self._inputs_digest, metadata)
+        path = self._attempt.path(f"{PARTS}/{next(self._numbers):06d}.{sha256}.arrow")
         self._attempt.store.write(path, data)
         self._attempt.superseded.append(path)
-
-
-def part_bytes(table: pa.Table, inputs_digest: str) -> tuple[str, bytes]:
-    """A part of a log, with the digest of what its rows were made from: its SHA-256 and its bytes."""
-    sink = pa.BufferOutputStream()
-    table = table.replace_schema_metadata({_INPUTS_KEY: inputs_digest})
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
-        writer.write_table(table.combine_chunks())
-    data = sink.getvalue().to_pybytes()
-    return hashlib.sha256(data).hexdigest(), data
-
-
-def read_part(store: Store, path: str, schema: pa.Schema, accepted: Collection[bytes]) -> pa.Table | None:
-    """The rows of a part, with the columns that the schema has got since; None where it is torn, is gone, or was made
-    from other inputs than those of the digests that are accepted."""
-    table = read_any_part(store, path)
-    if table is None:
-        return None
-    metadata = table.schema.metadata or {}
-    table = complete(table.replace_schema_metadata(None), schema)
-    return table if metadata.get(_INPUTS_KEY) in accepted and table.schema.equals(schema) else None

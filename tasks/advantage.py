@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,17 +13,26 @@ from cairn.engines.training.batching import split_steps
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.needs import advantage_needs
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import ADVANTAGE, TRAJECTORIES, TRAJECTORY_REWARDS, TRAJECTORY_ROLES, TURN_REWARDS, Status
+from cairn.storage.schemas import (
+    ADVANTAGE,
+    RAW_REWARD,
+    TRAJECTORIES,
+    TRAJECTORY_REWARDS,
+    TRAJECTORY_ROLES,
+    TURN_REWARDS,
+    Status,
+)
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.advantages.batch import Turn
 from cairn.tasks.advantages.distillation import distil, reverse_kl
 from cairn.tasks.advantages.dpo import preference_metrics
 from cairn.tasks.advantages.normalization import normalise
-from cairn.tasks.advantages.trajectories import Compared, Episodes, compared
-from cairn.tasks.batch import age_weights, arrays, rows_of_groups, trained_tokens
+from cairn.tasks.advantages.trajectories import Episodes, compared
+from cairn.tasks.batch import age_weights, arrays, mean_of_trained, rows_of_groups, trained_tokens
 from cairn.tasks.recorded_run import RecordedRun
+from cairn.tasks.rewards.overlong import as_graded
 from cairn.tasks.sample_filters import NothingLeft
-from cairn.tasks.sample_metrics import sample_metrics
+from cairn.tasks.sample_metrics import sample_metrics, sampled_lengths
 from cairn.tasks.selection import max_ages, stale_weights
 from cairn.tasks.step import Outcome, StepCall, durable
 
@@ -71,30 +81,30 @@ def estimated(
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     lengths = samples.column("response_ids").combine_chunks().value_lengths().to_numpy()
     statuses = samples.column("status").to_pylist()
-    rewards_per_group, own_rewards = _rewards(run, selection, rollouts, rewards)
+    rewards_per_group, own_rewards, said = _rewards(run, selection, rollouts, rewards)
     rewards_flat = np.concatenate(rewards_per_group)
     masks, ages = trained_tokens(run, selection, samples)
     _require_tokens(masks, run.config.training.num_steps_per_rollout, selection)
-    fields = _scores(samples, None if scores is None else run.read(scores), algorithm)
+    fields: dict[str, Any] = _scores(samples, None if scores is None else run.read(scores), algorithm)
     found: dict[str, float] = {}
     if algorithm.kl_coef > 0:
         fields["kl"] = _divergences(fields["old_log_probs"], fields["ref_log_probs"], algorithm.kl_estimator)
-        found["kl"] = _mean_of_trained(fields["kl"], masks)
+        found["kl"] = mean_of_trained(fields["kl"], masks)
     truncated = np.array([status == Status.TRUNCATED for status in statuses])
     sizes = list(map(len, rewards_per_group))
     episodes = _episodes(samples, own_rewards)
     turns = episodes.turns(lengths.tolist())
     rollout_log_probs = arrays(samples, "log_probs")
     batch = ScoredBatch(rewards_flat, sizes, masks, rollout_log_probs, truncated=truncated, turns=turns, **fields)
-    by_role = compared(batch, episodes)
-    advantages, returns = map(by_role.of_samples, estimate(by_role.batch, algorithm))
-    found |= _role_metrics(by_role) | (
-        _turn_metrics(turns) if samples.column("segments").null_count < len(turns) else {}
-    )
+    units = compared(batch, episodes)
+    advantages, returns = map(units.of_samples, estimate(units.batch, algorithm))
+    by_role = episodes.role_rewards(rewards_flat.tolist())
+    found |= {f"role/{role}/reward": mean for role, mean in by_role.items()}
+    found |= _turn_metrics(turns) if samples.column("segments").null_count < len(turns) else {}
     if algorithm.use_opd:
         divergences = reverse_kl(fields["old_log_probs"], fields["teacher_log_probs"])
         advantages = distil(advantages, divergences, masks, algorithm.opd_kl_coef)
-        found["opd_reverse_kl"] = _mean_of_trained(divergences, masks)
+        found["opd_reverse_kl"] = mean_of_trained(divergences, masks)
     if algorithm.normalize_advantages:
         advantages = normalise(advantages, masks)
     if weights := stale_weights(run, selection):
@@ -105,8 +115,7 @@ def estimated(
         ]
         found["age/down_weighted_tokens"] = _down_weighted(masks, ages, ids, bounds)
     if rewards:
-        log_probs = samples.column("log_probs").combine_chunks().flatten().to_numpy()
-        found["rollout_log_probs"] = float(log_probs.mean())
+        found["rollout_log_probs"] = mean_of_trained(rollout_log_probs, masks)
     else:
         found |= preference_metrics(batch, algorithm)
     table = pa.table(
@@ -121,9 +130,9 @@ def estimated(
         ADVANTAGE,
     )
     return table, {
-        **sample_metrics(rewards_flat if rewards else rewards_flat[:0], lengths, statuses),
-        "advantages": float(np.concatenate(advantages).mean()),
-        "returns": float(np.concatenate(returns).mean()),
+        **sample_metrics(said, sampled_lengths(samples), statuses),
+        "advantages": mean_of_trained(advantages, masks),
+        "returns": mean_of_trained(returns, masks),
         **_age_metrics(masks, ages, arrays(samples, "loss_mask")),
         **found,
         **_constant_groups(rewards_per_group),
@@ -143,16 +152,18 @@ def _require_tokens(masks: Sequence[np.ndarray], num_steps: int, selection: Comm
 
 def _rewards(
     run: RecordedRun, selection: Commit, rollouts: list[Commit], rewards: list[Commit]
-) -> tuple[list[np.ndarray], list[Sequence[float] | None]]:
+) -> tuple[list[np.ndarray], list[Sequence[float] | None], np.ndarray]:
     """Of the samples of each group; where nobody grades, the first of a pair is preferred: 1, and the other 0. And of
-    each sample those of its trajectories, where they have their own."""
+    each sample those of its trajectories, where they have their own; and [R] what graders said of all samples."""
     if rewards:
-        graded = list(rows_of_groups(run, selection, rewards, ["reward", TRAJECTORY_REWARDS.name]))
+        columns = ["reward", TRAJECTORY_REWARDS.name, RAW_REWARD.name]
+        graded = list(rows_of_groups(run, selection, rewards, columns))
         own = [rewards for group in graded for rewards in group.column(TRAJECTORY_REWARDS.name).to_pylist()]
-        return [group.column("reward").to_numpy() for group in graded], own
+        said = np.concatenate([as_graded(group).to_numpy() for group in graded])
+        return [group.column("reward").to_numpy() for group in graded], own, said
     pairs = list(rows_of_groups(run, selection, rollouts, []))
     own = [None for pair in pairs for _ in range(pair.num_rows)]
-    return [(pair.column("sample_index").to_numpy() == 0).astype(np.float32) for pair in pairs], own
+    return [(pair.column("sample_index").to_numpy() == 0).astype(np.float32) for pair in pairs], own, np.zeros(0)
 
 
 def _episodes(samples: pa.Table, own_rewards: Sequence[Sequence[float] | None]) -> Episodes:
@@ -204,19 +215,6 @@ def _down_weighted(
     """Tokens that are trained on though they are too old."""
     rows = zip(masks, ages, (bounds[id] for id in groups), strict=True)
     return sum(int(mask[age > bound].sum()) for mask, age, bound in rows if bound is not None)
-
-
-def _mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
-    return float(np.concatenate(fields)[np.concatenate(masks).astype(bool)].mean())
-
-
-def _role_metrics(by_role: Compared) -> dict[str, float]:
-    """Mean reward of the trajectories of each role."""
-    rewards = dict[str, list[float]]()
-    for role, reward in zip(by_role.roles, by_role.batch.rewards.tolist(), strict=True):
-        if role is not None:
-            rewards.setdefault(role, []).append(reward)
-    return {f"role/{role}/reward": float(np.mean(own)) for role, own in sorted(rewards.items())}
 
 
 def _turn_metrics(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from cairn.engines.images import Image
 from cairn.engines.training.needs import loss_needs
 from cairn.engines.types import KeptTokens, TrainBatch
 from cairn.storage.commits import Commit, Step
-from cairn.storage.schemas import IMAGES, KEPT, ROUTED, SEQUENCES
+from cairn.storage.schemas import IMAGES, KEPT, RAW_REWARD, ROUTED, SEQUENCES
 from cairn.tasks.recorded_run import RecordedRun
 from cairn.tasks.routes import routed_experts
 from cairn.tasks.selection import max_ages, removed_samples, stale_weights, trained_groups
@@ -71,6 +71,12 @@ def trained_tokens(run: RecordedRun, selection: Commit, samples: pa.Table) -> tu
     return masks, ages
 
 
+def mean_of_trained(fields: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> float:
+    """Mean over the trained tokens of a batch, 0 where there is none. `fields`, `masks`: [T_i] of each sample."""
+    trained = np.concatenate(fields)[np.concatenate(masks).astype(bool)]
+    return float(trained.mean()) if trained.size else 0.0
+
+
 def age_weights(ages: np.ndarray, max_age: int, stale: Sequence[float]) -> np.ndarray:
     """[T] float32: the weights of tokens by their ages [T]. 1 up to `max_age`, then as `stale` says, and 0 beyond."""
     beyond = np.asarray([*stale, 0.0], np.float32)[np.clip(ages - max_age - 1, 0, len(stale))]
@@ -93,6 +99,7 @@ def train_batch(
     samples = pa.concat_tables(rows_of_groups(run, selection, rollouts, columns)).combine_chunks()
     prompts, responses = arrays(samples, "prompt_ids"), arrays(samples, "response_ids")
     loss_mask, _ = trained_tokens(run, selection, samples)
+    divisor_mask = arrays(samples, "loss_mask")
     rollout_log_probs = arrays(samples, "log_probs")
     old_log_probs = rollout_log_probs if run.config.algorithm.use_rollout_logprobs else None
     ref_log_probs = teacher_log_probs = values = None
@@ -107,6 +114,7 @@ def train_batch(
         input_ids=[np.concatenate(pair) for pair in zip(prompts, responses, strict=True)],
         response_lengths=[len(response) for response in responses],
         loss_mask=loss_mask,
+        divisor_mask=None if all(map(np.array_equal, loss_mask, divisor_mask)) else divisor_mask,
         advantages=None if estimated is None else arrays(estimated, "advantages"),
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs if run.config.samples_responses else None,
@@ -166,8 +174,8 @@ def _images(run: RecordedRun, rollouts: Sequence[Commit], samples: pa.Table) -> 
 
 
 def with_optional(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a table; null those that a rollout writes where it has something to say."""
-    for field in (KEPT, *SEQUENCES, ROUTED, IMAGES):
+    """Some columns of a table; null those that a step writes only where it has something to say."""
+    for field in (KEPT, *SEQUENCES, ROUTED, IMAGES, RAW_REWARD):
         if field.name in columns and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     return table.select(list(columns))

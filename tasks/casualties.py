@@ -4,9 +4,13 @@ An engine that dies or falls silent does not say over what: machines kill proces
 fails. But a group that was unfinished each time within a step may be what ends it. From the second loss on the error
 says so, and the last of these errors ends the run. From one loss to the next a step gives its requests in the opposite
 order, so that what stood behind such a prompt is finished and durable, and drops out.
+
+An engine that did not end in time was not killed by a machine: where that happens `HUNG` times while nothing but one
+group was unfinished, it is the group, and its unfinished samples fail. So the step ends without them.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +21,8 @@ from cairn.storage.layout import commit_name
 if TYPE_CHECKING:
     from cairn.tasks.step import StepCall
 
+HUNG = 2
+"""Times that an engine may not end in time over a group alone."""
 _SHOWN = 8
 """Rows that are named; of more it cannot be told which."""
 
@@ -28,10 +34,14 @@ class Casualties:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lost: dict[str, tuple[int, frozenset[int]]] = {}
+        self._hung: Counter[tuple[str, int]] = Counter()
 
-    def add(self, step: "StepCall", unfinished: Iterable[int]) -> None:
-        """An engine was lost before it had finished these groups."""
+    def add(self, step: "StepCall", unfinished: Iterable[int], *, hung: bool = False) -> None:
+        """An engine was lost before it had finished these groups. `hung`: it did not end in time."""
+        unfinished = list(unfinished)
         with self._lock:
+            if hung and len(unfinished) == 1:
+                self._hung[_name(step), unfinished[0]] += 1
             times, before = self._lost.get(_name(step), (0, None))
             ids = frozenset(unfinished)
             self._lost[_name(step)] = times + 1, ids if before is None else ids & before
@@ -40,6 +50,12 @@ class Casualties:
         """How often an engine was lost within the step."""
         with self._lock:
             return self._lost.get(_name(step), (0, None))[0]
+
+    def blamed(self, step: "StepCall", group: int) -> str | None:
+        """The error of the samples of a group that is not to be tried again; None for all others."""
+        with self._lock:
+            times = self._hung[_name(step), group]
+        return f"EngineTimeout: an engine did not end in time {times} times over it alone" if times >= HUNG else None
 
     def told(self, step: "StepCall", error: Exception, rows: Mapping[int, int]) -> str:
         """The error's message, with what was there each time if there was another loss before. `rows`: of the data, by

@@ -29,7 +29,7 @@ from cairn.tasks.replays import ReplayTally
 from cairn.tasks.response_lengths import ResponseLengths
 from cairn.tasks.retries import RetryTally
 from cairn.tasks.rewards.grading import Grading
-from cairn.tasks.round_results import round_results
+from cairn.tasks.round_results import untold_results
 from cairn.tasks.rules import untold
 
 if TYPE_CHECKING:
@@ -56,10 +56,13 @@ class RunContext(RecordedRun):
         graders: dict[str | None, Grading],
         environment: Environment,
         emit: Callable[[StepEvent], None],
+        trusted: Callable[[RunConfig], RunConfig] = lambda recorded: recorded,
     ) -> None:
         """`fleet` returns the engines once they are up. `max_prompt_len` is in tokens. `graders` maps the name of a
-        benchmark to its grader, None to the training's."""
+        benchmark to its grader, None to the training's. `trusted` returns a recorded configuration with code that may
+        be imported, or raises ConfigError; by default none may."""
         super().__init__(config, ledger)
+        self._whole_config, self._trusted = config, trusted
         self.tokenizer = tokenizer
         self.data = data
         self.max_prompt_len = max_prompt_len
@@ -137,7 +140,7 @@ class RunContext(RecordedRun):
                         self.data,
                         cursor,
                         count,
-                        round_results(self, earlier[-1]) if learns else (),
+                        untold_results(self, earlier[-1]) if learns else (),
                         max_prompt_len=self.max_prompt_len,
                         without=frozenset(without),
                     )
@@ -163,9 +166,10 @@ class RunContext(RecordedRun):
         return found
 
     def config_of(self, commit: Commit) -> RunConfig:
-        """All of the configuration that a commit was made under, a parent's for one shared with it: whoever has the
-        commit has read its digest."""
-        return from_manifest(self.ledger.terms_of(commit).config)
+        """All of the configuration that a commit was made under, a parent's for one shared with it, to be executed.
+        Raises ConfigError where a store must not ask for something in it."""
+        recorded = from_manifest(self.ledger.terms_of(commit).config)
+        return self._whole_config if recorded == self._whole_config else self._trusted(recorded)
 
     def commit(self, **fields: Any) -> Commit:
         """Create a commit, or adopt the one that another driver created first."""

@@ -52,8 +52,8 @@ class Calls(LoggedCalls):
 
     def __init__(self, step: StepCall, *, records: bool, scope: str = "") -> None:
         """`records`: whether the samples' code records anything. `scope`: see `Origin`."""
-        identity = step.run.ledger.manifest.identity
-        self._origin = Origin(identity, step.iteration, scope, step.attempt.name)
+        manifest = step.run.ledger.manifest
+        self._origin = Origin(manifest.identity, step.iteration, scope, step.attempt.name, manifest.created_at)
         self._replayed: list[CallRecord] | None = None
         """Of a step that is committed, and done again to be held against it."""
         self._recorded: dict[SampleKey, list[CallRecord]] = {}

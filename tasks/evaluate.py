@@ -6,6 +6,7 @@ were graded is told too.
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,8 +35,9 @@ from cairn.tasks.groups import (
     without_unused,
 )
 from cairn.tasks.questions import Questions, own_questions
-from cairn.tasks.reward import given_samples, grade_generated, graded_again, messages_of
+from cairn.tasks.reward import given_samples, grade_benchmark, graded_again, messages_of
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
+from cairn.tasks.rewards.overlong import sampled_tokens
 from cairn.tasks.sequences import last_trajectory
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.sync import serve
@@ -123,7 +125,7 @@ def evaluate(step: StepCall, weights: Commit | None, *, name: str) -> Outcome:
     )
     rewards = [g.reward for g in graded if g.reward is not None]
     generated = [sample for sample in samples if sample["error"] is None]  # no response, no length
-    lengths = np.asarray([len(sample["response_ids"]) for sample in generated])
+    lengths = np.asarray([sampled_tokens(len(one["response_ids"]), one["segments"]) for one in generated])
     truncated = [sample["finish_reason"] == FinishReason.LENGTH for sample in generated]
     responses = (
         {
@@ -199,7 +201,7 @@ def _answers(step: StepCall, weights: Commit | None, questions: Questions, grade
     }
     given = given_samples(grader, run.tokenizer, columns)
     errors, groups = ([sample[name] for sample in samples] for name in ("error", "group_id"))
-    return Answers(samples, texts, grade_generated(grader, given, errors, groups), beside)
+    return Answers(samples, texts, grade_benchmark(grader, given, errors, groups), beside)
 
 
 def _graded_ids(sample: Mapping[str, Any]) -> Sequence[int]:
@@ -218,9 +220,9 @@ def _generate(step: StepCall, weights: Commit | None, questions: Questions) -> t
         WriteAhead(
             step.attempt, step.input_digest, schema=GENERATED_EVAL, encode=_table, earlier_digests=earlier
         ) as log,
+        nullcontext(log.recover()) as recovered,  # before calls are read
         Calls(step, records=records, scope=scope) as calls,
     ):
-        recovered = log.recover()
         finished, _ = finished_samples(recovered)
         missing = [request for request in requests if request.key not in finished]
         prompts = list(dict.fromkeys(request.group_id for request in missing))

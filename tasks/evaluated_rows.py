@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from cairn.engines.trajectories import SampleRequest
 from cairn.engines.types import FinishReason
+from cairn.storage.canonical import from_json
 from cairn.storage.schemas import EVALUATED, SEQUENCES, Status
 from cairn.tasks.benchmarks.sample import EvaluatedSample
 from cairn.tasks.groups import status_of
@@ -80,13 +81,13 @@ def evaluated_samples(rows: pa.Table) -> list[EvaluatedSample]:
             row["prompt_index"],
             row["sample_index"],
             row["reward"],
-            None if row["components"] is None else json.loads(row["components"]),
+            None if row["components"] is None else from_json(row["components"]),
             row["error"],
             row["response_text"],
             len(row["response_ids"]),
             row["finish_reason"] == FinishReason.LENGTH,
             row["label"],
-            {} if row["metadata"] is None else json.loads(row["metadata"]),
+            {} if row["metadata"] is None else from_json(row["metadata"]),
         )
         for row in rows.to_pylist()
     ]
@@ -104,6 +105,6 @@ def found_answers(rows: Sequence[Mapping[str, Any]]) -> Answers:
         }
         for row in rows
     ]
-    components = [None if row["components"] is None else json.loads(row["components"]) for row in rows]
+    components = [None if row["components"] is None else from_json(row["components"]) for row in rows]
     graded = [Graded(row["reward"], one) for row, one in zip(rows, components, strict=True)]
     return Answers(samples, [row["response_text"] for row in rows], graded)

@@ -29,7 +29,7 @@ from cairn.tasks.evaluated_rows import SAMPLES, Answers, evaluated_rows, evaluat
 from cairn.tasks.generation import Engine
 from cairn.tasks.groups import finished_samples, status_of
 from cairn.tasks.questions import Questions
-from cairn.tasks.reward import given_samples, grade_generated, messages_of
+from cairn.tasks.reward import given_samples, grade_benchmark, messages_of
 from cairn.tasks.rewards.grading import Grading
 from cairn.tasks.rewards.opening import open_grader
 
@@ -211,5 +211,5 @@ def _graded(
         "trajectories": [None] * len(samples),
     }
     given, errors = given_samples(grader, tokenizer, columns), [sample["error"] for sample in samples]
-    graded = grade_generated(grader, given, errors, [request.group_id for request in requests])
+    graded = grade_benchmark(grader, given, errors, [request.group_id for request in requests])
     return evaluated_rows(questions, requests, Answers(samples, texts, graded), grader.name, grader.version)

@@ -23,13 +23,14 @@ of them `rollout.staleness_policy` says (`cairn.tasks.staleness`), once: their n
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pydantic import JsonValue
 
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import (
     BUFFER_KEY,
@@ -44,7 +45,8 @@ from cairn.storage.schemas import (
 from cairn.tasks.buffers import BufferPolicy, JudgedGroup, get_policy
 from cairn.tasks.context import RunContext
 from cairn.tasks.filters import FilterDecision, get_filter, takes_samples
-from cairn.tasks.filters.sample import REWARD_COLUMNS, ROLLOUT_COLUMNS, GradedSample, graded_samples
+from cairn.tasks.filters.sample import ROLLOUT_COLUMNS, GradedSample, graded_samples
+from cairn.tasks.rewards.overlong import as_graded
 from cairn.tasks.sample_filters import removed_by
 from cairn.tasks.sample_metrics import generated_metrics
 from cairn.tasks.selection import number
@@ -54,6 +56,10 @@ from cairn.tasks.versions import sampled_as_newest, sampled_from, token_ages
 
 AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for which groups that the filter kept are dropped."""
+
+
+_FAILED = "failed_sample"
+"""The reason of a group with a sample that failed."""
 
 
 class BatchNotFilled(Exception):
@@ -86,7 +92,8 @@ def filter_groups(
     """Judge all groups so far. `previous` is the last filter step of the iteration before, None in the first.
 
     `rollouts` and `rewards` are this iteration's shards, in pairs. The commit's values tell the flow how to go on:
-    `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`.
+    `full`, `missing` (groups) and `cursor`. Raises BatchNotFilled after `max_refill_rounds`, and before where every
+    sample of several groups failed.
     """
     config = step.run.config.rollout
     newest = {group.group_id: group for group in _left_over(step.run, previous, step.iteration)}
@@ -108,11 +115,18 @@ def filter_groups(
     dispositions = Counter(group.disposition for group in groups)
     missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
     reasons = Counter(g.reason for g in groups if g.reason and g.disposition == Disposition.DROP)
+    failed = _failures(step.run, rewards) if missing and reasons[_FAILED] else None
+    if failed is not None and failed.are_all and len(groups) > 1:
+        raise BatchNotFilled(f"iteration {step.iteration}: {failed}")
     if missing and last_round:
+        advice = (
+            "raise rollout.max_refill_rounds, use check_reward_nonzero_std_with_fallback, or choose prompts of another "
+            "difficulty"
+        )
         raise BatchNotFilled(
             f"iteration {step.iteration}: after {round + 1} rounds only {dispositions[Disposition.TRAIN]} of "
-            f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); raise rollout.max_refill_rounds, use "
-            "check_reward_nonzero_std_with_fallback, or choose prompts of another difficulty"
+            f"{config.rollout_batch_size} groups were kept ({dict(reasons)}); "
+            + (str(failed) if failed is not None and reasons.most_common(1)[0][0] == _FAILED else advice)
         )
     if not missing:
         groups = _without_removed(step.run, groups)
@@ -261,10 +275,12 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
     keys = _keys(run, generated)
     rewards: dict[int, list[float | None]] = {}
     unfinished = set()
-    for row in run.read(graded, ["group_id", "reward", "status"]).to_pylist():
-        rewards.setdefault(row["group_id"], []).append(row["reward"])
-        if row["status"] == Status.ABORTED:
-            unfinished.add(row["group_id"])
+    table = run.read(graded)
+    columns = (table.column("group_id"), as_graded(table), table.column("status"))
+    for id, given, status in zip(*(column.to_pylist() for column in columns), strict=True):
+        rewards.setdefault(id, []).append(given)
+        if status == Status.ABORTED:
+            unfinished.add(id)
     groups = []
     for group_id, values in rewards.items():
         group = JudgedGroup(group_id, iteration, shard, None, None, None, kept=False, key=keys.get(group_id))
@@ -272,7 +288,7 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
             groups.append(replace(group, unfinished=True))
             continue
         if any(value is None for value in values):
-            groups.append(replace(group, reason="failed_sample"))
+            groups.append(replace(group, reason=_FAILED))
             continue
         group_rewards = np.asarray(values, np.float64)
         decision: FilterDecision = decide(samples[group_id] if whole else group_rewards)
@@ -290,8 +306,33 @@ def _judged_groups(run: RunContext, iteration: int, generated: Commit, graded: C
     return groups
 
 
+@dataclass(frozen=True)
+class _Failures:
+    """Samples of some reward steps, and the errors of those that failed."""
+
+    samples: int
+    errors: Counter[str]
+
+    @property
+    def are_all(self) -> bool:
+        return self.samples == self.errors.total()
+
+    def __str__(self) -> str:
+        ((error, count),) = self.errors.most_common(1)
+        return (
+            f"{self.errors.total()} of {self.samples} samples failed, {count} of them with: {error}; correct the "
+            "grader or the generate function, and fork the run or start another: a run goes on with no other code"
+        )
+
+
+def _failures(run: RunContext, rewards: Sequence[Commit]) -> _Failures:
+    rows = [row for graded in rewards for row in run.read(graded, ["status", "error"]).to_pylist()]
+    errors = (str(row["error"]).partition("\n")[0] for row in rows if row["status"] == Status.FAILED)
+    return _Failures(len(rows), Counter(errors))
+
+
 def _samples(run: RunContext, generated: Commit, graded: Commit) -> dict[int, list[GradedSample]]:
-    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded, list(REWARD_COLUMNS)))
+    return graded_samples(run.read(generated, list(ROLLOUT_COLUMNS)), run.read(graded))
 
 
 def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
@@ -302,7 +343,7 @@ def _keys(run: RunContext, generated: Commit) -> dict[int, Any]:
         return {}
     found = {}
     for row in run.read(generated, ["group_id", "prompt_index", "metadata"]).to_pylist():
-        metadata = json.loads(row["metadata"]) if row["metadata"] else {}
+        metadata = from_json(row["metadata"]) if row["metadata"] else {}
         if name not in metadata:
             raise NoSuchMetadata(
                 f"rollout.buffer_key is {name}, and the metadata of data row {row['prompt_index']} has "
@@ -341,7 +382,7 @@ def _stale_metrics(run: RunContext, groups: Sequence[JudgedGroup]) -> dict[str, 
 
 
 def _decoded(key: str | None) -> Any:
-    return None if key is None else json.loads(key)
+    return None if key is None else from_json(key)
 
 
 def _cursor(rollouts: Sequence[Commit], previous: Commit | None) -> JsonValue:

@@ -139,6 +139,9 @@ def generate_samples(
     groups: dict[int, list[SampleRequest]] = defaultdict(list)
     for sample in calls.given(samples):
         groups[sample.group_id].append(sample)
+    for id in list(groups):
+        if (error := casualties.blamed(step, id)) is not None:
+            yield [GeneratedSample.failed(sample, error) for sample in groups.pop(id)]
     suspects = [id for id in groups if failures[_key(step, id)] >= TOGETHER]
     others = [sample for id, group in groups.items() if id not in suspects for sample in group]
     try:
@@ -199,8 +202,8 @@ def _together(
     except GenerationFailed:
         step.run.failed_generations.update(_key(step, id) for id in unfinished.groups)
         raise
-    except (EngineDied, EngineTimeout):
-        step.run.casualties.add(step, unfinished.groups)
+    except (EngineDied, EngineTimeout) as error:
+        step.run.casualties.add(step, unfinished.groups, hung=isinstance(error, EngineTimeout))
         raise
 
 

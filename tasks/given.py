@@ -17,6 +17,7 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import DATA, FILTER, ROLLOUT, Disposition, Status
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import DemonstrationData, DemonstrationRow, DrawnRow, draw
+from cairn.tasks.events import Message
 from cairn.tasks.selection import number
 from cairn.tasks.step import Outcome, StepCall, durable
 from cairn.tasks.versions import weight_version_after
@@ -43,6 +44,15 @@ def read_demonstrations(
         max_prompt_len=None,
         without=frozenset(without or ()),
     )
+    if drawn.refusal is not None and run.notice("demonstrations are passed over"):
+        run.emit(
+            Message(
+                f"{drawn.passed_over} of the {drawn.passed_over + len(drawn.rows)} rows read in iteration "
+                f"{step.iteration} were passed over (rollout/passed_over_prompts counts on); the last one: "
+                f"{drawn.refusal}",
+                "warning",
+            )
+        )
     version = weight_version_after(run.ledger, step.iteration - 1)
     table = _table(run, drawn.rows, version)
     return Outcome(
@@ -66,7 +76,7 @@ def take_all(step: StepCall, rollout: Commit) -> Outcome:
     run = step.run
     ids = run.read(rollout, ["group_id"]).column("group_id").unique()
     count = len(ids)
-    lengths = [len(mask) for mask in run.read(rollout, ["loss_mask"]).column("loss_mask").to_pylist()]
+    lengths = [sum(mask) for mask in run.read(rollout, ["loss_mask"]).column("loss_mask").to_pylist()]
     columns: dict[str, Any] = {
         "group_id": ids,
         "iteration": [step.iteration] * count,

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from cairn.engines.episodes.records import CallRecord
 from cairn.engines.trajectories import FIRST_CALL, GeneratedSample, SampleKey, SampleRequest, Segment, Trajectory
 from cairn.engines.types import FinishReason, KeptTokens
+from cairn.storage.canonical import from_json
 from cairn.storage.schemas import (
     IMAGE_BYTES,
     IMAGES,
@@ -117,7 +118,7 @@ def unfinished_group(
         prompt_text=first["prompt_text"],
         prompt_ids=tuple(first["prompt_ids"]),
         label=first["label"],
-        metadata=None if first["metadata"] is None else json.loads(first["metadata"]),
+        metadata=None if first["metadata"] is None else from_json(first["metadata"]),
         images=row_images(first.get(IMAGES.name), images),
     )
     parts = sample_parts(samples)

@@ -96,6 +96,7 @@ def own_questions(
     if not benchmark.multimodal_keys:  # results of texts keep the keys that they had before there were images
         without |= {"multimodal_keys", "min_pixels", "max_pixels"}
     asked = benchmark.model_dump(mode="json", exclude=without)
+    rows = [prompts.row(index) for index in range(len(prompts))]
 
     def measured(samples: Sequence[EvaluatedSample]) -> dict[str, float]:
         found = summary(samples)
@@ -104,7 +105,7 @@ def own_questions(
 
     return Questions(
         name=benchmark.name,
-        rows=[prompts.row(index) for index in range(len(prompts))],
+        rows=rows,
         n=benchmark.n_samples_per_eval_prompt,
         sampling=SamplingParams(
             max_new_tokens=benchmark.max_response_len,
@@ -125,6 +126,7 @@ def own_questions(
             "metric": source_digest(benchmark.metric) if "." in benchmark.metric else benchmark.metric,
             "stop": list(stop_token_ids),
             **({"stop_strings": list(stop)} if stop else {}),
+            **prompts.dated(rows),
         },
         described={"benchmark": benchmark.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
     )

@@ -3,15 +3,17 @@
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import (
+    RAW_REWARD,
     REWARD,
     TRAJECTORIES,
     TRAJECTORY_REWARDS,
@@ -21,6 +23,7 @@ from cairn.storage.schemas import (
 )
 from cairn.tasks.batch import arrays, with_optional
 from cairn.tasks.data import BadData, Data, MixedData, PromptData, PromptRow
+from cairn.tasks.rewards import share_of_right
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
 from cairn.tasks.rewards.overlong import Overlong, sampled_tokens
 from cairn.tasks.rewards.pool import Graded
@@ -109,7 +112,7 @@ def graded_shard(
     pairs = list(zip(samples["group_id"], samples["status"], strict=True))
     unfinished = {group_id for group_id, status in pairs if status == Status.ABORTED}
     waits = [group_id in unfinished for group_id in samples["group_id"]]
-    samples["metadata"] = [json.loads(metadata) if metadata else {} for metadata in samples["metadata"]]
+    samples["metadata"] = [from_json(metadata) if metadata else {} for metadata in samples["metadata"]]
     given = given_samples(grader, tokenizer, samples)
     ready = iter(
         grade_generated(
@@ -125,8 +128,9 @@ def graded_shard(
         for later, count in zip(waits, counts, strict=True)
     ]
     results, own = tuple(one for one, _ in found), [rewards for _, rewards in found]
+    said = [one and one.reward for one in results]
     if overlong is not None:
-        lengths = list(map(sampled_tokens, samples["response_ids"], samples["segments"]))
+        lengths = list(map(sampled_tokens, map(len, samples["response_ids"]), samples["segments"]))
         pairs_of = zip(results, lengths, strict=True)
         results = tuple(one and overlong.shaped(one, length) for one, length in pairs_of)
         own = [
@@ -150,6 +154,8 @@ def graded_shard(
         },
         REWARD,
     )
+    if overlong is not None:
+        table = table.append_column(RAW_REWARD, pa.array(said, RAW_REWARD.type))
     if any(rewards is not None for rewards in own):
         table = table.append_column(TRAJECTORY_REWARDS, pa.array(own, TRAJECTORY_REWARDS.type))
     return GradedShard(table, results)
@@ -258,6 +264,16 @@ def _segments(
 def graded_again(graded: Sequence[Graded]) -> int:
     """Samples that were graded more than once."""
     return sum(g.tries > 1 for g in graded)
+
+
+def grade_benchmark(
+    grader: Grading, samples: Sequence[Sample], errors: Sequence[str | None], groups: Sequence[int]
+) -> list[Graded]:
+    """As `grade_generated`, with rewards that are scores: 0 of a wrong answer, 1 of a right one."""
+    return [
+        one if one.reward is None else replace(one, reward=share_of_right(one.reward, one.grader or grader.name))
+        for one in grade_generated(grader, samples, errors, groups)
+    ]
 
 
 def grade_generated(

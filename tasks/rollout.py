@@ -8,6 +8,7 @@ by tokens (`cairn.tasks.cutting`).
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, chain, repeat
 
@@ -119,9 +120,9 @@ def rollout(
         WriteAhead(
             step.attempt, step.input_digest, schema=schema, encode=encode, earlier_digests=earlier_inputs
         ) as log,
+        nullcontext(log.recover()) as recovered,  # before calls are read
         Calls(step, records=records) as calls,
     ):
-        recovered = log.recover()
         finished, errors = finished_samples(recovered)
         missing = {id: group.requests(besides=finished) for id, group in by_id.items() if id not in errors}
         usable = sum(not requests for requests in missing.values())

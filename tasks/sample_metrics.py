@@ -15,14 +15,15 @@ from cairn.storage.commits import Commit
 from cairn.storage.schemas import Status
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import MixedData
+from cairn.tasks.rewards.overlong import as_graded, sampled_tokens
 
 
 def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[str]) -> dict[str, float]:
     """Mean reward, share of truncated responses and lengths of responses; nothing of what there is none of.
 
     Args:
-        rewards: [R] of the samples that were graded.
-        lengths: [N] tokens of every response.
+        rewards: [R] as graded, of the samples that were.
+        lengths: [N] sampled tokens of every response.
         statuses: [N] that the responses ended with.
     """
     metrics = {"raw_reward": float(rewards.mean())} if len(rewards) else {}
@@ -35,6 +36,20 @@ def sample_metrics(rewards: np.ndarray, lengths: np.ndarray, statuses: Sequence[
             "response_len/min": int(lengths.min()),
         }
     return metrics
+
+
+def sampled_lengths(samples: pa.Table) -> np.ndarray:
+    """[N] tokens of each response that the policy sampled, not those that the world gave.
+
+    Args:
+        samples: `response_ids` and `segments` of N samples.
+    """
+    lengths: np.ndarray = pc.list_value_length(samples.column("response_ids")).to_numpy().astype(np.int64)
+    segments = samples.column("segments")
+    if segments.null_count < len(segments):
+        rows = zip(lengths.tolist(), segments.to_pylist(), strict=True)
+        lengths = np.array([sampled_tokens(length, own) for length, own in rows])
+    return lengths
 
 
 def generated_metrics(run: RunContext, rollouts: Sequence[Commit], rewards: Sequence[Commit]) -> dict[str, float]:
@@ -70,14 +85,14 @@ def _by_source(data: MixedData, samples: pa.Table) -> dict[str, float]:
 
 def _finished(run: RunContext, generated: Commit, graded: Commit) -> pa.Table:
     """`reward`, and `status` and `length` of the response, of the samples of a shard whose groups are finished."""
-    samples = run.read(generated, ["group_id", "prompt_index", "status", "response_ids"])
+    samples = run.read(generated, ["group_id", "prompt_index", "status", "response_ids", "segments"])
     table = pa.table(
         {
             "group_id": samples.column("group_id"),
             "prompt_index": samples.column("prompt_index"),
             "status": samples.column("status"),
-            "length": pc.list_value_length(samples.column("response_ids")),
-            "reward": run.read(graded, ["reward"]).column("reward"),
+            "length": sampled_lengths(samples),
+            "reward": as_graded(run.read(graded)),
         }
     )
     parts = table.filter(pc.equal(table.column("status"), str(Status.ABORTED))).column("group_id")

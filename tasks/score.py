@@ -16,7 +16,7 @@ from cairn.engines.training.needs import scores_needed
 from cairn.engines.types import ModelRole, TrainBatch
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import SCORE
-from cairn.tasks.batch import rows_of_groups, train_batch
+from cairn.tasks.batch import mean_of_trained, rows_of_groups, train_batch
 from cairn.tasks.context import RunContext
 from cairn.tasks.recovery import prepare_trainer
 from cairn.tasks.sequences import of_samples
@@ -49,7 +49,7 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     schema = pa.schema([field for field in SCORE if field.name in columns])
     return Outcome(
         tables={"scores.parquet": pa.table(columns, schema)},
-        metrics={name: float(np.concatenate(lists).mean()) for name, lists in scored.items()},
+        metrics={name: mean_of_trained(lists, of_samples(batch, batch.loss_mask)) for name, lists in scored.items()},
         environment=run.fleet.training.environment,
     )
 

@@ -35,6 +35,8 @@ _INSTALLED = ("chromium-headless-shell", "chromium", "google-chrome")
 _FONTS = (
     ("system-ui", "Inter"), ("sans-serif", "Inter"), ("serif", "DejaVu Serif"), ("monospace", "DejaVu Sans Mono")
 )  # fmt: skip
+REBOUND = "rebound.test"
+"""A name that leads the browser to this machine, as its owner may have pointed it here."""
 _DEADLINE = 30_000  # milliseconds until Playwright gives up on what a test waits for: a busy machine is slow
 
 
@@ -85,7 +87,9 @@ def browser() -> Iterator["Browser"]:
     with sync_playwright() as playwright:
         # Its sandbox needs rights that a container seldom has; what it shows comes from the tests alone.
         started = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox"], env={**os.environ, **environment}
+            executable_path=program,
+            args=["--no-sandbox", f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"],
+            env={**os.environ, **environment},
         )
         yield started
         started.close()

@@ -387,7 +387,7 @@ def test_an_endpoint_with_keys_is_not_repeated(monkeypatch: pytest.MonkeyPatch) 
 def test_a_data_url_with_credentials_is_refused_and_not_repeated(url: str, tiny_assets: Path) -> None:
     config = tiny_config(tiny_assets).model_dump(mode="json")
     config["data"]["path"] = url
-    with pytest.raises(ConfigError, match=r"data.path holds credentials, .* set them where its file system") as caught:
+    with pytest.raises(ConfigError, match=r"data.path holds credentials, .* set them in the environment") as caught:
         parse(config)
     assert not any(word in str(caught.value) for word in ("AKIA", "hunter2", "wJal", "K7MD"))
 

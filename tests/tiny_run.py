@@ -59,8 +59,8 @@ def tiny_assets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def tiny_config(assets: Path, **sections: dict[str, Any]) -> RunConfig:
-    """Three iterations of 4 prompts × 4 samples on one engine; sections override."""
+def tiny_config(assets: Path, context: dict[str, bool] | None = None, **sections: dict[str, Any]) -> RunConfig:
+    """Three iterations of 4 prompts × 4 samples on one engine; sections override. `context`: of the validation."""
     base: dict[str, dict[str, Any]] = {
         "model": {"path": str(assets / "model")},
         "data": {"path": str(assets / "train.jsonl")},
@@ -75,7 +75,8 @@ def tiny_config(assets: Path, **sections: dict[str, Any]) -> RunConfig:
         "training": {"lr": 1e-3, "num_threads": 1},
         "tracking": {"tensorboard_dir": None},
     }
-    return RunConfig.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}})
+    values = {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}
+    return RunConfig.model_validate(values, context=context)
 
 
 class DirectSteps:

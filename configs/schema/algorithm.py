@@ -1,15 +1,18 @@
 """From rewards to a loss."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from cairn.configs.kinds import ESTIMATOR, declared
-from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.kinds import ESTIMATOR, LOSS, declared
+from cairn.configs.schema.base import Code, Section, is_recorded
 from cairn.configs.schema.unread import unread
 
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Estimators whose baseline or scale is that of the whole batch: `normalize_advantages` is a part of them."""
+
+_CLIP_RANGE = ("eps_clip", "eps_clip_high")
 
 KLType = Literal["k1", "k2", "k3", "low_var_kl"]
 RatioLevel = Literal["token", "sequence", "geometric"]
@@ -22,19 +25,19 @@ LearnsFrom = Literal["responses", "demonstrations", "preferences"]
 class AlgorithmConfig(Section):
     """Advantages and the policy loss."""
 
-    loss_type: str = "policy_loss"
+    loss_type: Code = "policy_loss"
     """`policy_loss` is the clipped surrogate of PPO and GRPO, `gspo` the same with the ratio of a whole response,
     `cispo` the policy gradient with clipped weights, `sft_loss` the likelihood of demonstrations, which the rows of
     `data.path` then hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`.
     slime: `--loss-type`."""
 
-    advantage_estimator: str = "grpo"
+    advantage_estimator: Code = "grpo"
     """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
     `loss_type` is left out; `grpo_turns` compares the rewards of its turns with those of its group's (docs/agents.md);
-    `rloo` compares it with the others of its group; `ppo` trains a critic beside the actor and
-    estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole batch,
-    `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of which
-    one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
+    `rloo` compares it with the others of its group; `maxrl` divides by the group's mean reward; `ppo` trains a critic
+    beside the actor and estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole
+    batch, `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of
+    which one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
     `package.module.function` or `file.py:function`. slime: `--advantage-estimator`."""
 
     rewards_normalization: bool = True
@@ -81,8 +84,8 @@ class AlgorithmConfig(Section):
     """`dpo`: the share of pairs of which the other response is taken to be the better one. TRL: `label_smoothing`."""
 
     eps_clip: float = Field(0.2, ge=0)
-    """Lower clip range of the probability ratio. The ratios of `gspo` stay near 1: its paper has 3e-4 and 4e-4. slime:
-    `--eps-clip`."""
+    """Lower clip range of the probability ratio. Where it and `eps_clip_high` are left out, `gspo` has its paper's 3e-4
+    and 4e-4, since the ratios of whole responses stay near 1, and `cispo` 1 and 4. slime: `--eps-clip`, 0.2 for all."""
 
     eps_clip_high: float | None = Field(None, ge=0)
     """Upper clip range; `eps_clip` by default. slime: `--eps-clip-high`."""
@@ -92,7 +95,8 @@ class AlgorithmConfig(Section):
 
     use_opsm: bool = False
     """Off-policy sequence masking: responses with a negative advantage do not count once they have become less probable
-    than under the old policy by more than `opsm_delta` (DeepSeek-V3.2). slime: `--use-opsm`."""
+    than to the behaviour policy, as the rollout engine returned its log-probs, by more than `opsm_delta`
+    (DeepSeek-V3.2). slime: `--use-opsm`, which compares with the trainer's log-probs."""
 
     opsm_delta: float = Field(1e-4, ge=0)
     """How much less probable, in nats a token. slime: `--opsm-delta`."""
@@ -101,7 +105,9 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus. slime: `--entropy-coef`."""
 
     use_kl_loss: bool = False
-    """Add the KL divergence from the reference model to the loss. slime: `--use-kl-loss`."""
+    """Add the KL divergence from the reference model to the loss. With `use_tis` a token's share of it is multiplied by
+    its ratio of the current over the behaviour policy, so that it is of the tokens that the current one would sample.
+    slime: `--use-kl-loss`."""
 
     kl_loss_coef: float = Field(0.0, ge=0)
     """Weight of the KL loss. slime: `--kl-loss-coef`."""
@@ -115,9 +121,10 @@ class AlgorithmConfig(Section):
     `--kl-loss-type`."""
 
     use_unbiased_kl: bool = False
-    """Multiply the KL loss of a token by its ratio of the current over the old policy, and differentiate through it:
-    value and gradient are then those of the divergence, for `k3`, the default with it, and `k1`, also where the policy
-    has moved since it sampled (DeepSeek-V3.2). slime: `--use-unbiased-kl`."""
+    """Multiply the KL loss of a token by its ratio of the current over the behaviour policy, as the rollout engine
+    returned its log-probs, and differentiate through it: value and gradient are then those of the divergence, for `k3`,
+    the default with it, and `k1`, also where the policy has moved since it sampled (DeepSeek-V3.2). slime:
+    `--use-unbiased-kl`, which takes the ratio over the trainer's log-probs."""
 
     ref_update_interval: int | None = Field(None, ge=1)
     """Iterations after which the reference becomes the policy as it is then: iteration i is held against the weights
@@ -141,10 +148,11 @@ class AlgorithmConfig(Section):
     router gives them (R3, arXiv 2510.11370). See docs/moe.md. slime: `--use-rollout-routing-replay`."""
 
     use_tis: bool = False
-    """Correct for the difference between the trainer's and the rollout engine's log-probs, by
-    `custom_tis_function_path`. slime: `--use-tis`."""
+    """Correct for the difference between the proximal policy's log-probs, which the trainer computes at the start of
+    the update, and the behaviour policy's, which the rollout engine returned, by `custom_tis_function_path`. slime:
+    `--use-tis`."""
 
-    custom_tis_function_path: str = "tis"
+    custom_tis_function_path: Code = "tis"
     """How: `tis` is truncated importance sampling; `icepop` leaves out tokens whose ratio is outside the bounds; `mis`
     does either, for tokens or responses, and rejects besides, by the options below; or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--custom-tis-function-path`."""
@@ -194,7 +202,7 @@ class AlgorithmConfig(Section):
     the second and later optimizer steps of an iteration how far the policy has moved is part of it. slime:
     `--get-mismatch-metrics`."""
 
-    custom_pg_loss_reducer_function_path: str = "mean"
+    custom_pg_loss_reducer_function_path: Code = "mean"
     """How the losses of tokens become that of the batch: `mean`, as the two options below say; or a function of your
     own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--custom-pg-loss-reducer-function-path`."""
@@ -260,6 +268,24 @@ class AlgorithmConfig(Section):
     def updates_reference(self, iteration: int) -> bool:
         """Whether the policy that an iteration leaves is the reference of the next one."""
         return self.ref_update_interval is not None and (iteration + 1) % self.ref_update_interval == 0
+
+    def usual(self, option: str) -> Any:
+        """What an option is where it is left out: as the loss has it, if that is one of ours with a default of its own,
+        else as all do."""
+        default, usual = type(self).model_fields[option].default, type(self).model_fields["loss_type"].default
+        if self.names_user_code or self.loss == usual:
+            return default
+        ours = LOSS.declaration_of_ours(self.loss)
+        return default if ours is None else ours.defaults.get(option, default)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_the_paper_of_the_loss(cls, given: Any, info: ValidationInfo) -> Any:
+        if is_recorded(info) or not isinstance(given, Mapping) or given.keys() & {*_CLIP_RANGE}:
+            return given
+        named = {name: given[name] for name in ("loss_type", "advantage_estimator") if isinstance(given.get(name), str)}
+        chosen = cls.model_construct(**named)
+        return {name: chosen.usual(name) for name in _CLIP_RANGE} | dict(given)
 
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> "AlgorithmConfig":

@@ -170,7 +170,8 @@ class BenchmarkGrader(Section):
     """One of Cairn's (`reward.rm_type`), or a function of your own, `package.module.function` or `file.py:function`."""
 
     timeout: float = Field(10.0, gt=0)
-    """Seconds of its own that it may spend on a response, which fails then."""
+    """Seconds of its own that it may spend on a response, which fails then; it is wrong if the grader is one of
+    Cairn's."""
 
 
 class Follows(Section):

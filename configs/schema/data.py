@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.base import Code, Section, is_recorded
 from cairn.configs.schema.location import Location
 
 
@@ -26,7 +26,7 @@ def one_group(pattern: str | None) -> str | None:
 class RowFormat(Section):
     """Where rows come from, and how one becomes a prompt, a label and metadata."""
 
-    data_source_path: str = "files"
+    data_source_path: Code = "files"
     """What gives the rows of `path`: `files` reads JSONL and Parquet, `csv` CSV, `reasoning_gym` generates puzzles; or
     a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--data-source-path`."""
@@ -99,7 +99,7 @@ class MixedSource(RowFormat):
 class CurriculumConfig(Section):
     """Prompts that come back sooner than the data's order would bring them."""
 
-    policy: str | None = None
+    policy: Code | None = None
     """Which: `pass_rate`, or a function of your own, `package.module.function` or `file.py:function`, see
     docs/data.md."""
 
@@ -107,7 +107,7 @@ class CurriculumConfig(Section):
     """At most this part of the prompts of a draw come back; the others are new."""
 
     low: float = 0.1
-    """`pass_rate`: a prompt comes back while the mean reward of its group is at least this …"""
+    """`pass_rate`: a prompt comes back while the share of its group's answers that are right is at least this …"""
 
     high: float = 0.9
     """… and at most this."""
@@ -132,7 +132,7 @@ class DataConfig(RowFormat):
     mixture: tuple[MixedSource, ...] = ()
     """Several data sets in place of `path`, drawn from by weight, each in an order and in epochs of its own."""
 
-    get_samples_path: str | None = None
+    get_samples_path: Code | None = None
     """A data source with a state, in place of `data_source_path`: a function of your own that gives the prompts that
     come next, `package.module.function` or `file.py:function`, see docs/plugins.md. It is handed `path`. slime:
     `--data-source-path`."""

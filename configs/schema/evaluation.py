@@ -2,7 +2,7 @@
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.base import Code, Section, is_recorded
 from cairn.configs.schema.data import RowFormat
 from cairn.configs.schema.location import Location
 
@@ -20,7 +20,7 @@ class BenchmarkConfig(RowFormat):
     rm_type: str | None = None
     """Grader; by default that of `reward`. slime: `rm_type` of an eval dataset."""
 
-    metric: str = "mean"
+    metric: Code = "mean"
     """What the benchmark's score is made of: `mean` is the mean reward, `summary` the same with its error, pass@k and
     others, see docs/benchmarks.md; a function of your own, `package.module.function` or `file.py:function`, gets all
     graded samples and may give metrics of its own, see docs/plugins.md."""

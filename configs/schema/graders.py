@@ -76,7 +76,7 @@ class RewardModelConfig(Section):
     """`rm_type: reward_model`: a sequence classifier with one label scores prompt and response, in an actor of its own
     beside the other engines."""
 
-    path: str = Field(min_length=1)
+    path: Location = Field(min_length=1)
     """Folder of the classifier in the Hugging Face format, with its tokenizer."""
 
     num_gpus: float = Field(0.0, ge=0, le=1)
@@ -116,13 +116,13 @@ class CodeConfig(Section):
     """Seconds of CPU time that one test may take."""
 
     memory: int = Field(512 * 1024**2, ge=2**26)
-    """Bytes of address space of each process of a test, and of memory of all of them where Cairn may make a cgroup."""
+    """Bytes of address space of each process of a test, and of memory of all of them together."""
 
     processes: int = Field(64, ge=1)
-    """Processes and threads that one test may have, where Cairn may make a cgroup."""
+    """Processes and threads that one test may have."""
 
     file_size: int = Field(16 * 1024**2, ge=4096)
-    """Bytes of one file that it writes, of all of its scratch folder, and of what it prints."""
+    """Bytes of one file that it writes, of its scratch folder, of /dev/shm, and of what it prints."""
 
     num_workers: int = Field(1, ge=1)
     """Tests that run at a time."""

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.location import Location
 
 
 class CheckpointConfig(Section):
@@ -42,7 +43,7 @@ class CheckpointConfig(Section):
 class FleetConfig(Section):
     """The Ray cluster and its actors."""
 
-    ray_address: str | None = None
+    ray_address: Location | None = None
     """Cluster to join: `auto` for the one on this machine, or `host:port`; null starts one that ends with the run."""
 
     num_cpus_per_engine: float = Field(1, ge=0)
@@ -79,7 +80,7 @@ class FleetConfig(Section):
     update_weight_buffer_size: int = Field(512 * 1024**2, ge=1)
     """Bytes of a bucket when weights travel to the rollout engines. slime: `--update-weight-buffer-size`."""
 
-    update_weight_disk_dir: str | None = None
+    update_weight_disk_dir: Location | None = None
     """Folder for the transport `disk`, the same on every machine of the fleet. slime: `--update-weight-disk-dir`."""
 
     update_weight_disk_keep_files: bool = False

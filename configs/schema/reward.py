@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from cairn.configs.schema.base import Section
+from cairn.configs.schema.base import Code, Section
 from cairn.configs.schema.graders import ENVIRONMENT_NAME, CodeConfig, JudgeConfig, RewardModelConfig
 from cairn.configs.schema.location import Location
 
@@ -15,7 +15,7 @@ class RewardConfig(Section):
     `gsm8k`; see docs/rewards.md for the answer that counts; `episode` takes what the generate function gave
     (docs/agents.md). slime: `--rm-type`."""
 
-    custom_rm_path: str | None = None
+    custom_rm_path: Code | None = None
     """Grader of your own, by import path (`package.module.function`) or file (`rewards.py:function`); it takes
     precedence over `rm_type`. slime: `--custom-rm-path`."""
 
@@ -33,8 +33,8 @@ class RewardConfig(Section):
 
     rm_timeout: float = Field(10.0, gt=0)
     """Seconds of its own that a grader may spend on one sample, computing or waiting; then the sample is marked
-    failed. What a busy, paused or swapping machine keeps it waiting does not count. Several that are graded in one
-    call have the sum."""
+    failed, or wrong where the grader is a built-in one. What a busy, paused or swapping machine keeps it waiting does
+    not count. Several that are graded in one call have the sum."""
 
     rm_memory: int | None = Field(None, ge=2**26)
     """Bytes of data that a grader process may hold (`RLIMIT_DATA`, on Linux); a sample that needs more is marked

@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from cairn.configs.schema.base import Section, is_recorded
+from cairn.configs.schema.base import Code, Section, is_recorded
+from cairn.configs.schema.location import Location
 from cairn.configs.schema.servers import ServerGroup
 from cairn.configs.schema.tools import ToolOptions
 
@@ -38,7 +39,7 @@ class RolloutConfig(Section):
     server_groups: tuple[ServerGroup, ...] = ()
     """Servers of several kinds, `num_engines` in all. slime: `--sglang-config`."""
 
-    external_urls: tuple[str, ...] = ()
+    external_urls: tuple[Location, ...] = ()
     """Servers that run elsewhere, `http://host:port`, one for each of `num_engines`: they are used and never started or
     ended. slime: `--rollout-external-engine-addrs`."""
 
@@ -98,7 +99,8 @@ class RolloutConfig(Section):
     partial_rollout: bool = False
     """Once a shard has finished its share of the groups that are needed, abort the others: they are kept as far as they
     came, and the next round of rollout continues them before it draws fresh prompts. Needs
-    `over_sampling_batch_size` above `rollout_batch_size`. What had finished at the abort is a matter of time, unless
+    `over_sampling_batch_size` above `rollout_batch_size`, and `max_age` above its default, so that what a response had
+    before the abort is trained on. What had finished at the abort is a matter of time, unless
     `cut_tokens` says otherwise: a rollout that is committed stays as it is, but doing it again does not give the same.
     slime: `--partial-rollout`."""
 
@@ -111,13 +113,14 @@ class RolloutConfig(Section):
 
     mask_offpolicy_in_partial_rollout: bool = False
     """Of a group that was continued, train only on tokens of the weights under which it was finished, however old
-    `max_age` allows others to be; where that is 0 this is so anyway. slime: `--mask-offpolicy-in-partial-rollout`."""
+    `max_age` allows others to be; each of these weighs what it would if all were trained on. slime:
+    `--mask-offpolicy-in-partial-rollout`."""
 
     max_age: int | None = Field(None, ge=0)
     """Oldest tokens that are trained on, in publications: iterations between the weights that sampled a token and those
     that are trained. By default 1 in the `streaming` pipeline, which begins samples only as fast as that allows, and
     the lag of the rollout in the others, which is 0 in the `sync` pipeline: what over-sampling leaves
-    over is then dropped, and tokens that older weights sampled before an abort are masked. A larger bound carries
+    over is then dropped. A larger bound carries
     surplus groups over until they are too old, and needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which
     correct for the difference."""
 
@@ -130,13 +133,13 @@ class RolloutConfig(Section):
     """Of the streaming pipeline: iterations after which engines take new weights, at most `max_age`. slime:
     `--update-weights-interval`."""
 
-    staleness_policy: str = "mask"
+    staleness_policy: Code = "mask"
     """Of the streaming pipeline: what becomes of a group with tokens that are older than `max_age` all the same, since
     it took longer than `timeout`: `mask` leaves these tokens out of the loss, `drop` replaces the group, `decay` weighs
     their advantages by 1 / (1 + age - max_age); or a function of your own, `package.module.function` or
     `file.py:function`, see docs/plugins.md."""
 
-    buffer_filter_path: str = "youngest_first"
+    buffer_filter_path: Code = "youngest_first"
     """Which groups are used first where there are more than a batch has room for, and which of those that wait
     unfinished go on first: `youngest_first`, `oldest_first`, `priority`, `stratified`, or a function of your own,
     `package.module.function` or `file.py:function`, see docs/plugins.md. slime: `--buffer-filter-path`."""
@@ -146,13 +149,13 @@ class RolloutConfig(Section):
     what the filter says or else the standard deviation of the rewards; `stratified` deals them out by turns to the
     values under it."""
 
-    custom_generate_function_path: str = "single_turn"
+    custom_generate_function_path: Code = "single_turn"
     """What a sample goes through: `single_turn` is one response to the prompt, `tool_calls` lets the model call
     `rollout.tools` and go on with what they return; a coroutine function of your own, by import path
     (`package.module.function`) or file (`turns.py:generate`), may ask the policy several times, see docs/plugins.md.
     slime: `--custom-generate-function-path`."""
 
-    tools: tuple[str, ...] = ()
+    tools: tuple[Code, ...] = ()
     """What episodes may call with `ctx.call`, and `tool_calls` lets the model call: `calculator`, `python`, `search`,
     `shell`, or a `cairn.Tool` of your own, `package.module.tool` or `file.py:tool`, see docs/agents.md."""
 
@@ -186,12 +189,12 @@ class RolloutConfig(Section):
     """Seconds that a function of your own may take for a sample in all, its waiting for the engine included; then the
     sample fails. Null has no bound besides `timeout`."""
 
-    dynamic_sampling_filter: str | None = None
+    dynamic_sampling_filter: Code | None = None
     """Which groups are kept: `check_reward_nonzero_std`, `check_reward_nonzero_std_with_fallback`, or a function by
     import path (`package.module.function`) or file (`filters.py:function`). Null keeps every group without a failed
     sample. slime: `--dynamic-sampling-filter-path`."""
 
-    rollout_sample_filter_path: str | None = None
+    rollout_sample_filter_path: Code | None = None
     """Which samples of the batch are not trained on, though their rewards count in the baselines of their groups:
     `truncated`, or a function of your own, `package.module.function` or `file.py:function`, see docs/plugins.md. slime:
     `--rollout-sample-filter-path`."""
@@ -301,7 +304,7 @@ class RolloutConfig(Section):
                 "tools has no effect while custom_generate_function_path is single_turn: set it to tool_calls, or to a "
                 "function of yours that calls them"
             )
-        if self.tool_options != ToolOptions() and not self.tools:
+        if self.tool_options != ToolOptions(network=self.tool_options.network) and not self.tools:
             raise ValueError("tool_options has no effect without tools: name those that it is for in tools")
         for name in ("max_turns", "rollout_max_context_len"):
             if function != "tool_calls" and getattr(self, name) != fields[name].default:
@@ -422,10 +425,11 @@ class RolloutConfig(Section):
                 "nothing is left over that could grow old"
             )
         lag = self.weights_lag
-        if self.mask_offpolicy_in_partial_rollout and self.oldest_trained == lag and not is_recorded(info):
+        if self.partial_rollout and self.oldest_trained == lag and not is_recorded(info):
             raise ValueError(
-                f"mask_offpolicy_in_partial_rollout has no effect while max_age is {lag}, its default, which masks all "
-                "older tokens; leave it out"
+                f"partial_rollout is true and max_age is {lag}: of a response that was continued only the end would be "
+                f"trained on; set max_age to {lag + 1} or more, with algorithm.use_tis=true or "
+                "algorithm.use_rollout_logprobs=true"
             )
         return self
 

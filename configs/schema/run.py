@@ -10,6 +10,7 @@ from cairn.configs.schema.base import Section, is_recorded
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.evaluation import EvalConfig
 from cairn.configs.schema.given import require_read
+from cairn.configs.schema.location import Location
 from cairn.configs.schema.operations import (
     ApprovalConfig,
     CheckpointConfig,
@@ -28,16 +29,16 @@ from cairn.configs.schema.training import TrainingConfig
 class ModelConfig(Section):
     """The model that is trained."""
 
-    path: str
+    path: Location
     """Folder of a Hugging Face causal LM with its tokenizer. slime: `--hf-checkpoint`."""
 
-    ref_path: str | None = None
+    ref_path: Location | None = None
     """Folder of the reference model for the KL divergence; the initial weights by default. slime: `--ref-load`."""
 
-    teacher_path: str | None = None
+    teacher_path: Location | None = None
     """Folder of the teacher of on-policy distillation, of the same tokenizer. slime: `--opd-teacher-load`."""
 
-    teacher_url: str | None = None
+    teacher_url: Location | None = None
     """Address of a server that holds the teacher, `http://host:30000`, in the place of `teacher_path`: it is asked for
     the log-probs of every token once, and they are kept with the scores. A key that it wants is read from the
     environment of the driver, `CAIRN_TEACHER_API_KEY`. slime: `--opd-type`."""
@@ -55,7 +56,7 @@ class ModelConfig(Section):
     teacher_concurrency: int = Field(32, ge=1)
     """Sequences that the server is asked for at a time."""
 
-    critic_path: str | None = None
+    critic_path: Location | None = None
     """Folder that the critic starts from, a causal LM or a token classifier with one label, whose head is then the
     value head; `path` by default."""
 
@@ -304,9 +305,9 @@ class RunConfig(Section):
         algorithm, training = self.algorithm, self.training
         if is_recorded(info) or algorithm.use_rollout_logprobs or training.num_steps_per_rollout > 1:
             return self
-        for name in ("eps_clip", "eps_clip_high", "eps_clip_c", "use_opsm"):
+        for name in ("eps_clip", "eps_clip_high", "eps_clip_c"):
             value = getattr(algorithm, name)
-            if value != type(algorithm).model_fields[name].default:
+            if value != algorithm.usual(name):
                 raise ValueError(
                     f"algorithm.{name} ({value}) has no effect while training.num_steps_per_rollout is 1 and "
                     "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are "

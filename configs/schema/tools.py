@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.location import Location
 
 
 class SandboxedTool(Section):
@@ -18,13 +19,13 @@ class SandboxedTool(Section):
     """Seconds of CPU time of each of its processes."""
 
     memory: int = Field(512 * 1024**2, ge=2**26)
-    """Bytes of address space of each process, and of memory of all of them where Cairn may make a cgroup."""
+    """Bytes of address space of each process, and of memory of all of them together."""
 
     processes: int = Field(64, ge=1)
-    """Processes and threads that it may have, where Cairn may make a cgroup."""
+    """Processes and threads that it may have."""
 
     file_size: int = Field(16 * 1024**2, ge=4096)
-    """Bytes of one file, and of all that it writes."""
+    """Bytes of one file, of its scratch folder, of /dev/shm, and of what it prints."""
 
     max_output: int = Field(16_384, ge=1)
     """Characters of what it prints that the model is told."""
@@ -44,7 +45,7 @@ class PythonTool(SandboxedTool):
 class SearchTool(Section):
     """`search`: passages of a corpus that go with a query, by BM25."""
 
-    corpus: str | None = Field(None, min_length=1)
+    corpus: Location | None = Field(None, min_length=1)
     """JSONL or Parquet file with a passage a row; to be set where the tool is named."""
 
     text_key: str = "text"
@@ -64,7 +65,11 @@ class SearchTool(Section):
 
 
 class ToolOptions(Section):
-    """Of the tools of ours that `rollout.tools` names."""
+    """Of tools: what those of ours are given that `rollout.tools` names, and what those of yours may do."""
+
+    network: bool = False
+    """Whether tools of yours that are called in processes of their own may reach a network: plain functions of modules.
+    Others run in the process of `generate`, whose network they have."""
 
     python: PythonTool = PythonTool()
     """Of `python`."""

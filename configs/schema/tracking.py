@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from cairn.configs.schema.base import Section
+from cairn.configs.schema.location import Location
 
 
 class AlarmRule(Section):
@@ -50,7 +51,7 @@ class AlarmsConfig(Section):
 class TrackingConfig(Section):
     """Where metrics are shown. See docs/tracking.md."""
 
-    tensorboard_dir: str | None = "tensorboard"
+    tensorboard_dir: Location | None = "tensorboard"
     """Local folder for TensorBoard event files, one sub-folder a run; null writes none."""
 
     use_wandb: bool = False
@@ -69,16 +70,16 @@ class TrackingConfig(Section):
     wandb_team: str | None = None
     """Team or user that the project belongs to; by default the key's. slime: `--wandb-team`."""
 
-    wandb_host: str | None = None
+    wandb_host: Location | None = None
     """Address of a W&B server of your own. slime: `--wandb-host`."""
 
-    wandb_dir: str = "."
+    wandb_dir: Location = "."
     """Local folder in which W&B makes its folder `wandb`. slime: `--wandb-dir`."""
 
     use_mlflow: bool = False
     """Show the run in MLflow. Needs the extra `mlflow`."""
 
-    mlflow_tracking_uri: str = "sqlite:///mlflow.db"
+    mlflow_tracking_uri: Location = "sqlite:///mlflow.db"
     """A database, `sqlite:///FILE` or `postgresql://…`, or an MLflow server, `http://host:port`."""
 
     mlflow_experiment: str = "cairn"
@@ -87,7 +88,7 @@ class TrackingConfig(Section):
     prometheus_port: int | None = Field(None, ge=1, le=65535)
     """Port at which the driver answers Prometheus, at the path `/metrics`, as long as it works; null opens none."""
 
-    prometheus_host: str = "127.0.0.1"
+    prometheus_host: Location = "127.0.0.1"
     """Address that it listens on; `0.0.0.0` answers other machines too, without a password."""
 
     peak_tflops: float | None = Field(None, gt=0)

@@ -16,6 +16,7 @@ import numpy as np
 from cairn.engines.capture.errors import BadRequest
 from cairn.engines.capture.exchanges import Exchange
 from cairn.engines.replies import Reply, Tools, read_reply
+from cairn.engines.tokenizers import after_reply, special_ids
 from cairn.engines.tools.errors import storable
 from cairn.engines.trajectories import Segment
 from cairn.engines.types import FinishReason
@@ -52,8 +53,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._arguments = dict(arguments)
         self._source = str(tokenizer.chat_template or "")
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {*tokenizer.all_special_ids, *(id for id, token in added if token.special)}
+        self._special = special_ids(tokenizer)
 
     def prompt(
         self, messages: Sequence[Message], tools: Tools, known: Sequence[Conversation]
@@ -108,10 +108,8 @@ class ChatTemplate:
         _, found, closing = marked.rpartition(_MARK)
         if not found:
             return None
-        segment = known.exchange.segment
-        if self._ended(segment):
-            closing = closing.removeprefix(self.text(segment.ids[-1:]))
-        return closing + rendered[len(answered) :]
+        segment, written = known.exchange.segment, closing + rendered[len(answered) :]
+        return after_reply(self._tokenizer, self._special, segment.ids, written) if self._ended(segment) else written
 
     def _ended(self, segment: Segment) -> bool:
         """Whether its last token is one that ends replies."""

@@ -11,6 +11,7 @@ from cairn.engines.capture.conversations import Message
 from cairn.engines.capture.errors import BadRequest
 from cairn.engines.capture.sampling import refuse_other_sampling, strings, whole_number
 from cairn.engines.types import SamplingParams
+from cairn.storage.canonical import from_json
 
 
 class ChatCompletions:
@@ -115,7 +116,7 @@ def _called(call: Any, where: str) -> dict[str, Any]:
         raise BadRequest(f"a tool call of {where} has to have a function with a name and arguments") from None
     if isinstance(arguments, str):
         with suppress(ValueError):  # the template is told what the model wrote
-            arguments = json.loads(arguments)
+            arguments = from_json(arguments)
     told = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": call["id"], **told} if call.get("id") else told
 

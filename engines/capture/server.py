@@ -12,7 +12,6 @@ open, which listens while there is one.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import Context as Variables
@@ -30,6 +29,7 @@ from cairn.engines.capture.errors import BadRequest
 from cairn.engines.capture.exchanges import Exchange
 from cairn.engines.capture.openai import ChatCompletions
 from cairn.engines.tools.results import shortened
+from cairn.storage.canonical import from_json
 
 if TYPE_CHECKING:
     from cairn.engines.capture.session import Session
@@ -97,6 +97,8 @@ class _Server:
         return runner.addresses[0][1], runner
 
 
+_PLACES = ("v1", "generate", "inference")
+"""With what paths begin that name no session."""
 _servers: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Server]]" = WeakKeyDictionary()
 
 
@@ -127,8 +129,8 @@ async def _body(request: web.Request) -> dict[str, Any]:
     if request.method == "GET":
         return {}
     try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
+        body = from_json(await request.read())
+    except ValueError as error:
         raise BadRequest(f"the request is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadRequest("the request has to be a JSON object")
@@ -180,7 +182,8 @@ async def _generate(
 
 
 async def _unknown(dialect: Dialect, request: web.Request) -> web.StreamResponse:
-    place = "/".join(request.path.split("/")[-3:])  # and no key
+    parts = request.path.strip("/").split("/")
+    place = "/".join(parts if parts[0] in _PLACES else parts[1:])  # without what may be a session's key
     served = "v1/chat/completions, v1/messages, v1/models, generate and inference/v1/generate"
     told = f"{request.method} …/{place} is not served: {served} are"
     return web.json_response(dialect.error(told, 404, None), status=404)

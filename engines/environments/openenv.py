@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.tools.tool import MAX_OUTPUT, TIMEOUT, Kind, Tool
+from cairn.storage.canonical import from_json
 
 if TYPE_CHECKING:
     import aiohttp
@@ -201,7 +202,7 @@ class OpenEnv:
         if answer.type != aiohttp.WSMsgType.TEXT:
             raise await self._end(ToolLost, self._closed(answer))
         try:
-            found = json.loads(answer.data)
+            found = from_json(answer.data)
             kind, data = found["type"], found["data"]
         except (ValueError, TypeError, KeyError):
             raise await self._end(ToolLost, f"it said what is no answer: {answer.data[:80]!r}") from None

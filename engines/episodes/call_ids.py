@@ -61,6 +61,12 @@ def sample_of(task: "asyncio.Task[Any]") -> SampleKey | None:
     return _samples.get(task)
 
 
+def sample_in(context: Context) -> SampleKey | None:
+    """The sample whose code runs in a context."""
+    place = context.get(_place)
+    return None if place is None else place.sample
+
+
 @contextmanager
 def aside() -> Iterator[None]:
     """In a task of a sample: what is started meanwhile is the sample's, but no part of its code."""

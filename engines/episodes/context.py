@@ -1,7 +1,6 @@
 """What `async def generate(ctx, sample)` may ask for."""
 
 import hashlib
-import json
 import math
 import numbers
 import random
@@ -24,6 +23,7 @@ from cairn.engines.episodes.recorder import Recorder, SampleAborted, UncertainEf
 from cairn.engines.episodes.records import CallKind, CallRecord
 from cairn.engines.episodes.returned import Continuation, checked_sample
 from cairn.engines.errors import RequestRefused
+from cairn.engines.tokenizers import stop_clock
 from cairn.engines.tools.errors import JudgeFailed, Reason, ToolFailed, ToolLost, ToolUnavailable, storable
 from cairn.engines.tools.processes import held
 from cairn.engines.tools.results import json_value, shortened
@@ -38,6 +38,7 @@ from cairn.engines.trajectories import (
 )
 from cairn.engines.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from cairn.storage import canonical
+from cairn.storage.canonical import from_json
 
 _TIMES_LOST = 3
 """How often a tool with effects may lose its process in a call."""
@@ -77,7 +78,10 @@ class Context:
     @property
     def tokenizer(self) -> Any:
         """The model's, for the tokens that the world gives; those that were sampled are not to go through it."""
-        return self._tokenizer()
+        tokenizer = self._tokenizer()
+        if self._sample.origin is not None:
+            stop_clock(tokenizer, self._sample.origin.created_at)
+        return tokenizer
 
     @cached_property
     def tools(self) -> Mapping[str, Tool]:
@@ -140,6 +144,8 @@ class Context:
         limits = f"{params.max_new_tokens}/" + "".join(f"{one!r}/" for one in stop)
         digest = hashlib.sha256(limits.encode() + before.tobytes()).hexdigest()
         asked = self._asked(call, CallKind.SAMPLE, "", digest, tokens=len(before))
+        sha256 = hashlib.sha256(before.tobytes()).hexdigest()
+        asked = replace(asked, arguments=canonical.to_json({"sha256": sha256}))  # for `cairn verify`
 
         async def sample(asked: CallRecord) -> CallRecord:
             try:
@@ -185,7 +191,7 @@ class Context:
                 try:
                     held.set(self._waits)
                     with aside():
-                        found = await tool.run(json.loads(given), key)
+                        found = await tool.run(from_json(given), key)
                     return _ended(asked, result=canonical.to_json(found))
                 except ToolFailed as failed:
                     return _ended(asked, error=str(failed), reason=failed.reason)
@@ -198,7 +204,7 @@ class Context:
         answer = await self._recorder.answer(asked, call, again=tool.kind == "deterministic", durable=has_effects)
         if answer.result is None:
             raise ToolFailed(answer.error or "", Reason(answer.reason or Reason.RAISED))
-        return json.loads(answer.result)
+        return from_json(answer.result)
 
     async def judge(
         self,
@@ -275,7 +281,7 @@ class Context:
                 turn=orphan.turn,
                 call=orphan.call,
                 tool=tool.name,
-                arguments=json.loads(orphan.arguments or "{}"),
+                arguments=from_json(orphan.arguments or "{}"),
                 key=self._key(orphan.call),
             )
             try:

@@ -68,7 +68,8 @@ class CallRecord:
     def told(self) -> str:
         """The call, for messages."""
         what = f"{self.kind} {self.name}".strip()
-        return f"call {self.call} ({what})" + (f" with {self.arguments}" if self.arguments else "")
+        tells = self.arguments and self.kind is not CallKind.SAMPLE  # of the policy it is a digest
+        return f"call {self.call} ({what})" + (f" with {self.arguments}" if tells else "")
 
 
 @dataclass(frozen=True)

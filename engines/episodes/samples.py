@@ -94,7 +94,8 @@ class SampleEngine:
                         yield told
                 return
             except SampleHung as hung:
-                yield [GeneratedSample.failed(left.pop(hung.key), str(hung))]
+                if (hanging := left.pop(hung.key, None)) is not None:  # it has not failed already
+                    yield [GeneratedSample.failed(hanging, str(hung))]
             except ProcessLost as lost:
                 losses += 1
                 if losses >= LOSSES:

@@ -13,7 +13,8 @@ pickled, each with all that came up since the last one:
 | here | `acknowledged` | that it is, up to a number |
 | there | `ended` | samples that have ended |
 | here | `abort` | give the others back as far as they came |
-| there | `hung` | a sample keeps the others from their turn: the process is of no more use |
+| there | `hung` | a sample keeps the others from their turn: the process is of no more use. Where it keeps the \
+interpreter's lock, the process says nothing: then it is said here, by its heartbeat |
 | there | `failed`, `done` | the end of the call: an error that is nobody's sample's, or none |
 
 A process that ends by itself is the doing of one of its samples: GenerationFailed, so that the suspects are found. One
@@ -33,8 +34,10 @@ from typing import Any
 
 from cairn.engines.child import FROM_OUTSIDE, ends_within, has_ended, kill_group, launch
 from cairn.engines.episodes.asking import Asking
+from cairn.engines.episodes.heartbeat import Heartbeat, Watch
 from cairn.engines.episodes.options import EpisodeOptions
 from cairn.engines.episodes.records import Recorded
+from cairn.engines.episodes.watchdog import blocked
 from cairn.engines.errors import GenerationFailed
 from cairn.engines.rollout.streams import Stream
 from cairn.engines.trajectories import GeneratedSample, SampleKey, SampleRequest
@@ -87,7 +90,7 @@ class UserCode:
 
     def __init__(self, function: GenerateFunction) -> None:
         self._function = function
-        self._process, self._connection = self._launch()
+        self._process, self._connection, self._heartbeat = self._launch()
         self._idle = True
         self._killed = False
         self._sending = threading.Lock()
@@ -116,8 +119,9 @@ class UserCode:
         try:
             for thread in threads:
                 thread.start()
-            while (event := events.get())[0] != "done":
-                yield self._ended(*event)
+            with self._watch(events):
+                while (event := events.get())[0] != "done":
+                    yield self._ended(*event)
             self._idle = event[1]
         finally:
             if not self._idle:
@@ -169,6 +173,15 @@ class UserCode:
         with self._sending, suppress(OSError):  # where the process is gone, whoever hears it says so
             self._connection.send((kind, content))
 
+    def _watch(self, events: "queue.SimpleQueue[tuple[str, Any]]") -> Watch:
+        function = self._function
+        seconds = min(function.timeout, function.episode_timeout or function.timeout)
+
+        def hung(key: SampleKey | None) -> None:
+            events.put(("hung", (key, blocked(seconds))))
+
+        return Watch(self._heartbeat, self._process.pid, seconds, hung)
+
     def _hear(self, asking: Asking, events: "queue.SimpleQueue[tuple[str, Any]]") -> None:
         """In a thread: whatever the process says until the call has ended. What it asks joins the stream at once."""
         kind = ""
@@ -193,8 +206,10 @@ class UserCode:
         except BaseException as error:
             events.put(("failed", error))
 
-    def _launch(self) -> tuple["subprocess.Popen[bytes]", Connection]:
+    def _launch(self) -> tuple["subprocess.Popen[bytes]", Connection, Heartbeat]:
         here, there = Pipe()
-        with there:
-            process = launch("cairn.engines.episodes.user_process", there, search=self._function.search)
-        return process, here
+        with there, Heartbeat.shared() as (heartbeat, fd):
+            process = launch(
+                "cairn.engines.episodes.user_process", there, [fd], search=self._function.search, files=[fd]
+            )
+        return process, here, heartbeat

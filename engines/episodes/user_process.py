@@ -1,7 +1,5 @@
 """What runs in the process of the user's `generate`: see `user_code.py` for what it hears and says."""
 
-import asyncio
-import inspect
 import os
 import queue
 import threading
@@ -10,12 +8,16 @@ from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cairn.configs.kinds import ARGS, GENERATE
+from cairn.configs.kinds import GENERATE, written_for_slime
 from cairn.engines.child import die_with
+from cairn.engines.episodes.heartbeat import Heartbeat, TurnLoop
 from cairn.engines.episodes.runner import Generate, Runner
 from cairn.engines.episodes.user_code import GenerateFunction
 from cairn.engines.episodes.watchdog import Watchdog
 from cairn.engines.tools.loading import load_tools
+from cairn.engines.tools.processes import grant_network
+from cairn.engines.tools.programs import require_sandboxes
+from cairn.engines.tools.threads import in_turn
 from cairn.engines.trajectories import SampleRequest
 from cairn.engines.types import SamplingParams
 
@@ -23,8 +25,10 @@ from cairn.engines.types import SamplingParams
 class _Process:
     """The samples, on the loop of this thread, and the pipe to the engine."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, heartbeat: Heartbeat) -> None:
         self._connection = connection
+        self._heartbeat = heartbeat
+        in_turn.set(heartbeat.of_a_thread)
         self._outbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._send, daemon=True).start()
 
@@ -39,15 +43,17 @@ class _Process:
                 self._generate(*content)
 
     def _generate(self, samples: Sequence[SampleRequest], function: GenerateFunction, params: SamplingParams) -> None:
-        loop = asyncio.new_event_loop()
+        loop = TurnLoop(self._heartbeat)
         try:
             tokenizer = cache(partial(_tokenizer, function.tokenizer))
             options = function.options
+            require_sandboxes(options.tools, options.tool_options)
+            grant_network(options.tool_options.network)
             tools = cache(partial(load_tools, options.tools, options.tool_options))
             runner = Runner(loop, _load(function.name), params, tokenizer, tools, options)
             runner.begin(samples)
             deadlines, hung = (function.timeout, function.episode_timeout), partial(self._say, "hung")
-            with Watchdog(loop, runner, samples, *deadlines, hung) as watchdog:
+            with Watchdog(loop, runner, samples, *deadlines, hung, self._heartbeat) as watchdog:
                 loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)
                 loop.run_until_complete(self._until_ended(runner))
                 loop.remove_reader(self._connection.fileno())
@@ -99,17 +105,18 @@ class _Process:
                 os._exit(1)
 
 
-def main(connection_fd: int, parent: int) -> None:
-    """Generate what the process `parent` asks for, over an inherited connection."""
+def main(connection_fd: int, parent: int, heartbeat_fd: int) -> None:
+    """Generate what the process `parent` asks for, over an inherited connection. It reads the heartbeat."""
     die_with(parent)
     os.set_inheritable(connection_fd, False)
-    _Process(Connection(connection_fd)).run()
+    heartbeat = Heartbeat(heartbeat_fd)
+    os.close(heartbeat_fd)
+    _Process(Connection(connection_fd), heartbeat).run()
 
 
 def _load(name: str) -> Generate:
     found = GENERATE.load(name)
-    parameters = list(inspect.signature(found).parameters)
-    if parameters[:1] != [ARGS]:
+    if not written_for_slime(found):
         return found
     from cairn.engines.slime import adapted  # and the server that it needs, which no other function has need of
 

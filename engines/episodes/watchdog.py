@@ -1,5 +1,8 @@
 """Ends samples whose code takes too long: one that waits without end alone, one that keeps the others from their turn
-with the whole process."""
+with the whole process.
+
+A thread of the process does, which has no turn itself where code keeps the interpreter's lock: that the parent sees
+from its heartbeat."""
 
 import asyncio
 import threading
@@ -7,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cairn.engines.episodes.heartbeat import Heartbeat
 from cairn.engines.episodes.runner import Runner
 from cairn.engines.trajectories import SampleKey, SampleRequest
 
@@ -22,6 +26,7 @@ class Watchdog:
             what it waits for while others have it is not counted.
         in_all: that it may take from its begin to its end; None has no bound.
         hung: told the sample whose code does not give the loop back, None where that cannot be known, and a sentence.
+        heartbeat: beats while it runs.
     """
 
     def __init__(
@@ -32,6 +37,7 @@ class Watchdog:
         seconds: float,
         in_all: float | None,
         hung: Callable[[tuple[SampleKey | None, str]], None],
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._loop = loop
         self._runner = runner
@@ -39,6 +45,7 @@ class Watchdog:
         self._in_all = in_all
         self._began = time.monotonic()
         self._hung = hung
+        self._heartbeat = heartbeat
         self._since = {sample.key: self._now(sample.key) for sample in samples}
         self._turned = time.monotonic()
         """When the loop last came round."""
@@ -48,6 +55,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._look()
+        self._beat()
         self._thread.start()
         return self
 
@@ -55,6 +63,8 @@ class Watchdog:
         self._over.set()
         self._next.cancel()
         self._thread.join()
+        if self._heartbeat is not None:
+            self._heartbeat.rest()
 
     def goes_on(self, key: SampleKey) -> None:
         """A sample has an answer."""
@@ -80,7 +90,17 @@ class Watchdog:
     def _watch(self) -> None:
         """In a thread, since the loop does not come round where a sample keeps it."""
         while not self._over.wait(self._tick):
+            self._beat()
             if time.monotonic() - self._turned > self._seconds + self._tick:
-                told = f"it kept all others waiting for longer than {self._seconds:g} s: let it await what it does"
-                self._hung((self._runner.current(), f"generate: LoopBlocked: {told}"))
+                self._hung((self._runner.current(), blocked(self._seconds)))
                 return
+
+    def _beat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
+
+
+def blocked(seconds: float) -> str:
+    """The error of a sample that kept all others waiting."""
+    told = f"it kept all others waiting for longer than {seconds:g} s: let it await what it does"
+    return f"generate: LoopBlocked: {told}"

@@ -22,6 +22,7 @@ from cairn.engines.fleet.askers import Askers
 from cairn.engines.fleet.fencing import Claim, FencedActor
 from cairn.engines.fleet.slots import Slot
 from cairn.engines.fleet.warm import THREADS
+from cairn.engines.loopback import spare_loopback
 from cairn.engines.ports import free_port
 from cairn.engines.rollout.admission import Admission
 from cairn.engines.rollout.streams import Stream
@@ -47,6 +48,7 @@ class EngineActor(FencedActor):
             raise EngineError(
                 f"this actor was to have {num_threads} threads and has {forked_with}: it must be made again"
             )
+        spare_loopback()
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._slot = slot
@@ -73,11 +75,12 @@ class EngineActor(FencedActor):
         """See `cairn.engines.ports.free_port`."""
         return free_port(host)
 
-    def model_digests(self, folders: Mapping[str, str]) -> dict[str, str]:
-        """Digests of model folders as this machine has them, by the names given to them."""
+    def model_digests(self, folders: Mapping[str, str], recorded: Mapping[str, str]) -> dict[str, str]:
+        """Digests of model folders as this machine has them, by the names given to them. `recorded`: see
+        `folder_digest`."""
         from cairn.engines.model_files import folder_digest
 
-        return {name: folder_digest(Path(folder)) for name, folder in folders.items()}
+        return {name: folder_digest(Path(folder), recorded.get(name)) for name, folder in folders.items()}
 
     def _find(self, method: str) -> Callable[..., Any]:
         owner = self if hasattr(type(self), method) else self._made

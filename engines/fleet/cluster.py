@@ -9,6 +9,7 @@ A process has one cluster at a time; it is let go when the last of its users clo
 
 import logging
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -225,10 +226,12 @@ def _join(address: str) -> Cluster:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        way_out = "start one with `ray start --head`, or leave ray_address empty"
+        show = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH unless its token is in ~/.ray/auth_token"
         if isinstance(cause, AuthenticationError):
-            way_out = "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH unless its token is in ~/.ray/auth_token"
-        else:
-            way_out = "start one with `ray start --head`, or leave ray_address empty"
+            way_out = show
+        elif os.environ.get("RAY_AUTH_MODE") is None:  # a head that wants a token leaves those without one waiting
+            way_out = f"{show}, if it asks for a token, as `ray start --head` does by default; or {way_out}"
         raise ClusterError(
             f"the Ray cluster at fleet.ray_address={address} cannot be joined ({_first_line(cause)}): {way_out}"
         ) from error
@@ -242,6 +245,7 @@ def _join(address: str) -> Cluster:
 
 
 def _start(num_cpus: int, object_store_memory: int, timeout: float, warm: WarmProcess | None) -> Cluster:
+    require_token()
     folder = _new_folder()
     command = [sys.executable, "-I", "-S", reaper.__file__, str(folder), str(os.getpid())]
     nowhere = subprocess.DEVNULL
@@ -324,5 +328,40 @@ def _new_folder() -> Path:
     raise ClusterError(f"the path of the temporary folder {tempfile.gettempdir()} is too long for Ray's sockets")
 
 
+def require_token() -> None:
+    """Give Ray a token of its owner alone for the clusters that it starts: in `~/.ray/auth_token`, where Ray would make
+    one that everybody on the machine can read, or where the home folder can keep none, in the environment of this
+    process and its children."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return
+    if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    try:
+        file = Path.home() / ".ray" / "auth_token"
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not file.exists():
+            _write_token(file)
+        with suppress(PermissionError):  # somebody else's, whom it serves as it is
+            file.chmod(0o600)
+        can_keep = os.access(file, os.R_OK)
+    except (OSError, RuntimeError):
+        can_keep = False
+    if not can_keep:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _write_token(file: Path) -> None:
+    """Make the file whole, unless another process does so first."""
+    descriptor, made = tempfile.mkstemp(dir=file.parent)  # readable by its owner alone
+    try:
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            os.link(made, file)
+    finally:
+        os.unlink(made)
+
+
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    first = next(iter(str(error).splitlines()), "").partition(". Last connection error: Traceback")[0]
+    return first or type(error).__name__

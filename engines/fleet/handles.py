@@ -290,7 +290,10 @@ class ModelHandle(EngineHandle):
         if not self._folders:
             return
         machines = {environment.host: actor for actor, environment in self._environments(deadline).items()}
-        asked = {host: (actor, actor.call("model_digests", self._folders)) for host, actor in machines.items()}
+        asked = {
+            host: (actor, actor.call("model_digests", self._folders, dict(self._digests)))
+            for host, actor in machines.items()
+        }
         for host, (actor, ref) in asked.items():
             found = self._result(ref, deadline, actor, "model_digests")
             for name, digest in found.items():

@@ -11,16 +11,21 @@ template writes it |
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from cairn.engines.replies import ToolCall, call_of, read_reply
+from cairn.engines.tokenizers import after_reply, special_ids
 from cairn.engines.tools.tool import Tool
+from cairn.storage.canonical import from_json
 
 _MARK = "cairn-7f3a9c51-answer"
 """Stands for an answer of the policy where the template is looked at."""
+
+
+WAY_OUT = "set rollout.tool_call_format=tags, or use a model whose template has tools"
 
 
 class BadTemplate(Exception):
@@ -44,32 +49,39 @@ class TemplateFormat:
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool], prompt: str) -> None:
         """`prompt`: as the episode's data have it, with what the template begins answers with."""
         self._tokenizer = tokenizer
+        self._special = special_ids(tokenizer)
         self._schemas = [tool.schema for tool in tools.values()]
         self._prompt = prompt
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
         """See `CallFormat`."""
-        ended = len(ids) and int(ids[-1]) in self._tokenizer.all_special_ids
+        ended = len(ids) and int(ids[-1]) in self._special
         text = self._tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         thinking = self._prompt.rstrip().endswith("<think>")
         return list(read_reply(text, self._tokenizer, self._schemas, thinking=thinking).asked)
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """See `CallFormat`. Raises BadTemplate."""
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _MARK},
             *({"role": "tool", "name": name, "content": text} for name, text in results),
         ]
-        rendered, begins = self._rendered(messages, False), self._rendered(messages, True)
-        if rendered.count(_MARK) != 1 or not begins.startswith(rendered):
+        try:
+            rendered = self._rendered(messages, False)
+            if rendered.count(_MARK) != 1:
+                raise BadTemplate(_cannot("it does not write out what was said"))
+            before = len(rendered.partition(_MARK)[0] + _MARK)
+        except BadTemplate:  # as that of gpt-oss, which writes results only behind the calls that they are of
+            messages[1] = {"role": "assistant", "content": "", "tool_calls": [_as_message(c) for c in self.calls(ids)]}
+            rendered, before = self._rendered(messages, False), len(self._rendered(messages[:2], False))
+        begins = self._rendered(messages, True)
+        if not begins.startswith(rendered):
             raise BadTemplate(_cannot("it does not write out what was said"))
-        rest = rendered.partition(_MARK)[2] + self._begin(begins[len(rendered) :])
-        if any(text not in rest for _, text in results if text.strip() == text):
+        rest = rendered[before:] + self._begin(begins[len(rendered) :])
+        if any(_json(text) not in rest and text not in rest for _, text in results if text.strip() == text):
             raise BadTemplate(_cannot("it leaves results of tools out"))
-        last = self._tokenizer.decode(ids[-1:], skip_special_tokens=False) if len(ids) else ""
-        if last and int(ids[-1]) in self._tokenizer.all_special_ids:
-            rest = rest.removeprefix(last)  # the policy has ended its answer itself
+        rest = after_reply(self._tokenizer, self._special, ids, rest)
         return list(self._tokenizer(rest, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _begin(self, plain: str) -> str:
@@ -78,11 +90,9 @@ class TemplateFormat:
         return self._prompt[place:] if place >= 0 else plain
 
     def _rendered(self, messages: list[dict[str, Any]], begins: bool) -> str:
-        from jinja2 import TemplateError
-
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=begins)
-        except (TemplateError, ValueError) as error:
+        except Exception as error:  # a template raises what it likes
             raise BadTemplate(_cannot(str(error))) from error
         return text
 
@@ -93,20 +103,30 @@ class TagFormat:
     def __init__(self, tokenizer: Any, tools: Mapping[str, Tool]) -> None:
         self._tokenizer = tokenizer
         self._tools = tools
-        names = "|".join(map(re.escape, tools))
-        self._calls = re.compile(rf"<({names})>(.*?)</\1>", re.DOTALL)
+        self._begin = re.compile(rf"<({'|'.join(map(re.escape, tools))})>")
 
     def calls(self, ids: np.ndarray) -> list[ToolCall]:
         """See `CallFormat`."""
         if not self._tools:
             return []
         text = self._tokenizer.decode(ids, skip_special_tokens=False)
-        return [self._call(name, inner.strip()) for name, inner in self._calls.findall(text)]
+        return [self._call(name, inner.strip()) for name, inner in self._found(text)]
 
     def results(self, ids: np.ndarray, results: Sequence[tuple[str, str]]) -> list[int]:
         """See `CallFormat`."""
         text = "".join(f"\n<result>\n{result}\n</result>\n" for _, result in results)
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _found(self, text: str) -> Iterator[tuple[str, str]]:
+        """Names, and what stands between their tags."""
+        last = {name: text.rfind(f"</{name}>") for name in self._tools}
+        position = 0
+        while begin := self._begin.search(text, position):
+            name, position = begin[1], begin.end()
+            if position <= last[name]:
+                end = text.find(f"</{name}>", position)
+                yield name, text[position:end]
+                position = end + len(name) + 3
 
     def _call(self, name: str, text: str) -> ToolCall:
         parameters = self._tools[name].parameters
@@ -115,13 +135,19 @@ class TagFormat:
             names = required or list(parameters["properties"])[:1]
             return ToolCall(name, {names[0]: text} if names and (text or required) else {})
         try:
-            return call_of(name, json.loads(text))
-        except (ValueError, RecursionError) as error:
+            return call_of(name, from_json(text))
+        except ValueError as error:
             return ToolCall(name, unreadable=f"{name} takes a JSON object with {', '.join(required)}: {error}")
 
 
+def _as_message(call: ToolCall) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _json(text: str) -> str:
+    """A text as templates write it that write results as JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _cannot(why: str) -> str:
-    return (
-        f"the chat template cannot tell the model what tools returned ({why}): set rollout.tool_call_format=tags, or "
-        "use a model whose template has tools"
-    )
+    return f"the chat template cannot tell the model what tools returned ({why}): {WAY_OUT}"

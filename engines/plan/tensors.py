@@ -12,7 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from cairn.engines.errors import BadModel
-from cairn.engines.models import ARCHITECTURE_OF, sees_images
+from cairn.engines.models import ARCHITECTURE_OF, KNOWN_TYPES, sees_images
+from cairn.engines.named_code import require_no_code
 
 
 class Part(Enum):
@@ -202,6 +203,7 @@ def config_of(stored: dict[str, Any]) -> PretrainedConfig:
     kind = stored.get("model_type")
     if not isinstance(kind, str):
         raise BadModel("the config has no model_type, which says its architecture")
+    require_no_code(stored, "the config", KNOWN_TYPES)
     known_as = ARCHITECTURE_OF.get(kind, kind)
     if known_as not in CONFIG_MAPPING:
         raise BadModel(f"the config is of a {kind} model, which the library does not know")

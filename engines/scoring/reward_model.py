@@ -12,19 +12,24 @@ at, and transformers reads the value at the last token that is no padding.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from cairn.configs.schema.graders import RewardModelConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.fingerprint import TORCH, engine_environment
 from cairn.engines.models import check_reward_model_folder, context_length, load_reward_model
+from cairn.engines.tokenizers import stop_clock
 from cairn.storage.commits import Environment
+
+_NOW = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
+"""The time to a chat template that asks for it, so that a score is the same on every day: Llama's take this day where
+they are given no clock."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class RewardModel:
             )
         self._device = torch.device(device)
         self._tokenizer = load_reward_tokenizer(options.path)
+        stop_clock(self._tokenizer, _NOW)
         self._model = load_reward_model(options.path, getattr(torch, options.dtype), device).requires_grad_(False)
         self._longest = longest_sequence(options)
         self._padding = self._model.config.get_text_config().pad_token_id
@@ -83,7 +89,7 @@ class RewardModel:
         for one in answered:
             try:
                 read = self._ids(one)
-            except TemplateError as error:
+            except Exception as error:  # a template raises what it likes
                 found.append(Score(None, 0, f"the reward model's chat template refuses the chat: {error}"))
                 read = []
             else:

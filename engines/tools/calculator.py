@@ -12,7 +12,9 @@ from cairn.engines.tools.tool import Tool
 _LONGEST = 1000
 """Characters of an expression."""
 _MOST_BITS = 4096
-"""Of a whole number that a power or a product makes."""
+"""Of a whole number."""
+_MOST_DIGITS = 1000
+"""That a number is rounded to, before or behind the point."""
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
 
@@ -30,12 +32,21 @@ async def calculator(expression: str) -> str:
     if len(expression) > _LONGEST:
         raise ValueError(f"an expression has {_LONGEST} characters at most")
     reader = simpleeval.SimpleEval(operators=_operators(), functions=_functions(), names={"pi": math.pi, "e": math.e})
+    reader.nodes = {node: evaluate for node, evaluate in reader.nodes.items() if node in _nodes()}
     return _told(reader.eval(expression.translate(_SPELLINGS).strip()))
 
 
 def tool(options: ToolOptions) -> Tool:
     """The tool of a run."""
     return Tool(calculator, kind="pure")
+
+
+@cache
+def _nodes() -> frozenset[type]:
+    """What an expression is made of; others, such as formatted text, may take any amount of memory."""
+    import ast
+
+    return frozenset({ast.Expr, ast.Constant, ast.UnaryOp, ast.BinOp, ast.Call, ast.Name})
 
 
 @cache
@@ -57,8 +68,8 @@ def _operators() -> dict[type, Callable[..., Any]]:
 
 @cache
 def _functions() -> dict[str, Callable[..., Any]]:
-    plain = (math.sqrt, abs, round, min, max, math.exp, math.log, math.sin, math.cos, math.tan, math.floor, math.ceil)
-    return {function.__name__: _numbers(function) for function in plain}
+    plain = (math.sqrt, abs, _round, min, max, math.exp, math.log, math.sin, math.cos, math.tan, math.floor, math.ceil)
+    return {function.__name__.lstrip("_"): _numbers(function) for function in plain}
 
 
 def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,6 +77,8 @@ def _numbers(function: Callable[..., Any]) -> Callable[..., Any]:
         for value in given:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError("only numbers are computed with")
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise OverflowError("the number is too large")
         return function(*given)
 
     return of_numbers
@@ -81,6 +94,12 @@ def _power(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int) and b > 0 and a.bit_length() * b > _MOST_BITS:
         raise OverflowError("the number is too large")
     return a**b
+
+
+def _round(number: Any, digits: Any = 0) -> Any:
+    if not isinstance(digits, int) or abs(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number is rounded to a whole number of digits, {_MOST_DIGITS} at most")
+    return round(number, digits) if digits else round(number)
 
 
 def _told(value: Any) -> str:

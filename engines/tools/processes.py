@@ -9,7 +9,7 @@
 | it leaves processes behind | its answer; they are killed, with the process |
 | its process is ended from outside: SIGKILL as by the OOM killer, SIGTERM | a pure tool is called again, up to `LOST` \
 times in all, then it is `ToolUnavailable`; another is `ToolLost` |
-| its module cannot be loaded in the process | `ToolUnavailable` |
+| its module cannot be loaded in the process, or the process cannot be kept from the network | `ToolUnavailable` |
 
 The time of a call begins when its process has the tool loaded, and is not counted while it waits for a free one; nor is
 that the time of its episode (`held`). Processes are started when they are needed, each fresh from Python, and stay for
@@ -45,6 +45,7 @@ import psutil
 from cairn.engines.child import FROM_OUTSIDE, ends_within, has_ended, kill_family, launch
 from cairn.engines.tools.errors import Reason, ToolFailed, ToolLost, ToolUnavailable
 from cairn.engines.tools.turns import Turns
+from cairn.storage.canonical import from_json
 
 if TYPE_CHECKING:
     from cairn.engines.tools.tool import Tool
@@ -69,6 +70,9 @@ LOST = 3
 """Processes that may be ended from outside over a call of a pure tool."""
 START_TIMEOUT = 120.0
 """Seconds that a process may take to start and to load a tool."""
+
+_network = threading.Event()
+"""Set where tools may reach one."""
 
 _TICK = 0.25
 _TO_END = 10.0
@@ -241,6 +245,11 @@ class _Slot:
             del asked, tell  # what it answered may be large
 
 
+def grant_network(granted: bool) -> None:
+    """Whether processes that are started from now on may reach a network; none may before."""
+    _network.set() if granted else _network.clear()
+
+
 @cache
 def processes() -> ToolProcesses:
     """Those of this process."""
@@ -270,7 +279,7 @@ class _Process:
             if not self._wait(connection, tool.timeout, given_up, pace):
                 self.kill()
                 raise tool.late()
-            answer = json.loads(connection.recv_bytes(_longest(tool.max_output)))
+            answer = from_json(connection.recv_bytes(_longest(tool.max_output)))
         except (EOFError, OSError):
             raise self._ended(tool) from None
         if answer["spoilt"]:
@@ -305,7 +314,7 @@ class _Process:
                 if not connection.poll(SLOW_TO_LOAD):
                     pace(Pace.WAITS)
                 if connection.poll(START_TIMEOUT - SLOW_TO_LOAD):
-                    answer = json.loads(connection.recv_bytes())
+                    answer = from_json(connection.recv_bytes())
                     if not answer["loaded"]:
                         raise ToolUnavailable(f"{tool.name}: its process cannot load it: {answer['why']}")
                     self._loaded = path
@@ -318,7 +327,7 @@ class _Process:
     def _launch(self) -> Connection:
         here, there = Pipe()
         with there:
-            self._process = launch("cairn.engines.tools.worker", there)
+            self._process = launch("cairn.engines.tools.worker", there, [_network.is_set()])
         self._connection = here
         return here
 

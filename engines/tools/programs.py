@@ -3,10 +3,9 @@
 | how a program ends | what the tool's call ends in |
 |---|---|
 | by itself, whatever its exit code | what it printed is told |
-| at its deadline, or at the bound of its output | `ToolFailed` |
-| its sandbox is ended from outside, or does not start | it is run again, up to `LOST` times in all: it has changed \
-nothing; then `ToolUnavailable` |
-| there are no sandboxes here | `ToolUnavailable` |
+| at its deadline, or at the bound of its output or memory | `ToolFailed` |
+| its sandbox is ended from outside, or does not start, `LOST` times | `ToolUnavailable` |
+| there are no sandboxes here | `ToolUnavailable`; a call of `generate` does not begin then: `require_sandboxes` |
 """
 
 import asyncio
@@ -15,12 +14,11 @@ from functools import cache
 from weakref import WeakKeyDictionary
 
 from cairn.configs.plugins import BadPlugin
-from cairn.configs.schema.tools import PythonTool, SandboxedTool
-from cairn.engines.sandbox import Confined, Ran, Sandbox, SandboxFailed
+from cairn.configs.schema.tools import PythonTool, SandboxedTool, ToolOptions
+from cairn.engines.sandbox import LOST, Confined, Ran, Sandbox, SandboxFailed
 from cairn.engines.tools.errors import Reason, ToolFailed, ToolUnavailable
 from cairn.engines.tools.results import shortened
 
-LOST = 3
 QUEUE = 3600.0
 """Seconds that a program may wait for its turn."""
 
@@ -47,41 +45,43 @@ class Programs:
             self._turns[loop] = asyncio.Semaphore(self._options.num_workers)
         async with self._turns[loop]:
             try:
-                sandbox = await asyncio.to_thread(_sandbox, self._confined())
-                ran = await self._try(sandbox, command, given)
+                sandbox = await asyncio.to_thread(_sandbox, _confined(self._name, self._options))
+                ran = await (sandbox.run(given, b"") if command is None else sandbox.execute(command, given))
             except (BadPlugin, SandboxFailed) as error:
                 raise ToolUnavailable(str(error)) from error
             except OSError as error:
                 raise ToolUnavailable(f"{self._name}: this machine has no room for its sandbox: {error}") from error
+        if ran.lost:
+            raise ToolUnavailable(f"{self._name}: its sandbox was ended from outside {LOST} times")
+        if ran.out_of_memory:
+            raise ToolFailed(f"{self._name}: it took more memory than it may have", Reason.MEMORY)
         if ran.late:
             raise ToolFailed(f"{self._name}: it took longer than {self._options.timeout:g} s", Reason.DEADLINE)
         return ran
 
-    async def _try(self, sandbox: Sandbox, command: Sequence[str] | None, given: bytes) -> Ran:
-        for lost in range(1, LOST + 1):
-            try:
-                return await (sandbox.run(given, b"") if command is None else sandbox.execute(command, given))
-            except SandboxFailed:
-                if lost == LOST:
-                    raise
-        raise AssertionError
-
-    def _confined(self) -> Confined:
-        options = self._options
-        return Confined(
-            f"the tool {self._name!r}",
-            f"rollout.tool_options.{self._name}.bwrap",
-            options.bwrap,
-            options.python if isinstance(options, PythonTool) else None,
-            options.timeout,
-            options.cpu_time,
-            options.memory,
-            options.processes,
-            options.file_size,
-        )
-
 
 _sandbox = cache(Sandbox)
+
+
+def require_sandboxes(tools: Sequence[str], options: ToolOptions) -> None:
+    """Raise BadPlugin where tools of these names run programs, and this machine has no sandboxes for them."""
+    for name, own in (("python", options.python), ("shell", options.shell)):
+        if name in tools:
+            _sandbox(_confined(name, own))
+
+
+def _confined(name: str, options: SandboxedTool) -> Confined:
+    return Confined(
+        f"the tool {name!r}",
+        f"rollout.tool_options.{name}.bwrap",
+        options.bwrap,
+        options.python if isinstance(options, PythonTool) else None,
+        options.timeout,
+        options.cpu_time,
+        options.memory,
+        options.processes,
+        options.file_size,
+    )
 
 
 def told(output: bytes, errors: bytes, code: int, length: int) -> str:

@@ -7,13 +7,17 @@ then nothing is called until one of them has ended.
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from cairn.engines.tools.errors import ToolUnavailable
 
 MOST_LATE = 64
 """Threads that may go on after their deadline."""
+
+in_turn: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar("in_turn", default=nullcontext)
+"""Called where a call begins; what it returns is entered by the thread of the call."""
 
 _late: set[threading.Thread] = set()
 
@@ -34,10 +38,13 @@ async def in_a_thread(function: Callable[[], Any], timeout: float) -> Any:
         if not future.done():
             future.set_result((result, error))
 
+    turn = in_turn.get()()
+
     def run() -> None:
         result, error = None, None
         try:
-            result = function()
+            with turn:
+                result = function()
         except BaseException as raised:
             error = raised
         with suppress(RuntimeError):  # the loop is closed

@@ -5,6 +5,7 @@ Messages are JSON. It is told the tool (`path`), its `name`, and says `loaded` o
 and whether the call has `spoilt` the process, which is then better ended: it left processes, or is out of memory.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -20,16 +21,20 @@ from cairn.engines.tools.errors import Reason, ToolFailed, ToolUnavailable
 from cairn.engines.tools.tool import Tool
 
 
-def main(connection_fd: int, parent: int) -> None:
-    """Answer the process `parent` over an inherited connection."""
+def main(connection_fd: int, parent: int, network: bool) -> None:
+    """Answer the process `parent` over an inherited connection. `network`: whether tools may reach one."""
     die_with(parent)
     adopt_orphans()
+    unsafe = None if network else leave_network()
     os.set_inheritable(connection_fd, False)
     connection, own = Connection(connection_fd), os.getpid()
     try:
         while True:
             asked = json.loads(connection.recv_bytes())
-            answer = _load(asked["path"]) if "path" in asked else _call(asked)
+            if "path" in asked:
+                answer = _load(asked["path"]) if unsafe is None else {"loaded": False, "why": unsafe}
+            else:
+                answer = _call(asked)
             if os.getpid() != own:  # the tool has forked, and this is the other one
                 os._exit(0)
             connection.send_bytes(json.dumps(answer).encode())
@@ -39,6 +44,26 @@ def main(connection_fd: int, parent: int) -> None:
 
 _loaded: list[Tool] = []
 """The tool that is called next."""
+
+
+_NEW_USERS, _NEW_NETWORK = 0x10000000, 0x40000000
+
+
+def leave_network() -> str | None:
+    """Have this process, and what it starts, in a network of its own, with no way out; returns why that cannot be."""
+    if sys.platform != "linux":
+        return None  # docs/security.md says so
+    libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+    if libc.unshare(_NEW_NETWORK) == 0:
+        return None
+    if libc.unshare(_NEW_USERS | _NEW_NETWORK) != 0:
+        why = os.strerror(ctypes.get_errno())
+        return f"this machine cannot keep it from the network ({why}): allow user namespaces, or set \
+rollout.tool_options.network"
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return None
 
 
 def _load(path: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Tokens:
     weights: torch.Tensor
     """[N] float32: each token's weight in the policy's loss of the optimizer step."""
     shares: torch.Tensor
-    """[N] float32: its weight in means over the optimizer step."""
+    """[N] float32: its weight in metrics, which are means over the trained tokens of the optimizer step."""
     samples: torch.Tensor
     """[N] int64: which of the B samples each token is of."""
     groups: torch.Tensor
@@ -36,7 +36,9 @@ class Tokens:
     advantages: torch.Tensor | None = None
     """[N] float32, like the fields below."""
     old_log_probs: torch.Tensor | None = None
+    """Proximal: the trainer's at the start of the update, or with `use_rollout_logprobs` the rollout engine's."""
     rollout_log_probs: torch.Tensor | None = None
+    """Behaviour: what sampled the tokens, as the rollout engine returned them."""
     ref_log_probs: torch.Tensor | None = None
     teacher_log_probs: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -48,9 +50,17 @@ class Tokens:
     model chooses; None where it chooses for all."""
     mean_correction: float | None = None
     """By which the weights that correct for off-policy tokens are divided, if by anything."""
+    value_weights: torch.Tensor | None = None
+    """[N] float32: its weight in the critic's loss; None where that is `shares`."""
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Adds up a tensor over the ranks that hold parts of the same samples, differentiably; None where this one holds
     all of them."""
+
+    @property
+    def behaviour(self) -> torch.Tensor:
+        """[N] float32: log-probs of the policy that sampled the tokens, as its engine returned them. Raises ValueError
+        where the batch lacks them."""
+        return given(self.rollout_log_probs)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """[N] of tokens → [B]: their sums over each sample, its tokens on other ranks included."""
@@ -68,6 +78,10 @@ class Tokens:
     def weighted_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Scalar: this micro-batch's share of the policy's loss."""
         return (self.weights * values).sum()
+
+    def value_loss(self, values: torch.Tensor) -> torch.Tensor:
+        """Scalar: this micro-batch's share of the critic's loss."""
+        return ((self.shares if self.value_weights is None else self.value_weights) * values).sum()
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Scalar: this micro-batch's share of a mean over the optimizer step."""
@@ -99,7 +113,8 @@ def collate_trained(
         *_collate(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
         **_membership(batch, samples, counts, device),
         weights=spread([weight.loss for weight in weights]),
-        shares=spread([weight.mean for weight in weights]),
+        shares=spread([weight.share for weight in weights]),
+        value_weights=spread([weight.value for weight in weights]),
         advantages=pick(batch.advantages),
         old_log_probs=pick(batch.old_log_probs),
         rollout_log_probs=pick(batch.rollout_log_probs),

@@ -213,10 +213,12 @@ class ExactlyOnceEngine(ABC):
     def _update(self, batch: TrainBatch, samples: range, roles: Sequence[str]) -> dict[str, float]:
         """One optimizer step of some learners; returns its metrics. No weight changes before all gradients are there
         and finite."""
-        mask_sums = [int(batch.loss_mask[i].sum()) for i in samples]
+        trained, divisors = (
+            [int(mask[i].sum()) for i in samples] for mask in (batch.loss_mask, batch.divisor_mask or batch.loss_mask)
+        )
         own = batch.sample_of[samples.start : samples.stop]
-        weights = dict(zip(samples, sequence_weights(mask_sums, own, self._algorithm), strict=True))
-        lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, mask_sums, strict=True) if count}
+        weights = dict(zip(samples, sequence_weights(trained, own, self._algorithm, divisors), strict=True))
+        lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, trained, strict=True) if count}
         if self._algorithm.tis_batch_normalize:
             batch = replace(batch, mean_correction=mean_weight(batch, [*lengths], self._algorithm))
         micro_batches = self._plan(lengths)

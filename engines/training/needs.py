@@ -45,9 +45,10 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
         needs["ref_log_probs"] = "use_kl_loss"
     if algorithm.get_mismatch_metrics:
         needs["rollout_log_probs"] = "get_mismatch_metrics"
-    if algorithm.use_tis:
-        needs["rollout_log_probs"] = "use_tis"
-    for name in ("use_tis", "use_opsm", "use_unbiased_kl", "get_mismatch_metrics", "use_rollout_logprobs"):
+    for name in ("use_tis", "use_opsm", "use_unbiased_kl"):
+        if getattr(algorithm, name):
+            needs["rollout_log_probs"] = name
+    for name in ("use_tis", "get_mismatch_metrics", "use_rollout_logprobs"):
         if getattr(algorithm, name):
             needs["old_log_probs"] = name
     if algorithm.tis_batch_normalize:

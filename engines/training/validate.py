@@ -10,6 +10,7 @@ from cairn.engines.types import TrainBatch
 
 PER_TOKEN = (
     "loss_mask",
+    "divisor_mask",
     "advantages",
     "old_log_probs",
     "rollout_log_probs",

@@ -4,9 +4,14 @@ Exit codes: 0 done, 1 a run failed or a ledger has findings, 2 bad input, 3 the 
 rejected, 75 preempted (`cairn resume` goes on), 130 interrupted, 143 `cairn up` was terminated.
 """
 
+import io
 import json
+import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,8 +41,35 @@ class BadInput(Exception):
     """What was asked for does not exist or makes no sense. The message is one clear sentence."""
 
 
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Raise BadInput where the place that a person named cannot be written. A full disk is told as such."""
+    from cairn.storage.space import lacks_space
+
+    try:
+        yield
+    except OSError as error:
+        if lacks_space(error) or not _is_of(place.absolute(), error.filename):
+            raise
+        raise BadInput(f"{place} cannot be written: {error.strerror}; give another place") from None
+
+
+def _is_of(place: Path, file: Any) -> bool:
+    """Whether a file is the place, below it, one of the folders around it, or written in its stead beside it."""
+    found = Path(os.fsdecode(file)).absolute() if isinstance(file, str | bytes) else None
+    if found is None or place.is_relative_to(found):
+        return found is not None
+    return found.is_relative_to(place.parent) and place.name in found.relative_to(place.parent).parts[0]
+
+
 class _Commands(TyperGroup):
     """Ends a command that met an expected error with a sentence on stderr and the error's exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a ? for what its encoding does not have
+                stream.reconfigure(errors="replace")
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -71,7 +103,9 @@ def cairn() -> None:
     Every iteration of a run is a chain of committed steps; a run that ended anywhere goes on from its last commit.
     """
     from cairn.engines.deferred import defer_compiler
+    from cairn.engines.loopback import spare_loopback
 
+    spare_loopback()
     defer_compiler()
 
 
@@ -166,7 +200,12 @@ def say(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print to stdout as indented JSON."""
-    print(printable_json(value))
+    text = printable_json(value)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = printable_json(value, ascii_only=True)
+    print(text)
 
 
 def _spell(value: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, tell
+from cairn.flows.cli.app import BadInput, tell, writing
 
 
 def convert(
@@ -56,22 +56,25 @@ def convert(
     # What makes Megatron run on the CPU refuses to be installed where there is a GPU.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     backend_for(device)  # prepares megatron-core before anything imports it
-    if model is not None and not from_model:
-        from cairn.engines.training.megatron.convert import export_checkpoint, export_torch_dist
-        from cairn.engines.training.megatron.torch_dist import find_torch_dist
+    with writing(target):
+        if model is not None and not from_model:
+            from cairn.engines.training.megatron.convert import export_checkpoint, export_torch_dist
+            from cairn.engines.training.megatron.torch_dist import find_torch_dist
 
-        if (source / "megatron_state.json").is_file() or (theirs := find_torch_dist(source)) is None:
-            export_checkpoint(open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device)
+            if (source / "megatron_state.json").is_file() or (theirs := find_torch_dist(source)) is None:
+                export_checkpoint(
+                    open_store(str(source.parent)), source.name, model, target, dtype=dtype, device=device
+                )
+            else:
+                export_torch_dist(theirs, model, target, dtype=dtype, device=device)
         else:
-            export_torch_dist(theirs, model, target, dtype=dtype, device=device)
-    else:
-        engine = make_engine(
-            ModelConfig(path=str(source)),
-            TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype}),
-            AlgorithmConfig(),
-            temperature=1.0,
-            total_steps=1,
-            device=str(device),
-        )
-        engine.save(open_store(str(target.parent)), target.name)
+            engine = make_engine(
+                ModelConfig(path=str(source)),
+                TrainingConfig.model_validate({"engine": "megatron", "dtype": dtype}),
+                AlgorithmConfig(),
+                temperature=1.0,
+                total_steps=1,
+                device=str(device),
+            )
+            engine.save(open_store(str(target.parent)), target.name)
     tell(f"{target}: {'a checkpoint' if from_model else 'a model folder'} of {source}")

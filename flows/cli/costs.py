@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say, writing
 from cairn.flows.cli.reading import open_ledger
 from cairn.storage.layout import LAST_NUMBER
 
@@ -71,10 +71,8 @@ def timeline(
     if not commits:
         raise BadInput(f"run {run!r} has no commit in iteration {iteration}; `cairn status {run}` says how far it is")
     made = trace(commits, from_manifest(ledger.manifest.config))
-    try:
+    with writing(file):
         file.write_text(dumps(made), encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
     slices = sum(event["ph"] == "X" for event in made["traceEvents"])
     if json:
         print_json({"file": str(file), "commits": len(commits), "slices": slices})

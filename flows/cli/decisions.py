@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say, tell, writing
 from cairn.flows.cli.reading import open_ledger
 from cairn.storage.layout import LAST_NUMBER
 
@@ -165,10 +165,8 @@ def keygen(
     name = by or this_user()
     if not name or set(name) & set(" \t\n#"):
         raise BadInput(f"{name!r} is no name for a signer: it is one word without '#'")
-    try:
+    with writing(file):
         say(f"{name} {new_key(file)}")
-    except OSError as error:
-        raise BadInput(f"{file} cannot be written: {error.strerror}") from None
     tell(f"the private key is in {file}: keep it to yourself, and set CAIRN_SIGNING_KEY={file}")
 
 

@@ -222,6 +222,8 @@ def require_baseline(baseline: str | None, gate_on_regression: bool) -> None:
 def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
     import yaml
 
+    from cairn.configs.yaml_file import parse_yaml
+
     changes: dict[str, dict[str, Any]] = {}
     for override in overrides:
         option, equals, value = override.partition("=")
@@ -229,7 +231,7 @@ def _changes(overrides: list[str]) -> dict[str, dict[str, Any]]:
         if not (equals and dot and section and key):
             raise BadInput(f"--set {override!r} is not SECTION.OPTION=VALUE, such as sampling.temperature=0.7")
         try:
-            changes.setdefault(section, {})[key] = yaml.safe_load(value)
+            changes.setdefault(section, {})[key] = parse_yaml(value)
         except yaml.YAMLError:
             raise BadInput(f"--set {override!r}: the value is not YAML") from None
     return changes

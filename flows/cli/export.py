@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, say, tell
+from cairn.flows.cli.app import BadInput, JsonOption, StoreOption, print_json, say, tell, writing
 from cairn.flows.cli.reading import open_ledger
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def export(
             tell(event.text)
 
     try:
-        exported = exported_to(ledger, folder, iteration, adapter=adapter, emit=on_event)
+        with writing(folder):
+            exported = exported_to(ledger, folder, iteration, adapter=adapter, emit=on_event)
     except CannotExport as error:
         raise BadInput(str(error)) from None
     if json:
@@ -96,7 +97,8 @@ def _export_atif(ledger: "Ledger", folder: Path, iteration: int | None, json: bo
     from cairn.flows.export.atif import export_atif
 
     try:
-        written = export_atif(ledger, folder, iteration)
+        with writing(folder):
+            written = export_atif(ledger, folder, iteration)
     except (LookupError, FileExistsError) as error:
         raise BadInput(str(error)) from None
     if json:

@@ -129,9 +129,10 @@ def _delete_prompt(
         yes_delete = typer.prompt("Type the run's name to do so", err=True, default="", show_default=False)
     if yes_delete != run:
         raise BadInput(f"the name given again is {yes_delete!r}, not {run!r}; nothing was deleted")
+    unreached: list[str] = []
     with reporting() as progress:
         try:
-            decision = redact(ledger, prompt, by=by, why=why, progress=progress)
+            decision = redact(ledger, prompt, by=by, why=why, progress=progress, unreached=unreached.append)
         except ValueError as error:
             raise BadInput(str(error)) from None
     what = decision.what
@@ -146,6 +147,8 @@ def _delete_prompt(
             f"updates of iteration {iterations} were made from them: weights from version {min(what.weight_versions)} "
             "on have seen them"
         )
+    for sentence in unreached:
+        tell(f"not reached: {sentence}")
     if prompt not in wanted(ledger, ledger.decisions.all()):
         tell(f"it may be drawn again; cairn quarantine {run} --prompt {prompt} keeps the run from it")
 

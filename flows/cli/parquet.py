@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.flows.cli.app import BadInput
+from cairn.flows.cli.app import BadInput, writing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,11 +22,10 @@ def require_free(file: Path) -> None:
 
 
 def write_new(rows: "pa.Table", file: Path) -> None:
-    """Write a table, whole or not at all. Raises BadInput where a file has come there, and OSError where it cannot be
-    written."""
+    """Write a table, whole or not at all. Raises BadInput where a file has come there, or it cannot be written."""
     from cairn.storage.tables import to_parquet
 
-    with tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as room:
+    with writing(file), tempfile.TemporaryDirectory(prefix=f".{file.name}-", dir=file.parent) as room:
         whole = Path(room) / file.name
         whole.write_bytes(to_parquet(rows))
         try:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say
+from cairn.flows.cli.app import BadInput, JsonOption, RunArgument, StoreOption, print_json, say, writing
 from cairn.flows.cli.reading import open_ledger
 
 
@@ -50,7 +50,8 @@ def report(
         def tell(what: str, done: int, of: int) -> None:
             line.update(f"{what}: {done} of {of}" if of else f"{what}: {done}")
 
-        made = write_report(ledger, target, tell, verified=verify, price=price)
+        with writing(target):
+            made = write_report(ledger, target, tell, verified=verify, price=price)
     if json:
         print_json(made.model_dump(mode="json"))
         return

@@ -91,7 +91,8 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
     """Check a recipe without starting anything, and print it with every option filled in.
 
     Options, their types and how they fit together; the model folder and its tokenizer; lengths against the context;
-    rewards and filters of your own; every row of local data files. Needs no GPU. Exits with 2 if something is wrong.
+    rewards and filters of your own; every row of local data files, of which at most 1000 training rows are rendered.
+    Needs no GPU. Exits with 2 if something is wrong.
 
     Examples:
 
@@ -105,9 +106,10 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
     from cairn.flows.driver.length import with_length
     from cairn.flows.driver.validation import data_problems, setup_problems
 
+    notes: list[str] = []
     try:
         config = load(recipe, overrides or [])
-        problems = setup_problems(config) or data_problems(config)
+        problems = setup_problems(config) or data_problems(config, notes.append)
         if problems:
             raise ConfigError(problems)
         config = with_length(config)
@@ -118,9 +120,11 @@ def validate(recipe: RecipeArgument, overrides: SetOption = None, json: JsonOpti
         raise typer.Exit(BAD_INPUT) from None
     resolved = config.model_dump(mode="json")
     if json:
-        print_json({"valid": True, "config": resolved})
+        print_json({"valid": True, "config": resolved, "notes": notes})
     else:
         print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
+        for note in notes:
+            tell(f"data: {note}")
         tell(
             f"{recipe} is fine: {config.rollout.num_rollout} iterations of {config.rollout.rollout_batch_size} "
             f"{_rows(config)}, {config.training.num_steps_per_rollout} optimizer "

@@ -195,7 +195,7 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
         api = configured_api()
         server = None
         if api is None:
-            server = Server(home, host=host, port=port)
+            server = Server(home, host=host, port=port, is_shared=True)
             stack.callback(server.stop)
             server.serve()
             api = server.api_url
@@ -208,6 +208,8 @@ def start(store: str, *, host: str, port: int, ray: bool) -> Up:
             head = Child("the Ray head", HEAD, cpus, log=home / "ray.log", environment=dict(os.environ))
             stack.callback(head.stop, HEAD_END)
         environment = os.environ | {"PREFECT_API_URL": api, "CAIRN_STORE": store}
+        if server is not None and (password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING")):
+            environment.setdefault("PREFECT_API_AUTH_STRING", password)
         if head is not None:  # a cluster that is started asks for Ray's token, and who joins has to show it by itself
             environment.setdefault("RAY_AUTH_MODE", "token")
         serving = Child("the deployments' process", SERVING, log=home / "serving.log", environment=environment)

@@ -46,7 +46,7 @@ def make_restore_point(
     # This driver's alone, and gone with it on a joined cluster too: a successor may need their room, and not them.
     name = f"{fleet_name(ledger.store, ledger.run)}-restore-{uuid4().hex[:8]}"
     with starting_fleet(before, name, total_steps(owner, before), owner.manifest.inputs, None) as fleet:
-        run = sources.context(before, ledger, fleet, {}, emit)
+        run = sources.context(before, ledger, fleet, {}, emit, given)
         for index in _sampled_from(ledger):
             if run.find(index, Step.CHECKPOINT) is None:
                 checkpoint(run, index, None, run.committed(index, Step.TRAIN), last_selection(run, index))

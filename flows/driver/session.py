@@ -59,12 +59,12 @@ def open_run(
     """
     config = None if config is None else with_length(config)
     given = config
-    began = None
+    began, inputs = None, None
     if config is None or store.exists(layout.run_manifest(name)):
         recorded = Ledger.open(store, name)
-        began = recorded.manifest.schema_version
+        began, inputs = recorded.manifest.schema_version, recorded.terms.inputs
         config = recorded_config(recorded) if config is None else in_recorded_words(config, recorded.manifest.config)
-    sources = Sources.open(config, began)
+    sources = Sources.open(config, began, inputs)
     with telling_what_is_stale(store, name, config, sources.digests):
         ledger = Ledger.create(store, name, config, sources.digests, rules=rules(config))
     require_not_withheld(ledger, config, stands_in(ledger, config))
@@ -86,7 +86,7 @@ def open_run(
         fleet = stack.enter_context(
             starting_fleet(config, fleet_name(store, name), total_steps(ledger, config), sources.digests, tenure, tell)
         )
-        yield sources.context(config, ledger, fleet, graders, emit)
+        yield sources.context(config, ledger, fleet, graders, emit, given)
 
 
 def as_recorded(store: Store, name: str, config: RunConfig) -> RunConfig:

@@ -5,11 +5,13 @@ import platform
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.kinds import user_code
+from cairn.configs.kinds import GENERATE, user_code, written_for_slime
 from cairn.configs.plugins import BadPlugin, load_callable
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
@@ -17,6 +19,8 @@ from cairn.configs.view import Reader, view
 from cairn.engines.fingerprint import cpu_model, installed
 from cairn.engines.model_files import folder_digest
 from cairn.engines.models import check_model_folder, context_length
+from cairn.engines.tokenizers import stop_clock
+from cairn.flows.driver.trust import require_trusted
 from cairn.flows.driver.validation import load_tokenizer, setup_problems
 from cairn.flows.events import Event
 from cairn.storage import canonical
@@ -31,6 +35,7 @@ from cairn.tasks.reward import reward
 from cairn.tasks.rewards.grading import Grading
 from cairn.tasks.rewards.opening import open_grader
 from cairn.tasks.rewards.outside.reward_model import Scorer
+from cairn.tasks.rewards.returned import ReturnedRewards
 from cairn.tasks.rewards.rows import row_check
 
 if TYPE_CHECKING:
@@ -51,9 +56,9 @@ class Sources:
     """Of all of it, and of models and user code; the run's manifest fixes them."""
 
     @classmethod
-    def open(cls, config: RunConfig, began: int | None = None) -> "Sources":
-        """`began`: format of the run's manifest; None: there is none yet. Raises ConfigError, BadModel, BadData and
-        BadPlugin."""
+    def open(cls, config: RunConfig, began: int | None = None, recorded: Mapping[str, str] | None = None) -> "Sources":
+        """`began`: format of the run's manifest; None: there is none yet. `recorded`: digests of the run's inputs, see
+        `folder_digest`. Raises ConfigError, BadModel, BadData and BadPlugin."""
         problems = setup_problems(config, began)
         if problems:
             raise ConfigError(problems)
@@ -62,13 +67,13 @@ class Sources:
         data = open_data(config, tokenizer, is_new)
         benchmarks = {
             b.name: PromptData.open(
-                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout)
+                b, b.path, tokenizer, row_check(config.reward.of(b.rm_type), is_new), told_tools(config.rollout), is_new
             )
             for b in config.eval.benchmarks
         }
         for benchmark in benchmarks.values():
             benchmark.require_all()
-        return cls(tokenizer, data, benchmarks, input_digests(config, data, benchmarks))
+        return cls(tokenizer, data, benchmarks, input_digests(config, data, benchmarks, recorded or {}))
 
     def context(
         self,
@@ -77,8 +82,11 @@ class Sources:
         fleet: "Callable[[], Fleet]",
         graders: dict[str | None, Grading],
         emit: Callable[[Event], None],
+        given: RunConfig | None = None,
     ) -> RunContext:
-        """A live run that reads from here."""
+        """A live run that reads from here. Its chat template takes the time when the run was created for the time.
+        `given`: the recipe, where the user gave one."""
+        stop_clock(self.tokenizer, ledger.manifest.created_at)
         return RunContext(
             config,
             ledger,
@@ -90,6 +98,7 @@ class Sources:
             graders=graders,
             environment=environment(),
             emit=emit,
+            trusted=partial(require_trusted, store=ledger.store, given=given, of=f" of {ledger.run}"),
         )
 
 
@@ -98,14 +107,21 @@ def longest_prompt(config: RunConfig) -> int:
     return context_length(check_model_folder(config.model.path)) - config.rollout.rollout_max_response_len
 
 
-def input_digests(config: RunConfig, data: Data, benchmarks: Mapping[str, PromptData]) -> dict[str, str]:
-    """Digests of everything that a run reads from outside its ledger; its manifest fixes them."""
+def input_digests(
+    config: RunConfig,
+    data: Data,
+    benchmarks: Mapping[str, PromptData],
+    recorded: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Digests of everything that a run reads from outside its ledger; its manifest fixes them. `recorded`: see
+    `folder_digest`."""
     digests = {"data": data.fingerprint}
     if isinstance(data, MixedData):
         digests |= {f"data.mixture.{name}": fingerprint for name, fingerprint in data.fingerprints.items()}
-    digests |= {name: folder_digest(Path(path)) for name, path in config.model.folders.items()}
+    folders = dict(config.model.folders)
     if config.reward.reward_model is not None:
-        digests["reward_model"] = folder_digest(Path(config.reward.reward_model.path))
+        folders["reward_model"] = config.reward.reward_model.path
+    digests |= {name: folder_digest(Path(path), recorded.get(name)) for name, path in folders.items()}
     if config.model.teacher_url is not None:  # whose weights cannot be looked at
         digests["teacher_model"] = canonical.digest({"served": config.model.teacher_name})
     digests["eval"] = canonical.digest({name: benchmark.fingerprint for name, benchmark in benchmarks.items()})
@@ -135,10 +151,13 @@ def open_graders(
     answers that are not to be paid for twice. `reward_model`: see `open_grader`."""
     reader = Reader("the grader", "`reads` of reward in cairn.tasks.reward", reward.reads)
 
+    for_slime = written_for_slime(GENERATE.load(config.rollout.custom_generate_function_path))
+    tokenizer = cache(partial(load_tokenizer, config.model.path))
+
     def opened(own: RewardConfig) -> Grading:
         grader = open_grader(view(own, reader, "reward"), config.retry.grader, store, reward_model)
         stack.callback(grader.close)
-        return grader
+        return ReturnedRewards(grader, tokenizer) if for_slime else grader
 
     graders: dict[str | None, Grading] = {None: opened(config.reward)}
     for benchmark in config.eval.benchmarks:

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.kinds import OPTIONS
-from cairn.configs.loader import from_manifest
+from cairn.configs.loader import from_manifest, released
 from cairn.configs.plugins import code_files
 from cairn.configs.schema.base import Section
 from cairn.configs.schema.run import RunConfig
@@ -37,7 +37,7 @@ GIVE_THE_RECIPE = "give the recipe again with `cairn train RECIPE --run NAME`"
 
 
 def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunConfig | None = None) -> RunConfig:
-    """A run's configuration, to be executed: the only way from a manifest to engines and user code.
+    """A run's configuration, to be executed: with `require_trusted` the only way from a store to engines and user code.
 
     Args:
         heir: of the fork on whose behalf an ancestor's is executed, in the fork's cluster.
@@ -50,13 +50,26 @@ def recorded_config(ledger: Ledger, heir: RunConfig | None = None, given: RunCon
     if heir is not None:
         fleet = config.fleet.model_copy(update={"ray_address": heir.fleet.ray_address})
         config = config.model_copy(update={"fleet": fleet})
-    require_trusted(config, ledger.store, given, of=f" of {ledger.run}")
-    return config
+    return require_trusted(config, ledger.store, given, of=f" of {ledger.run}")
 
 
-def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = None, *, of: str = "") -> None:
-    """Raise ConfigError unless a store may set all that a configuration sets and the recipe `given` does not. `of`
-    names the ledger in messages."""
+def require_model_trusted(config: RunConfig, ledger: Ledger) -> None:
+    """Raise ConfigError unless a store may name the models that a configuration does, for who reads no more of it."""
+    problems = _problems(config, ledger.store, None, f" of {ledger.run}")
+    if named := [problem for problem in problems if problem.startswith("model.")]:
+        raise ConfigError(named)
+
+
+def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = None, *, of: str = "") -> RunConfig:
+    """The configuration, with code that may be imported. Raises ConfigError unless a store may set all that it sets and
+    the recipe `given` does not. `of` names the ledger in messages."""
+    problems = _problems(config, store, given, of)
+    if problems:
+        raise ConfigError(problems)
+    return released(config)
+
+
+def _problems(config: RunConfig, store: Store, given: RunConfig | None, of: str) -> list[str]:
     users = {} if given is None else {option: value for option, value, _ in _free_options(given)}
     problems = []
     for option, value, default in _free_options(config):
@@ -66,18 +79,24 @@ def require_trusted(config: RunConfig, store: Store, given: RunConfig | None = N
         if why is not None:
             shown = "set" if isinstance(value, Mapping) else repr(value)
             problems.append(f"{option} is {shown} in the ledger{of}, and {why}")
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def is_at_hand(source: Path, store: Store) -> bool:
     """Whether a file lies in the working directory or in a folder of PYTHONPATH, and neither in the Python installation
-    nor in a local store: nowhere in one that lies below that folder, and not among the runs of one around it."""
+    nor in a local store: nowhere in one that lies below that folder, and in no folder that Cairn makes in one around
+    it."""
     folders = [Path.cwd(), *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
-    others = [Path(sys.prefix), Path(sys.base_prefix), _runs(store), Path(store.url) / layout.self_tests()]
+    others = [Path(sys.prefix), Path(sys.base_prefix), *_folders(store)]
     root = Path(store.url).resolve()
     around = [folder for folder in folders if _lies_in(folder.resolve(), root) or not _lies_in(source, root)]
     return any(_lies_in(source, folder) for folder in around) and not any(_lies_in(source, other) for other in others)
+
+
+def code_at_hand(name: str, store: Store) -> str | None:
+    """A name of code out of a store, to be imported; None where it is not the user's own where they work."""
+    files = code_files(name)
+    return str(name) if files and all(is_at_hand(file, store) for file in files) else None
 
 
 def free_options(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -101,11 +120,9 @@ def _only_the_user(value: Any, store: Store) -> str:
     return f"a store may not set it: {GIVE_THE_RECIPE}"
 
 
-def _code(value: str | None, store: Store) -> str | None:
-    if value is None or "." not in value:  # one of Cairn's own, by name
-        return None
-    files = code_files(value)
-    if files and all(is_at_hand(file, store) for file in files):
+def _code(value: str | tuple[str, ...] | None, store: Store) -> str | None:
+    names = [value] if isinstance(value, str) else value or ()
+    if all("." not in name or code_at_hand(name, store) for name in names):  # without a dot it is one of Cairn's own
         return None
     return (
         "a store may name no code outside the folder one stands in: go there, put the code's folder on PYTHONPATH, or "
@@ -114,7 +131,7 @@ def _code(value: str | None, store: Store) -> str | None:
 
 
 def _model_folder(value: str | None, store: Store) -> str | None:
-    if value is None or not _lies_in(Path(value).expanduser().resolve(), _runs(store)):
+    if value is None or not _lies_in_store(Path(value).expanduser().resolve(), store):
         return None
     return f"a store may name no model among its own files: {GIVE_THE_RECIPE}"
 
@@ -205,7 +222,8 @@ def _cluster(value: str | None, store: Store) -> str | None:
 
 
 def _written_folder(value: str | None, store: Store) -> str | None:
-    if value is None or _lies_in(Path(value).expanduser().resolve(), Path.cwd()):
+    path = None if value is None else Path(value).expanduser().resolve()
+    if path is None or (_lies_in(path, Path.cwd()) and not _lies_in_store(path, store)):
         return None
     return f"a store may have files written below the folder one stands in alone: go there, or {GIVE_THE_RECIPE}"
 
@@ -318,8 +336,13 @@ def _is_closed(annotation: Any) -> bool:
     return annotation in (bool, int, float, type(None))
 
 
-def _runs(store: Store) -> Path:
-    return Path(store.url) / layout.runs()
+def _folders(store: Store) -> list[Path]:
+    """All that Cairn writes in a store."""
+    return [Path(store.url) / folder for folder in layout.FOLDERS]
+
+
+def _lies_in_store(path: Path, store: Store) -> bool:
+    return any(_lies_in(path, folder) for folder in _folders(store))
 
 
 def _lies_in(path: Path, folder: Path) -> bool:

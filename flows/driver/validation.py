@@ -21,13 +21,19 @@ from cairn.engines.training.needs import advantage_needs, loss_needs
 from cairn.engines.training.options import problems as training_problems
 from cairn.engines.weights.options import weight_problems
 from cairn.flows.trackers.requirements import tracking_problems
-from cairn.tasks.data import BadData, PromptData, open_data
+from cairn.tasks.data import BadData, MixedData, PromptData, open_data
+from cairn.tasks.data.demonstrations import DemonstrationData
+from cairn.tasks.data.errors import BadPrompt
+from cairn.tasks.data.given_prompts import GivenPrompts
 from cairn.tasks.data.tools import told_tools
 from cairn.tasks.rewards import get_grader, require_paying
 from cairn.tasks.rewards.opening import keeps_answers
 from cairn.tasks.rewards.rows import row_check
 from cairn.tasks.rewards.unread import unread_options
 from cairn.tasks.rules import untold
+
+_MOST_RENDERED = 1000
+"""Rows of training data that a validation renders."""
 
 
 def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
@@ -36,7 +42,7 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
     problems += _image_problems(config)
     if began is None:
-        problems += _of_a_new_run(config)
+        problems += [*_of_a_new_run(config), *_stop_token_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     there = [path for path in config.model.folders.values() if _is_read(path)]
     for path in there:
@@ -63,18 +69,24 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
         problems += bias_problems(config.model.path, rate)
     if config.model.path in there:
         try:
-            load_tokenizer(config.model.path)
+            tokenizer = load_tokenizer(config.model.path)
         except BadModel as error:
             problems.append(f"model.path: {error}")
-    if config.model.teacher_path is not None and not problems:
-        problems += _teacher_problems(config.model.path, config.model.teacher_path)
+        else:
+            problems += _tool_call_problems(config, tokenizer) if began is None else ()
+    if not problems:
+        for name, path in config.model.folders.items():
+            if path != config.model.path:
+                problems += _vocabulary_problems(f"{name.removesuffix('_model')}_path", config.model.path, path)
     return list(dict.fromkeys(problems))
 
 
-def data_problems(config: RunConfig) -> list[str]:
-    """Sentences on the data files, every row of which is read; those at other URLs are left for the run to open.
+def data_problems(config: RunConfig, note: Callable[[str], None] = lambda sentence: None) -> list[str]:
+    """Sentences on the data files, every row of which is read, and at most 1000 of the training rows rendered; files at
+    other URLs are left for the run to open.
 
-    Raises BadModel where the tokenizer that prompts need cannot be loaded.
+    `note` is called with a sentence about training rows that a run passes over. Raises BadModel where the tokenizer
+    that prompts need cannot be loaded.
     """
     tokenizer = load_tokenizer(config.model.path)
 
@@ -82,9 +94,12 @@ def data_problems(config: RunConfig) -> list[str]:
         check = row_check(config.reward.of(benchmark.rm_type), is_new=True)
         PromptData.open(benchmark, benchmark.path, tokenizer, check, told_tools(config.rollout)).require_all()
 
-    sources: dict[str, tuple[str, Callable[[], object]]] = {
-        "data": (" ".join(config.data.paths), partial(open_data, config, tokenizer, is_new=True))
-    }
+    def open_training() -> None:
+        data = open_data(config, tokenizer, is_new=True)
+        if not isinstance(data, GivenPrompts):
+            _render_some(data, note)
+
+    sources: dict[str, tuple[str, Callable[[], object]]] = {"data": (" ".join(config.data.paths), open_training)}
     for index, benchmark in enumerate(config.eval.benchmarks):
         sources[f"eval.benchmarks.{index}"] = benchmark.path, partial(open_benchmark, benchmark)
     problems = []
@@ -95,6 +110,22 @@ def data_problems(config: RunConfig) -> list[str]:
             except BadData as error:
                 problems.append(f"{section}: {error}")
     return problems
+
+
+def _render_some(data: PromptData | MixedData | DemonstrationData, note: Callable[[str], None]) -> None:
+    """Render at most `_MOST_RENDERED` rows, evenly spread. Raises BadData where none gives a prompt, or one ends a
+    run."""
+    count = min(len(data), _MOST_RENDERED)
+    refused = []
+    for number in range(count):
+        try:
+            data.row(number * len(data) // count)
+        except BadPrompt as error:
+            refused.append(str(error))
+    if len(refused) == count:
+        raise BadData(f"none of {count} rows gives a prompt; the first: {refused[0]}")
+    if refused:
+        note(f"{len(refused)} of {count} rows give no prompt, and a run passes them over; the first: {refused[0]}")
 
 
 def load_tokenizer(path: str) -> Any:
@@ -143,6 +174,19 @@ def _is_read(path: str) -> bool:
     return True
 
 
+def _stop_token_problems(config: RunConfig) -> Iterator[str]:
+    """Ids below zero would stand for the last tokens, and larger ones for none; runs that began with them go on."""
+    path = config.model.path
+    if config.rollout.rollout_stop_token_ids and _is_read(path):
+        size = check_model_folder(path).get_text_config().vocab_size
+        for id in config.rollout.rollout_stop_token_ids:
+            if not 0 <= id < size:
+                yield (
+                    f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {path}: its ids are "
+                    f"0 to {size - 1}"
+                )
+
+
 def _image_problems(config: RunConfig) -> Iterator[str]:
     if config.data.has_images and config.model.teacher_url is not None:
         yield (
@@ -151,17 +195,27 @@ def _image_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _teacher_problems(student: str, teacher: str) -> Iterator[str]:
-    """A teacher is given the student's token ids, so they must mean the same to it."""
+def _tool_call_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+    """A call that is not read would end its episode as if the model had called nothing."""
+    if (config.rollout.custom_generate_function_path, config.rollout.tool_call_format) == ("tool_calls", "template"):
+        from cairn.engines.generation.call_check import unreadable_calls
+
+        why = unreadable_calls(tokenizer)
+        if why is not None:
+            yield f"rollout.tool_call_format: the model in {config.model.path} cannot call tools, since {why}"
+
+
+def _vocabulary_problems(option: str, policy: str, other: str) -> Iterator[str]:
+    """A reference, a teacher and a critic are given the policy's token ids, so they must mean the same to them."""
     try:
-        same = load_tokenizer(student).get_vocab() == load_tokenizer(teacher).get_vocab()
+        same = load_tokenizer(policy).get_vocab() == load_tokenizer(other).get_vocab()
     except BadModel as error:
-        yield f"model.teacher_path: {error}"
+        yield f"model.{option}: {error}"
         return
-    known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (teacher, student))
+    known, sampled = (check_model_folder(path).get_text_config().vocab_size for path in (other, policy))
     if not same or known < sampled:
         why = f"knows {known} token ids, and {sampled} are sampled" if same else "has another tokenizer"
-        yield f"model.teacher_path: the model in {teacher} {why}: distil from a teacher of the same vocabulary"
+        yield f"model.{option}: the model in {other} {why}: name a model of the policy's vocabulary"
 
 
 def _length_problems(config: RunConfig, path: str, context: int) -> Iterator[str]:

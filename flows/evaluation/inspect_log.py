@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.engines.types import FinishReason
+from cairn.storage.canonical import from_json
 from cairn.storage.evals import Evaluation
 
 _LOG_FORMAT = 2
@@ -153,7 +154,7 @@ def _sample(result: Evaluation, row: Mapping[str, Any], id: str | int, model: st
             "seed": str(row["seed"]),  # of 64 bits: JavaScript would round it
             "status": row["status"],
             "grader_version": row["grader_version"],
-            **(json.loads(row["metadata"]) if row["metadata"] else {}),
+            **(from_json(row["metadata"]) if row["metadata"] else {}),
         },
         "events": events,
         "model_usage": {model: usage},
@@ -173,7 +174,7 @@ def _sample(result: Evaluation, row: Mapping[str, Any], id: str | int, model: st
 def _score(row: Mapping[str, Any]) -> Json | None:
     if row["reward"] is None:
         return None
-    components = json.loads(row["components"]) if row["components"] else {}
+    components = from_json(row["components"]) if row["components"] else {}
     return {"value": row["reward"], "answer": row["answer"], "metadata": components}
 
 

@@ -222,6 +222,6 @@ def _published(ledger: Ledger, match: re.Match[str], every: int) -> list[Commit]
 def _initial(ledger: Ledger, config: RunConfig, options: EngineOptions) -> ModelFolder:
     base, recorded = config.model.path, ledger.manifest.inputs.get("model")
     check_model_folder(base)
-    if recorded is not None and folder_digest(Path(base)) != recorded:
+    if recorded is not None and folder_digest(Path(base), recorded) != recorded:
         raise BadModel(f"{base} is not the model that run {ledger.run} began with: put that one back there")
     return Initial(ledger, base, options)

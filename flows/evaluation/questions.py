@@ -20,9 +20,10 @@ def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Ques
     prompts = open_prompts(benchmark, tokenizer)
     digests = benchmark_digests(benchmark, benchmark_grader(benchmark), prompts.fingerprint)
     sampling = benchmark.sampling
+    rows = [prompts.row(index) for index in range(len(prompts))]
     return Questions(
         name=benchmark.name,
-        rows=[prompts.row(index) for index in range(len(prompts))],
+        rows=rows,
         n=sampling.n,
         sampling=SamplingParams(
             max_new_tokens=sampling.max_tokens,
@@ -40,6 +41,7 @@ def questions_of(benchmark: Benchmark, tokenizer: Any, seed: int = SEED) -> Ques
             "sampling": digests["sampling"],
             "grader": digests["grader"],
             "source": digests["source"],
+            **prompts.dated(rows),
         },
         described={"benchmark": benchmark.model_dump(mode="json"), "rows": len(prompts), "data": prompts.path},
         graded_part=lambda response: graded_part(benchmark, response),

@@ -26,6 +26,7 @@ from typing import Any
 from cairn.configs.loader import from_manifest
 from cairn.flows.reading.episodes import AnswerView, CallView, EpisodeView, TrajectoryView, episodes
 from cairn.flows.reading.samples import SampleView, iteration_samples
+from cairn.storage.canonical import from_json
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
 
@@ -172,7 +173,7 @@ def _calls(calls: Sequence[CallView]) -> dict[str, Any]:
     """Fields of a step for the calls that followed it."""
     tools = [call for call in calls if call.kind == _TOOL]
     judges = [
-        {"name": call.name, "reward": None if call.result is None else json.loads(call.result), "error": call.error}
+        {"name": call.name, "reward": None if call.result is None else from_json(call.result), "error": call.error}
         for call in calls
         if call.kind == _JUDGE
     ]
@@ -182,7 +183,7 @@ def _calls(calls: Sequence[CallView]) -> dict[str, Any]:
             {
                 "tool_call_id": call.call,
                 "function_name": call.name,
-                "arguments": json.loads(call.arguments or "{}"),
+                "arguments": from_json(call.arguments or "{}"),
                 "extra": {"timestamp": _time(call.began_at), "seconds": call.seconds},
             }
             for call in tools
@@ -200,7 +201,7 @@ def _content(call: CallView) -> str:
     """Text as it is, every other value as JSON."""
     if call.error is not None or call.result is None:
         return call.error or ""
-    value = json.loads(call.result)
+    value = from_json(call.result)
     return value if isinstance(value, str) else call.result
 
 

@@ -12,7 +12,6 @@ grader/<file>.py                 the source of a grader of one's own, where its 
 """
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +27,7 @@ from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.reading.samples import SampleView, iteration_samples
 from cairn.storage import canonical, layout
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.records import Record
@@ -204,7 +204,7 @@ def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView)
     assert row is not None
     if row.get(TRAJECTORIES.name) is not None or not Path(config.model.path).is_dir():
         return None
-    row["metadata"] = json.loads(row["metadata"] or "{}")
+    row["metadata"] = from_json(row["metadata"] or "{}")
     columns = {name: [value] for name, value in {**row, TRAJECTORIES.name: None}.items()}
     whole: Any = SimpleNamespace(sees_whole_samples=True, sees_messages=False)
     (sample,) = given_samples(whole, load_tokenizer(config.model.path), columns)
@@ -214,9 +214,11 @@ def _given(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView)
 def _grader(config: RunConfig, ledger: Ledger, rollout: Commit, view: SampleView) -> tuple[str | None, bytes]:
     """Name and source of a grader of one's own, where the source at hand is the one that graded."""
     from cairn.configs.plugins import BadPlugin
+    from cairn.flows.driver.trust import code_at_hand
     from cairn.tasks.plugin_sources import source_digest, source_files
 
-    path = config.reward.custom_rm_path
+    named = config.reward.custom_rm_path
+    path = None if named is None else code_at_hand(named, ledger.store)
     graded = ledger.find(view.iteration, Step.REWARD, rollout.shard)
     row = None if graded is None else sample_row(ledger, graded, view.group_id, view.sample_index)
     if path is None or row is None or ".py:" not in path:

@@ -22,10 +22,11 @@ import torch
 from cairn.configs.loader import from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
-from cairn.engines.model_files import folder_digest
+from cairn.engines.model_files import TOKENIZER_FILES, folder_digest, matching_files
 from cairn.engines.models import weight_files
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.engines.weights.folders import checksums_as, tensors_of, trained_tensors_of
+from cairn.flows.driver.trust import require_model_trusted
 from cairn.flows.events import Event
 from cairn.flows.export.model_card import Exported, model_card
 from cairn.flows.reading.scores import benchmark_scores
@@ -42,18 +43,6 @@ CARD = "README.md"
 ADAPTER = "adapter"
 """The folder beside a model in which a training engine leaves its adapter."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "sentencepiece*.model",
-    "preprocessor_config.json",  # how images are seen
-    "processor_config.json",
-)
 
 
 class CannotExport(Exception):
@@ -84,13 +73,14 @@ def export(
     trained = _trained(ledger, iteration)
     owner = ledger.owner(trained.iteration)
     config = from_manifest(owner.manifest.config)
+    require_model_trusted(config, owner)
     if adapter and not config.training.lora.r:
         raise CannotExport(f"run {owner.run!r} trains all weights and has no adapter: leave --adapter out")
     base = Path(config.model.path)
     digest = _require_base(owner, base)
     with _renamed_to(target) as folder:
         restored_from = _write_weights(ledger, config, trained, folder, adapter, emit)
-        _copy_tokenizer(base, folder)
+        copy_tokenizer(base, folder)
         files = [folder / ADAPTER_WEIGHTS] if adapter else weight_files(folder)
         emit(Message("Checking what was written"))
         shapes = [(tensor.numel(), str(tensor.dtype)) for _, tensor in tensors_of(files)]
@@ -140,10 +130,12 @@ def _require_base(owner: Ledger, base: Path) -> str:
     """The digest of the folder that the run began with, from which config and tokenizer come."""
     if not base.is_dir():
         raise BadModel(f"model.path of run {owner.run} is {base}, which is not on this machine: put it back there")
-    found, recorded = folder_digest(base), owner.terms.inputs.get("model")
+    recorded = owner.terms.inputs.get("model")
+    found = folder_digest(base, recorded)
     if recorded is not None and found != recorded:
         raise BadModel(
-            f"{base} is not the model that run {owner.run} began with: it has digest {found}, not {recorded}"
+            f"{base} is not the model that run {owner.run} began with: it has digest {found}, not {recorded}; put that "
+            "one back"
         )
     return found
 
@@ -215,14 +207,12 @@ def _keep(folder: Path, adapter: bool) -> None:
         shutil.rmtree(beside)
 
 
-def _copy_tokenizer(base: Path, folder: Path) -> None:
+def copy_tokenizer(base: Path, folder: Path) -> None:
     """Bit for bit, so that it is the one that the run's prompts were written with."""
-    for pattern in TOKENIZER_FILES:
-        for path in base.glob(pattern):
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name)
-            else:
-                shutil.copyfile(path, folder / path.name)
+    for path in matching_files(base, TOKENIZER_FILES):
+        copy = folder / path.relative_to(base)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
 
 
 def _require_published(

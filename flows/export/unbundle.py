@@ -13,25 +13,24 @@ A bundle is consistent in itself if all of that holds. That it is of the run tha
 the digest of its newest commit, compared with what `cairn status` or somebody else says.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from cairn.configs.loader import from_manifest
 from cairn.flows.export.bundle import CONTENTS, FORMAT, GRADER, STORE, Contents, sample_row
+from cairn.flows.export.unpacking import unpack
 from cairn.storage import canonical, layout
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step, newest_selection
 from cairn.storage.errors import Damaged
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
-from cairn.storage.paths import check_path
 from cairn.storage.records import Record
 from cairn.storage.signatures import check_signature
 from cairn.storage.snapshots import read_bytes, read_table
@@ -103,19 +102,15 @@ def check(file: Path, *, signers: Mapping[str, str] | None = None, trust_code: b
 
 def _unpacked(file: Path, folder: Path) -> Contents:
     try:
-        with ZipFile(file) as opened:
-            fields = canonical.unseal(opened.read(CONTENTS))
-            del fields["digest"]
-            if fields.get("format") != FORMAT:
-                raise ValueError(f"it has format {fields.get('format')}, this Cairn reads format {FORMAT}")
-            for name in opened.namelist():
-                if name != CONTENTS:
-                    opened.extract(check_path(name), folder)
+        fields = canonical.unseal(unpack(file, folder, CONTENTS, (STORE, GRADER)))
+        del fields["digest"]
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"it has format {fields.get('format')}, this Cairn reads format {FORMAT}")
         contents = Contents.model_validate(fields)
         if contents.grader is not None and not layout.is_name(contents.grader):
             raise ValueError(f"its grader's file is called {contents.grader!r}")
         return contents
-    except (BadZipFile, KeyError, ValueError) as error:
+    except ValueError as error:
         raise BadBundle(f"{file} is no bundle of Cairn: {error}") from None
 
 
@@ -229,7 +224,7 @@ def _graded(
         problems.append(f"what the bundle says that the grader was given is no sample: {where}: {first['msg']}")
         return None, "what its grader was given is no sample"
     claimed = {"response": row["response_text"], "label": row["label"], "prompt": row["prompt_text"]}
-    claimed |= {"metadata": json.loads(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
+    claimed |= {"metadata": from_json(row["metadata"] or "{}"), "finish_reason": row["finish_reason"]}
     lists = {"response_ids": row["response_ids"], "prompt_ids": row["prompt_ids"]}
     wrong = [name for name, value in claimed.items() if getattr(given, name) != value]
     wrong += [name for name, value in lists.items() if list(getattr(given, name)) != list(value)]
@@ -257,5 +252,5 @@ def _graded(
         (answer,) = pool.grade([given])
     overlong = Overlong.of(config)
     if overlong is not None:
-        answer = overlong.shaped(answer, sampled_tokens(row["response_ids"], row.get("segments")))
+        answer = overlong.shaped(answer, sampled_tokens(len(row["response_ids"]), row.get("segments")))
     return answer.reward, None

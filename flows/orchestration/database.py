@@ -31,9 +31,11 @@ def migrated() -> str:
     from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, temporary_settings
     from prefect.utilities.asyncutils import run_sync_in_worker_thread
 
+    from cairn.flows.orchestration.server_process import database_url
+
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "prefect.db"
-        with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{database}"}):
+        with temporary_settings({PREFECT_API_DATABASE_CONNECTION_URL: database_url(database)}):
             anyio.run(run_sync_in_worker_thread, alembic_upgrade)
         with closing(sqlite3.connect(database)) as connection:
             return "".join(f"{line}\n" for line in connection.iterdump())

@@ -47,12 +47,17 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_KEY,
     PREFECT_API_SSL_CERT_FILE,
     PREFECT_API_URL,
     PREFECT_CLIENT_CSRF_SUPPORT_ENABLED,
+    PREFECT_CLIENT_CUSTOM_HEADERS,
     temporary_settings,
 )
 
+from cairn.configs.schema.location import has_credentials, shown
+from cairn.engines.loopback import spare_loopback
 from cairn.flows.orchestration.server_process import STOP_TIMEOUT, database_url_in
 
 PREFECT_HOME = Path(".cairn/prefect")
@@ -90,15 +95,18 @@ class Server:
     Once it has answered it is started again whenever it dies, at most `MOST_RESTARTS` times in a row.
     """
 
-    def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, home: Path, *, host: str = "127.0.0.1", port: int = 0, is_shared: bool = False) -> None:
         """Start the process, which waits to be told to serve, and return at once. Port 0 takes a free one; raises
-        ServerFailed if `port` is taken."""
+        ServerFailed if `port` is taken. `is_shared`: others use it too, with the password that the environment names;
+        else it takes none."""
         self.home = home = folder_for(home)
         self.log = home / "server.log"
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._host = host
         self._listener = _listen(host, port)
         self.ui_url = f"http://{reachable(host)}:{self._listener.getsockname()[1]}"
         self.api_url = f"{self.ui_url}/api"
+        self._is_shared = is_shared
         self._changing = threading.Lock()
         self._serves = self._ready = self._stopped = False
         self._process = self._spawn()
@@ -157,8 +165,8 @@ class Server:
     def _spawn(self) -> "subprocess.Popen[bytes]":
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid())],
-                env=_environment(self.home, self.api_url),
+                [sys.executable, "-P", "-m", CHILD, str(self._listener.fileno()), str(os.getpid()), self._host],
+                env=(_environment if self._is_shared else environment_of_our_own)(self.home, self.api_url),
                 pass_fds=[self._listener.fileno()],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -236,11 +244,12 @@ def require_answer(api: str) -> None:
         with get_client(sync_client=True) as client:
             client.read_flows(limit=1)
     except (httpx.HTTPError, httpx.InvalidURL, PrefectHTTPStatusError, ObjectNotFound, ValueError) as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
+        said = "" if has_credentials(api) else str(error)  # the library repeats the address
+        why = next(iter(said.splitlines()), type(error).__name__)
         raise ServerFailed(
-            f"Prefect's server at {api}, which PREFECT_API_URL or the Prefect profile names, does not answer as one "
-            f"({why}): start it, correct the address (it ends in /api), or unset it"
-        ) from error
+            f"Prefect's server at {shown(api)}, which PREFECT_API_URL or the Prefect profile names, does not answer as "
+            f"one ({why}): start it, correct the address (it ends in /api), or unset it"
+        ) from (None if has_credentials(api) else error)
 
 
 def configured_api() -> str | None:
@@ -258,15 +267,20 @@ def prefect_api(home: Path) -> Iterator[str]:
     """
     configured = configured_api()
     if configured is not None:
-        with _naming_failures(f"Prefect's server at {configured}", "look after it, or unset PREFECT_API_URL"):
+        with _naming_failures(f"Prefect's server at {shown(configured)}", "look after it, or unset PREFECT_API_URL"):
             yield configured
         return
+    spare_loopback()
     server = ensure_server(home)
     server.wait_ready()
     settings = temporary_settings(
         {
             PREFECT_API_URL: server.api_url,
             PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False,
+            # Those of a team's server.
+            PREFECT_API_AUTH_STRING: None,
+            PREFECT_API_KEY: None,
+            PREFECT_CLIENT_CUSTOM_HEADERS: {},
             # Each client reads its trust store: 20 ms for all of certifi's, none of which plain HTTP over loopback
             # needs.
             PREFECT_API_SSL_CERT_FILE: str(_smallest_trust_store(server.home)),
@@ -313,13 +327,30 @@ def _environment(home: Path, api_url: str) -> dict[str, str]:
     return {
         **_DEFAULTS,
         "PREFECT_SERVER_DATABASE_CONNECTION_URL": database_url_in(home),
-        # A page that another server gave may ask nothing here; the interface's own needs no permission.
+        # A page that another server gave may read nothing here, and ask nothing: see `own_pages`.
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": api_url.removesuffix("/api"),
         **{name: value for name, value in os.environ.items() if name not in client_only},
         "PREFECT_HOME": str(home),
         # Relative, so that a page finds it under whatever name of this machine it was opened.
         "PREFECT_SERVER_UI_API_URL": "/api",
     }
+
+
+def environment_of_our_own(home: Path, api_url: str) -> dict[str, str]:
+    """The environment of a server for this process alone: without what it says of a team's server, such as its
+    password."""
+    given = _environment(home, api_url)
+    return {name: value for name, value in given.items() if name not in _OF_A_TEAM} | _WITHOUT_CHECKS
+
+
+_OF_A_TEAM = (
+    "PREFECT_SERVER_API_AUTH_STRING",
+    "PREFECT_SERVER_API_BASE_PATH",
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_KEY",
+    "PREFECT_CLIENT_CUSTOM_HEADERS",
+)
+_WITHOUT_CHECKS = {"PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "false"}
 
 
 def _smallest_trust_store(home: Path) -> Path:

@@ -22,7 +22,12 @@ STOP_TIMEOUT = 10.0
 
 def database_url_in(home: Path) -> str:
     """Of the server over `home`, unless the environment names another database."""
-    return f"sqlite+aiosqlite:///{home / DATABASE}"
+    return database_url(home / DATABASE)
+
+
+def database_url(file: Path) -> str:
+    """As SQLAlchemy reads it."""
+    return "sqlite+aiosqlite:///" + str(file).replace("%", "%25").replace("?", "%3F")
 
 
 def _mend_bulk_inserts() -> None:
@@ -42,8 +47,9 @@ def _mend_bulk_inserts() -> None:
                 attribute.bulk_dml_setter = pass_over(name)
 
 
-def serve(listener: socket.socket, parent: int) -> None:
-    """Serve Prefect's application on `listener` until told to stop or until process `parent` is gone."""
+def serve(listener: socket.socket, parent: int, host: str) -> None:
+    """Serve Prefect's application on `listener` until told to stop or until process `parent` is gone. `host`: the name
+    or address that it was told to listen at."""
     server: Any = None
 
     def leave_with_parent() -> None:
@@ -65,6 +71,7 @@ def serve(listener: socket.socket, parent: int) -> None:
         from prefect.settings import PREFECT_HOME as SERVER_HOME
 
         from cairn.flows.orchestration.database import create
+        from cairn.flows.orchestration.own_pages import OwnPages
 
     _mend_bulk_inserts()
 
@@ -80,17 +87,17 @@ def serve(listener: socket.socket, parent: int) -> None:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             with (SERVER_HOME.value() / "start.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if database_url == database_url_in(SERVER_HOME.value()):
+                if url == database_url_in(SERVER_HOME.value()):
                     create(SERVER_HOME.value() / DATABASE)
                 await super().startup(sockets)
 
     if not sys.stdin.buffer.read(1):
         os._exit(1)  # nobody will tell it to serve any more
-    database_url = PREFECT_API_DATABASE_CONNECTION_URL.value()
-    if database_url.startswith("sqlite"):
-        set_database_config(ImmediateTransactions(database_url))
+    url = PREFECT_API_DATABASE_CONNECTION_URL.value()
+    if url.startswith("sqlite"):
+        set_database_config(ImmediateTransactions(url))
     config = uvicorn.Config(
-        create_app(final=True),
+        OwnPages(create_app(final=True), host),
         log_level="warning",
         timeout_graceful_shutdown=3,
         ws_per_message_deflate=False,  # events come over loopback
@@ -103,9 +110,10 @@ def _main() -> None:
     parser = argparse.ArgumentParser(prog="cairn.flows.orchestration.server_process")
     parser.add_argument("listener", type=int, help="file descriptor of a listening socket")
     parser.add_argument("parent", type=int, help="process id of the driver")
+    parser.add_argument("host", help="what it listens at")
     arguments = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        serve(socket.socket(fileno=arguments.listener), arguments.parent)
+        serve(socket.socket(fileno=arguments.listener), arguments.parent, arguments.host)
 
 
 if __name__ == "__main__":

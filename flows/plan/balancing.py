@@ -105,7 +105,13 @@ def _for_rollout(balance: Balance, config: RunConfig) -> Iterator[Change]:
     if balance.queued:
         yield {"rollout.max_running_requests": 2 * rollout.max_running_requests}
     if balance.engines_apart >= NOTABLE and not rollout.partial_rollout:
-        yield {"rollout.partial_rollout": True}
+        lag = rollout.weights_lag
+        corrected = config.algorithm.use_tis or config.algorithm.use_rollout_logprobs
+        yield (
+            {"rollout.partial_rollout": True}
+            | ({"rollout.max_age": lag + 1} if rollout.oldest_trained <= lag else {})
+            | ({} if corrected else {"algorithm.use_tis": True})
+        )
     engines = min(2 * rollout.num_engines, drawn)  # one without a group has nothing to do
     if engines > rollout.num_engines:
         yield more_ranks(config, 2) if config.fleet.colocate else {"rollout.num_engines": engines}

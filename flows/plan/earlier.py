@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.configs.loader import from_manifest
+from cairn.configs.loader import ConfigError, from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.costs.device_time import tokens
 from cairn.flows.costs.peaks import PEAK_TFLOPS
@@ -13,7 +13,7 @@ from cairn.flows.plan.records import StepTime
 from cairn.flows.plan.subject import Subject
 from cairn.flows.reading.metrics import busy_seconds
 from cairn.storage.commits import Commit, Step
-from cairn.storage.errors import StoreError
+from cairn.storage.errors import BeingDeleted, Damaged, StoreError
 from cairn.storage.ledger import Ledger
 from cairn.storage.manifest import list_runs, read_manifest
 from cairn.storage.store import Store
@@ -90,7 +90,13 @@ def earlier_run(store: Store, config: RunConfig, gpu: str | None, like: str | No
             manifest = read_manifest(store, name)
             if _is_alike(from_manifest(manifest.config), config):
                 found.append((manifest.created_at, name))
-        except (FileNotFoundError, ValueError, StoreError):  # gone meanwhile, or not to be read: no guide
+        except (
+            FileNotFoundError,
+            BeingDeleted,
+            Damaged,
+            StoreError,
+            ConfigError,
+        ):  # gone, or not to be read
             continue
     for _, name in sorted(found, reverse=True):
         ledger = Ledger.open(store, name)

@@ -1,6 +1,5 @@
 """What is planned: a recipe's model, the lengths of its samples, its machines, and what is assumed of them."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from cairn.engines.errors import BadModel
 from cairn.engines.models import context_length
 from cairn.engines.plan.tensors import Model, config_of, model_of
 from cairn.flows.costs.peaks import peak_tflops
+from cairn.storage.canonical import from_json
 
 USUAL_PROMPT = 1024
 """Tokens of the longest prompt where a recipe does not bound it."""
@@ -95,7 +95,7 @@ def planned_model(path: str) -> tuple[Model, str]:
     folder = Path(path)
     if (file := folder / "config.json").is_file():
         try:
-            written = json.loads(file.read_bytes())
+            written = from_json(file.read_bytes())
             # As published ones are: how the weights are quantised is a part of it.
             config = config_of(written if isinstance(written, dict) else {})
         except (ValueError, BadModel) as error:

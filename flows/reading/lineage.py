@@ -8,7 +8,6 @@ A dozen commits and a row of each table are read, whatever the length of the run
 update to see which checkpoints there are. Every commit and table is held against its digest.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
@@ -30,6 +29,7 @@ from cairn.flows.reading.lineage_records import (
     Weights,
 )
 from cairn.storage import layout
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.ledger import Ledger
 from cairn.storage.schemas import DATA, Disposition
@@ -230,7 +230,7 @@ def _checkpoints(ledger: Ledger, trained: int) -> Iterator[Checkpoint]:
     paths = [layout.commit(owner, iteration, Step.CHECKPOINT) for iteration, owner in owners.items()]
     for (iteration, owner), data in zip(owners.items(), ledger.store.read_many(paths), strict=True):
         if data is not None:
-            fields = json.loads(data)
+            fields = from_json(data)
             retired = (owner, (iteration, layout.Kind.CHECKPOINT)) in gone
             yield Checkpoint(iteration=iteration, run=owner, state_digest=fields["state_digest"], retired=retired)
 

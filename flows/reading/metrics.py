@@ -45,7 +45,7 @@ METRICS: tuple[Metric, ...] = (
         "Mean reward, as graded, of all samples that the iteration generated and finished, those that the filter drops "
         "included; what could not be graded has none.",
     ),
-    Metric("rollout/response_len/mean", "tokens", "filter", "Their mean response."),
+    Metric("rollout/response_len/mean", "tokens", "filter", "Their mean response, of the tokens that were sampled."),
     Metric("rollout/response_len/median", "tokens", "filter", "Their median response."),
     Metric("rollout/response_len/max", "tokens", "filter", "Their longest response."),
     Metric("rollout/response_len/min", "tokens", "filter", "Their shortest response."),
@@ -63,12 +63,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "rollout/zero_std/count_<reward>", "groups", "advantage", "Trained groups whose samples all got this reward."
     ),
-    Metric("rollout/role/<role>/reward", "reward", "advantage", "Mean reward of the trajectories of a role."),
+    Metric("rollout/role/<role>/reward", "reward", "advantage", "Mean reward of a role, over samples that have it."),
     Metric("rollout/turns/mean", "turns", "advantage", "Mean turns of the samples trained on, if any has several."),
     Metric("rollout/turns/max", "turns", "advantage", "The most of them."),
-    Metric("rollout/advantages", "reward", "advantage", "Mean advantage of their response tokens."),
-    Metric("rollout/returns", "reward", "advantage", "Mean return of their response tokens."),
-    Metric("rollout/rollout_log_probs", "nats", "advantage", "Mean log-prob of their tokens by the rollout engine."),
+    Metric("rollout/advantages", "reward", "advantage", "Mean advantage of their trained tokens."),
+    Metric("rollout/returns", "reward", "advantage", "Mean return of their trained tokens."),
+    Metric("rollout/rollout_log_probs", "nats", "advantage", "Mean log-prob of these tokens by the rollout engine."),
     Metric("rollout/log_probs", "nats", "score", "The same by the trainer, under the policy before the update."),
     Metric("rollout/ref_log_probs", "nats", "score", "The same under the reference model."),
     Metric("rollout/teacher_log_probs", "nats", "score", "The same under the teacher."),

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from cairn.configs.loader import from_manifest
+from cairn.configs.loader import ConfigError, from_manifest
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.driver.gates import holding
 from cairn.flows.reading.scores import Scores, evaluations, first_and_last_scores, generated_reward
@@ -199,7 +199,7 @@ def all_runs(store: Store) -> list[RunStatus]:
     def status(run: str) -> RunStatus:
         try:
             return run_status(store, run)
-        except Damaged:
+        except (Damaged, ConfigError):
             return RunStatus(run=run, state=RunState.DAMAGED)
         except BeingDeleted:
             return RunStatus(run=run, state=RunState.DELETED)

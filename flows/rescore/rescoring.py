@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, inherit
+from cairn.configs.loader import from_manifest, inherit, released
 from cairn.configs.schema.reward import RewardConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
@@ -118,7 +118,7 @@ def changed_config(ledger: Ledger, overrides: Sequence[str]) -> RunConfig:
     usual = RewardConfig().model_dump(include=given)
     stored = config.model_copy(update={"reward": config.reward.model_copy(update=usual)})
     require_trusted(stored, ledger.store, of=f" of {ledger.run}")
-    return config
+    return released(config)
 
 
 def naming(grader: str) -> str:
@@ -153,7 +153,7 @@ def _tokenizer(ledger: Ledger, config: RunConfig, grader: Grading) -> Any:
         tokenizer = load_tokenizer(config.model.path)
     else:
         tokenizer = None
-    if recorded is not None and folder_digest(folder) != recorded:
+    if recorded is not None and folder_digest(folder, recorded) != recorded:
         raise BadModel(f"{config.model.path} is not the model of run {ledger.run}, whose tokenizer the grader needs")
     return tokenizer
 

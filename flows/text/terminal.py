@@ -15,7 +15,8 @@ def printable(text: str) -> str:
     )
 
 
-def printable_json(value: Any) -> str:
-    """The value as indented JSON, which means the same with every control character in it spelled out."""
-    text = json.dumps(value, indent=2, ensure_ascii=False)
+def printable_json(value: Any, ascii_only: bool = False) -> str:
+    """The value as indented JSON, which means the same with every control character in it spelled out; with
+    `ascii_only` every other character beyond ASCII too."""
+    text = json.dumps(value, indent=2, ensure_ascii=ascii_only)
     return _LEFT_BY_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

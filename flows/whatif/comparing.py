@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest, with_section
+from cairn.configs.loader import from_manifest, released, with_section
 from cairn.configs.reads import reads_under
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.configs.schema.run import RunConfig
@@ -110,6 +110,7 @@ def changed_config(ledger: Ledger, recorded: RunConfig, overrides: Sequence[str]
     usual = {name: AlgorithmConfig.model_fields[name].default for name in given}
     stored = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=usual)})
     require_trusted(stored, ledger.store, of=f" of {ledger.run}")
+    config = released(config)
     reads = reads_under(config, advantage.reads)
     if given and not any(f"{_SECTION}{name}" in reads for name in given):
         raise ConfigError(

@@ -32,10 +32,13 @@ class Names:
 def names_in(connection: duckdb.DuckDBPyConnection, text: str) -> Names:
     """The names in a query. Raises BadQuery where it cannot be parsed."""
     (answer,) = connection.execute("SELECT json_serialize_sql($1)", [text]).fetchall()[0]
-    tree = json.loads(answer)
-    if tree["error"]:
-        raise BadQuery(tree["error_message"])
-    nodes = list(_nodes(tree["statements"]))  # what stands around them has names of its own, such as `error`
+    try:
+        tree = json.loads(answer)
+        if tree["error"]:
+            raise BadQuery(tree["error_message"])
+        nodes = list(_nodes(tree["statements"]))  # what stands around them has names of its own, such as `error`
+    except RecursionError:
+        raise BadQuery("the query is nested too deeply: write parts of it as WITH name AS (…)") from None
     words = frozenset(value.lower() for node in nodes for value in _texts(node))
     tables = {str(node[key]).lower() for node in nodes if "table_name" in node for key in ("table_name", "alias")}
     tables |= {str(node["alias"]).lower() for node in nodes if "subquery" in node and "alias" in node}

@@ -25,7 +25,7 @@ _BESIDE = {"calls": "calls", "long_results": "results"}
 """Relations of files beside the tables of rollouts, and what the catalogue calls these."""
 _TABLES: dict[str, pa.Schema] = {
     Step.ROLLOUT: pa.schema([*schemas.ROLLOUT, schemas.KEPT, *schemas.SEQUENCES, schemas.IMAGES]),
-    Step.REWARD: pa.schema([*schemas.REWARD, schemas.TRAJECTORY_REWARDS]),
+    Step.REWARD: pa.schema([*schemas.REWARD, schemas.TRAJECTORY_REWARDS, schemas.RAW_REWARD]),
     Step.FILTER: schemas.FILTER.append(schemas.PRIORITY)
     .append(schemas.BUFFER_KEY)
     .append(schemas.REMOVED)

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from cairn.storage import layout
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import Damaged
 from cairn.storage.paths import is_path
 from cairn.storage.records import require_readable
@@ -57,7 +58,7 @@ def row_of(data: bytes, path: str) -> dict[str, Any]:
     """The row of a commit's marker. Its form and place are checked, its digest is not: that is for `cairn verify`.
     Raises Damaged, naming the path."""
     try:
-        fields = json.loads(data)
+        fields = from_json(data)
         require_readable(fields)
         run, iteration, step, shard = fields["run"], fields["iteration"], fields["step"], fields.get("shard")
         if layout.commit(run, iteration, step, shard) != path:

@@ -24,8 +24,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """The N samples of an iteration, group after group, T_i response tokens each. A trajectory of a sample that has a
-    reward of its own stands in it as a sample: see `cairn.tasks.advantages.trajectories`.
+    """The N samples of an iteration, group after group, T_i response tokens each. Trajectories of one sample whose
+    rewards differ stand in it as samples: see `cairn.tasks.advantages.trajectories`.
 
     Fields of tokens hold an array [T_i] for each sample. Those that are scored are None unless the estimator needs
     them.
@@ -54,6 +54,9 @@ class ScoredBatch:
     turns: Sequence[Sequence[Turn]] | None = None
     """The turns of each sample, in order; between them stand the tokens that the world gave. What the advantage step
     makes has them always."""
+    siblings: np.ndarray | None = None
+    """[N] int: the same number for those that are one sample's, which count as one sample in their group together. None
+    where each is a sample by itself."""
 
     def __post_init__(self) -> None:
         if sum(self.group_sizes) != len(self.rewards) or len(self.loss_masks) != len(self.rewards):
@@ -69,6 +72,11 @@ class ScoredBatch:
     def groups(self) -> Iterator[slice]:
         """The samples of each group."""
         return itertools.starmap(slice, itertools.pairwise([0, *itertools.accumulate(self.group_sizes)]))
+
+    @property
+    def siblings_of_groups(self) -> Iterator[np.ndarray | None]:
+        """`siblings` of each group."""
+        return (None if self.siblings is None else self.siblings[group] for group in self.groups)
 
     def spread(self, per_sample: Sequence[float] | np.ndarray) -> list[np.ndarray]:
         """[N] numbers → [T_i] float32 of each sample: every token has its sample's."""

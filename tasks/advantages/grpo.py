@@ -2,6 +2,8 @@
 
     A_{i,t} = (r_i - mean(r)) / (std(r) + 1e-6)    mean and unbiased std over the samples of i's group
 
+Of a sample with several rewards each counts for its part of the sample.
+
 Without the division it is the advantage of Dr. GRPO (Liu et al. 2025, "Understanding R1-Zero-Like Training", section
 3.2), whose loss is divided by a constant besides: `algorithm.loss_scale_factor`.
 """
@@ -22,23 +24,38 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
 
     Each group is normalised over its own samples, however many there are.
     """
-    advantages = batch.spread(np.concatenate([normalise(batch.rewards[group], config) for group in batch.groups]))
+    pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)
+    advantages = batch.spread(np.concatenate([normalise(batch.rewards[group], config, own) for group, own in pairs]))
     return advantages, advantages
 
 
-def normalise(rewards: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """[G] rewards of one group -> [G] advantages, in float64."""
+def normalise(rewards: np.ndarray, config: AlgorithmConfig, siblings: np.ndarray | None = None) -> np.ndarray:
+    """[G] rewards of one group -> [G] advantages, in float64. `siblings`: see `ScoredBatch`."""
     rewards = rewards.astype(np.float64)
     if not config.rewards_normalization:
         return rewards
-    centred = centre(rewards)
+    centred = centre(rewards, siblings)
     if not config.grpo_std_normalization or not centred.any():
         return centred
-    return centred / (rewards.std(ddof=1) + EPSILON)
+    if siblings is None:
+        return centred / (rewards.std(ddof=1) + EPSILON)
+    weights = shares(siblings)
+    samples = weights.sum()
+    variance = (weights * centred**2).sum() / (samples - 1 if samples > 1.5 else samples)
+    return centred / (np.sqrt(variance) + EPSILON)
 
 
-def centre(rewards: np.ndarray) -> np.ndarray:
-    """[G] rewards of one group less their mean. Of equal ones, and of one alone, exactly 0: in floating point their
-    mean may differ from them by a rounding error, which a division by a standard deviation near zero makes large."""
-    centred: np.ndarray = rewards - rewards.mean()
+def centre(rewards: np.ndarray, siblings: np.ndarray | None = None) -> np.ndarray:
+    """[G] rewards of one group less the mean of its samples. Of equal ones, and of one alone, exactly 0: in floating
+    point their mean may differ from them by a rounding error, which a division by a standard deviation near zero makes
+    large."""
+    mean = rewards.mean() if siblings is None else np.average(rewards, weights=shares(siblings))
+    centred: np.ndarray = rewards - mean
     return centred if np.ptp(rewards) > 0 else np.zeros_like(rewards)
+
+
+def shares(siblings: np.ndarray) -> np.ndarray:
+    """[G] float64: the part of its sample that each of a group is; those of one add up to 1."""
+    _, sample, counts = np.unique(siblings, return_inverse=True, return_counts=True)
+    found: np.ndarray = 1 / counts[sample]
+    return found

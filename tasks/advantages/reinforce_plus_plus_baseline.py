@@ -21,7 +21,8 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     """Without `rewards_normalization` the reward itself stands in the place of its distance from the mean."""
     rewards = batch.rewards.astype(np.float64)
     if config.rewards_normalization:
-        rewards = np.concatenate([centre(rewards[group]) for group in batch.groups])
+        pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)
+        rewards = np.concatenate([centre(rewards[group], own) for group, own in pairs])
     tokens = TrainedTokens(batch.loss_masks)
     flat = rewards[tokens.samples]
     if config.kl_coef > 0:

@@ -4,8 +4,8 @@ from Human Feedback in LLMs", section 3.3; Kool et al. 2019).
     R_i     = r_i - kl_coef · Σ_t KL_{i,t}                         over the trained tokens of the sample
     A_{i,t} = R_i - 1/(k-1) · Σ_{j≠i} R_j                          over the k samples of i's group
 
-The baseline of a sample does not depend on it, so the gradient is unbiased. A sample whose group has no other one has
-nothing to be compared with, and advantage 0.
+Of a sample with several rewards R_j is their mean. The baseline of a sample does not depend on it, so the gradient is
+unbiased. A sample whose group has no other one has nothing to be compared with, and advantage 0.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from cairn.configs.kinds import plugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.tasks.advantages.batch import Advantages, ScoredBatch
-from cairn.tasks.advantages.grpo import centre
+from cairn.tasks.advantages.grpo import centre, shares
 from cairn.tasks.advantages.tokens import TrainedTokens
 
 
@@ -25,10 +25,19 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
         assert batch.kl is not None
         tokens = TrainedTokens(batch.loss_masks)
         rewards -= config.kl_coef * np.bincount(tokens.samples, tokens.of(batch.kl), len(rewards))
-    advantages = batch.spread(np.concatenate([against_the_others(rewards[group]) for group in batch.groups]))
+    pairs = zip(batch.groups, batch.siblings_of_groups, strict=True)
+    advantages = batch.spread(np.concatenate([against_the_others(rewards[group], own) for group, own in pairs]))
     return advantages, advantages
 
 
-def against_the_others(rewards: np.ndarray) -> np.ndarray:
-    """[k] rewards of one group → [k] float64: each less the mean of the others."""
-    return centre(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
+def against_the_others(rewards: np.ndarray, siblings: np.ndarray | None = None) -> np.ndarray:
+    """[k] rewards of one group → [k] float64: each less the mean of the other samples, 0 where there are none.
+    `siblings`: see `ScoredBatch`."""
+    if siblings is None:
+        return centre(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
+    weights, samples = shares(siblings), len(set(siblings.tolist()))
+    if samples == 1 or np.ptp(rewards) == 0:
+        return np.zeros_like(rewards)
+    of_sample = np.array([(weights * rewards)[siblings == own].sum() for own in siblings])
+    found: np.ndarray = rewards - ((weights * rewards).sum() - of_sample) / (samples - 1)
+    return found

@@ -1,16 +1,18 @@
 """What is compared with what, where samples have several trajectories, or roles.
 
-| a sample | stands in the batch as | in the group of |
-|---|---|---|
-| of one trajectory | itself | its role, among the samples of its prompt |
-| of several, with one reward | one response, the trajectories in their order | those without a role |
-| of several, each with a reward (`trajectory_rewards`) | as many responses | the role of each |
+A reward belongs to a sample, and so do its baseline and its weight in the group:
 
-So baselines are taken over all trajectories of one role that a prompt has, of whatever samples, and no estimator need
-know of it.
+| where, of a prompt | is compared |
+|---|---|
+| each sample has one reward | sample with sample, whatever their trajectories and roles |
+| a sample has trajectories of different rewards | trajectory with trajectory of the same role |
+
+In the second case those trajectories of a sample that share a role and a reward are one response, and all of a sample's
+responses count as one sample (`ScoredBatch.siblings`). So an estimator sees a batch of responses, each with one reward,
+and no sample's advantage depends on how many trajectories another one went through.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -36,21 +38,41 @@ class Episodes:
     segments: Sequence[Segments | None]
     turn_rewards: Sequence[Sequence[float | None] | None]
 
+    def role_rewards(self, rewards: Sequence[float]) -> dict[str, float]:
+        """Mean reward of each role: over the samples that have it, of the mean over a sample's trajectories of it.
+
+        Args:
+            rewards: of each sample, which its trajectories have where they have none of their own.
+        """
+        found = dict[str, list[float]]()
+        for shared, given, roles in zip(rewards, self.rewards, self.roles, strict=True):
+            own = np.array(given or [shared] * len(roles or ()), np.float64)
+            for role in dict.fromkeys(roles or ()):
+                if role is not None:
+                    found.setdefault(role, []).append(float(own[[one == role for one in roles or ()]].mean()))
+        return {role: float(np.mean(means)) for role, means in sorted(found.items())}
+
     def turns(self, totals: Sequence[int]) -> list[list[Turn]]:
         """Of each sample, which has so many tokens."""
         return [_turns(*one) for one in zip(self.segments, self.turn_rewards, totals, strict=True)]
 
 
+Span = tuple[int, int]
+"""First token, and the one behind the last, of a sample's response."""
+
+
 @dataclass(frozen=True)
 class _Unit:
-    """What is compared: a sample, or a trajectory of one."""
+    """What is compared: a sample, or those trajectories of one that share a role and a reward."""
 
     sample: int
-    start: int
-    end: int
+    spans: Sequence[Span]
     reward: float
-    role: str | None
     truncated: bool
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """[T] of the sample's tokens → those of this unit."""
+        return np.concatenate([values[start:end] for start, end in self.spans])
 
 
 @dataclass(frozen=True)
@@ -58,51 +80,43 @@ class Compared:
     """A batch in which each of what is compared is a sample."""
 
     batch: ScoredBatch
-    roles: Sequence[str | None]
-    """Of each of its samples."""
-    _order: np.ndarray | None
-    """Its samples in the order of the tokens of the batch that it was made of; None: it is that batch."""
-    _counts: Sequence[int]
-    """How many each sample of that batch has become."""
+    _units: Sequence[_Unit] | None
+    """Its samples; None: they are those of the batch that it was made of."""
+    _lengths: Sequence[int]
+    """Tokens of each sample of that batch."""
 
     def of_samples(self, values: Sequence[np.ndarray]) -> list[np.ndarray]:
         """[T_i] of each of its samples → of each sample of the batch that it was made of."""
-        if self._order is None:
+        if self._units is None:
             return list(values)
-        ordered = [values[place] for place in self._order]
-        return [np.concatenate(ordered[start:end]) for start, end in pairwise([0, *accumulate(self._counts)])]
+        found = [np.zeros(length, values[0].dtype) for length in self._lengths]
+        for unit, own in zip(self._units, values, strict=True):
+            ends = list(accumulate(end - start for start, end in unit.spans))
+            for (start, end), part in zip(unit.spans, np.split(own, ends[:-1]), strict=True):
+                found[unit.sample][start:end] = part
+        return found
 
 
 def compared(batch: ScoredBatch, episodes: Episodes) -> Compared:
     """The batch as estimators are given it."""
-    groups = list[list[_Unit]]()
-    for group in batch.groups:
-        by_role: dict[str | None, list[_Unit]] = {}
-        for sample in range(group.start, group.stop):
-            for unit in _units(batch, episodes, sample):
-                by_role.setdefault(unit.role, []).append(unit)
-        groups += by_role.values()
-    units = [unit for group in groups for unit in group]
-    sizes, counts = list(map(len, groups)), np.bincount([unit.sample for unit in units], minlength=len(batch)).tolist()
-    roles = [unit.role for unit in units]
-    if sizes == list(batch.group_sizes) and counts == [1] * len(batch):
-        return Compared(replace(batch, rewards=_rewards(batch, units)), roles, None, counts)
-    order = np.array(sorted(range(len(units)), key=lambda place: (units[place].sample, units[place].start)))
+    groups = [units for group in batch.groups for units in _compared_units(batch, episodes, group)]
+    units, sizes = [unit for group in groups for unit in group], list(map(len, groups))
+    lengths = list(map(len, batch.loss_masks))
+    rewards = np.array([unit.reward for unit in units], batch.rewards.dtype)
+    if sizes == list(batch.group_sizes) and all(unit.spans == [(0, lengths[unit.sample])] for unit in units):
+        return Compared(replace(batch, rewards=rewards), None, lengths)
     cut = {
-        field.name: [value[unit.sample][unit.start : unit.end] for unit in units]
+        field.name: [unit.of(value[unit.sample]) for unit in units]
         for field in fields(batch)
         if field.name in _OF_TOKENS and (value := getattr(batch, field.name)) is not None
     }
     turns = None if batch.turns is None else [_within(batch.turns[unit.sample], unit) for unit in units]
+    truncated = np.array([unit.truncated for unit in units])
+    siblings = np.array([unit.sample for unit in units])
     made = replace(
-        batch,
-        rewards=_rewards(batch, units),
-        group_sizes=sizes,
-        truncated=np.array([unit.truncated for unit in units]),
-        turns=turns,
-        **cut,
+        batch, rewards=rewards, group_sizes=sizes, truncated=truncated, turns=turns, siblings=siblings, **cut
     )
-    return Compared(made, roles, order, counts)
+    return Compared(made, units, lengths)
 
 
 _OF_TOKENS = (
@@ -117,24 +131,39 @@ _OF_TOKENS = (
 """Fields of a batch with an array [T_i] for each sample."""
 
 
-def _rewards(batch: ScoredBatch, units: Sequence[_Unit]) -> np.ndarray:
-    return np.array([unit.reward for unit in units], batch.rewards.dtype)
+def _compared_units(batch: ScoredBatch, episodes: Episodes, group: slice) -> list[list[_Unit]]:
+    """The units of a prompt's samples, those that are compared with each other together."""
+    samples = range(group.start, group.stop)
+    if not any(len(set(episodes.rewards[sample] or ())) > 1 for sample in samples):
+        return [[_whole(batch, episodes, sample) for sample in samples]]
+    by_role: dict[str | None, list[_Unit]] = {}
+    for sample in samples:
+        for role, unit in _parts(batch, episodes, sample):
+            by_role.setdefault(role, []).append(unit)
+    return list(by_role.values())
 
 
-def _units(batch: ScoredBatch, episodes: Episodes, sample: int) -> list[_Unit]:
-    lengths, rewards, roles = episodes.lengths[sample], episodes.rewards[sample], episodes.roles[sample]
-    total, truncated = len(batch.loss_masks[sample]), batch.truncated is not None and bool(batch.truncated[sample])
-    if lengths is None or len(lengths) == 1:
-        reward = float(batch.rewards[sample]) if rewards is None else rewards[0]
-        return [_Unit(sample, 0, total, reward, None if roles is None else roles[0], truncated)]
-    if rewards is None:
-        return [_Unit(sample, 0, total, float(batch.rewards[sample]), None, truncated)]
-    spans = list(pairwise([0, *accumulate(lengths)]))
-    segments, own_roles = episodes.segments[sample] or (), roles or [None] * len(spans)
-    return [
-        _Unit(sample, start, end, reward, role, _finish_reason(segments, start, end) == FinishReason.LENGTH)
-        for (start, end), reward, role in zip(spans, rewards, own_roles, strict=True)
-    ]
+def _whole(batch: ScoredBatch, episodes: Episodes, sample: int) -> _Unit:
+    own = episodes.rewards[sample]
+    truncated = batch.truncated is not None and bool(batch.truncated[sample])
+    return _Unit(sample, [(0, len(batch.loss_masks[sample]))], float((own or batch.rewards[[sample]])[0]), truncated)
+
+
+def _parts(batch: ScoredBatch, episodes: Episodes, sample: int) -> Iterator[tuple[str | None, _Unit]]:
+    """The units of a sample with their roles, in the order of their first trajectories."""
+    lengths, whole = episodes.lengths[sample], _whole(batch, episodes, sample)
+    count = 1 if lengths is None else len(lengths)
+    roles = episodes.roles[sample] or [None] * count
+    if lengths is None or count == 1:
+        yield roles[0], whole
+        return
+    rewards = episodes.rewards[sample] or [whole.reward] * count
+    spans: dict[tuple[str | None, float], list[Span]] = {}
+    for role, reward, span in zip(roles, rewards, pairwise([0, *accumulate(lengths)]), strict=True):
+        spans.setdefault((role, reward), []).append(span)
+    segments = episodes.segments[sample] or ()
+    for (role, reward), own in spans.items():
+        yield role, _Unit(sample, own, reward, _finish_reason(segments, *own[-1]) == FinishReason.LENGTH)
 
 
 def _finish_reason(segments: Segments, start: int, end: int) -> str | None:
@@ -159,8 +188,13 @@ def _turns(segments: Segments | None, rewards: Sequence[float | None] | None, to
 
 
 def _within(turns: Sequence[Turn], unit: _Unit) -> list[Turn]:
-    return [
-        Turn(turn.start - unit.start, turn.end - unit.start, turn.reward)
-        for turn in turns
-        if unit.start <= turn.start and turn.end <= unit.end
-    ]
+    found, before = list[Turn](), 0
+    for start, end in unit.spans:
+        moved = before - start
+        found += [
+            Turn(turn.start + moved, turn.end + moved, turn.reward)
+            for turn in turns
+            if start <= turn.start and turn.end <= end
+        ]
+        before += end - start
+    return found

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template
 
 from cairn.configs.schema.benchmark import TEMPLATES, Benchmark
 from cairn.configs.schema.data import RowFormat
 from cairn.tasks.benchmarks.source import require_data
+from cairn.tasks.data.columns import label_text
 from cairn.tasks.data.errors import BadData
 from cairn.tasks.data.prompts import OverRows, PromptData
 from cairn.tasks.data.rows import FILES, RowFile, open_rows
@@ -67,11 +68,11 @@ def rendered(benchmark: Benchmark, row: Mapping[str, Any], index: int, where: st
     label = None if columns.label is None else row[columns.label]
     names = dict(row)
     if columns.choices:
-        texts = [str(row[name]).strip() for name in columns.choices]
+        texts = [(label_text(row[name], name, where) or "").strip() for name in columns.choices]
         order = choice_order(id if columns.id is not None else json.dumps(texts), len(texts))
         names["choices"], label = [texts[i] for i in order], LETTERS[order.index(0)]
-    if label is not None and not isinstance(label, str):
-        label = json.dumps(label)
+    if columns.label is not None:
+        label = label_text(label, columns.label, where)
     if columns.label_pattern is not None:
         label = _cut(label or "", columns.label_pattern, where)
     metadata = {name: row[name] for name in columns.metadata}
@@ -121,7 +122,7 @@ def _prompt(benchmark: Benchmark, names: Mapping[str, Any], where: str) -> str |
 def _filled(template: str, names: Mapping[str, Any], where: str) -> str:
     try:
         return _compiled(template).render({**names, "row": names})
-    except TemplateError as error:
+    except Exception as error:  # a template raises what it likes
         raise BadData(
             f"{where} does not fit the benchmark's prompt ({error}); it has {', '.join(map(str, names))}"
         ) from None

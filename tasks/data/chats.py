@@ -8,28 +8,36 @@ answers. Where the assistant's turns lie in that
 | marks them itself, by `{% generation %}` | where it says |
 | does not | from its own renderings of the same chat (`Chats._span`) |
 
-A turn begins where the messages before it end, with the template's generation prompt; it ends where the rest of the
-chat begins, which is the same after another answer. It is learned through the special token that follows it, which is
-what the model has to say to stop; what the template writes after that nobody samples, and nobody learns. A template
-that writes a turn otherwise once others follow, as one that leaves out their thinking, decides what is learned of it:
-what stands in the whole chat.
+A turn begins where the messages before it end, with the template's generation prompt; where the template writes those
+otherwise once others follow, or begins a turn without thoughts otherwise than it asks for one, where the chat and that
+prompt part. It ends where the rest of the chat begins, which is the same after another answer. It is learned through
+the token that ends it (`cairn.tasks.data.turn_ends`); what the template writes after that nobody samples, and nobody
+learns. A template that writes a turn otherwise once others follow, as one that leaves out their thinking, decides what
+is learned of it: what stands in the whole chat.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 
-from cairn.tasks.data.errors import BadPrompt
+from cairn.tasks.data.errors import BadData, BadPrompt
+from cairn.tasks.data.turn_ends import TurnEnds
 
 Messages = list[dict[str, Any]]
 
 STEP_LOSS_MASK = "step_loss_mask"
 """Of a message: 0 leaves it out of the loss. slime has it too."""
 
-_OTHER_ANSWER = "another answer of 7261 words"
+_MARK = "another message of 7261 words"
+"""Stands for a message where the template is looked at."""
+
+_ANSWER: Messages = [{"role": "assistant", "content": _MARK}]
+
+Span = tuple[int, int]
+"""Where a turn begins and ends: in characters, or in tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +73,30 @@ class Demonstrated:
 class Chats:
     """Renders chats with a tokenizer."""
 
-    def __init__(self, tokenizer: Any, arguments: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, arguments: dict[str, Any], model_ends: Collection[int] = ()) -> None:
         """
         Args:
             tokenizer: a Hugging Face tokenizer with a chat template.
             arguments: further ones of the template.
+            model_ends: the tokens at which engines stop.
+
+        Raises:
+            BadData: nothing says how a turn ends.
         """
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
         self._arguments = arguments
         template = tokenizer.chat_template
         self._marks_turns = isinstance(template, str) and "generation %}" in template.replace("-%}", "%}")
+        self._ends = TurnEnds(tokenizer, model_ends)
+        question: Messages = [{"role": "user", "content": "?"}]
+        closing, opening = (self._behind([*question, *_ANSWER, *rest], None) for rest in ([], question))
+        if closing is not None:
+            self._ends.look_at(self._ids(closing), self._ids(opening or ""))
+        if not self._ends.closes and self._ends.default is None:
+            raise BadData(
+                "the chat template writes no end token behind an answer, and neither the model's config nor its "
+                "tokenizer names one: add eos_token_id to its generation_config.json"
+            )
 
     def demonstrated(
         self, messages: Messages, learned: Sequence[int], tools: list[Any] | None, where: str
@@ -84,70 +105,96 @@ class Chats:
         shown = [{name: value for name, value in m.items() if name != STEP_LOSS_MASK} for m in messages]
         turns = [index for index, message in enumerate(shown) if message["role"] == "assistant"]
         if self._marks_turns:
-            ids, mask = self._marked(shown, turns, learned, tools, where)
+            ids, spans = self._marked(shown, turns, learned, tools, where)
         else:
-            ids, mask = self._located(shown, turns, learned, tools, where)
-        return Demonstrated.of(ids, mask, where)
+            ids, spans = self._located(shown, turns, learned, tools, where)
+        return Demonstrated.of(*self._with_ends(ids, spans, turns[-1:] == [len(shown) - 1] == [*learned[-1:]]), where)
+
+    def _with_ends(self, ids: list[int], spans: Sequence[Span], ends_chat: bool) -> tuple[list[int], list[int]]:
+        """The tokens of a chat and which are learned: turns, and what ends them. `ends_chat`: whether the last span is
+        the last message."""
+        mask = [0] * len(ids)
+        for place, (start, end) in enumerate(spans):
+            # Where a template marks turns it also says what ends them, if it marks that.
+            if not self._ends.has_ended(ids[start:end], self._ends.special if self._marks_turns else self._ends.ids):
+                count = self._ends.length(ids[end:])
+                if not count and ends_chat and place == len(spans) - 1 and self._ends.default is not None:
+                    ids, mask, count = [*ids[:end], self._ends.default], [*mask[:end], 0], 1
+                end += count
+            mask[start:end] = [1] * (end - start)
+        return ids, mask
 
     def _marked(
         self, messages: Messages, turns: Sequence[int], learned: Sequence[int], tools: list[Any] | None, where: str
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[Span]]:
         found = self._template(
             messages, tools, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, mask = list(found["input_ids"]), list(found["assistant_masks"])
-        starts = [i for i, one in enumerate(mask) if one and not (i and mask[i - 1])]
-        if learned and len(starts) != len(turns):
+        ids, mask = list(found["input_ids"]), [0, *found["assistant_masks"], 0]
+        changes = [place for place, (before, after) in enumerate(pairwise(mask)) if before != after]
+        spans = list(zip(changes[::2], changes[1::2], strict=True))
+        if learned and len(spans) != len(turns):
             raise BadPrompt(
-                f"{where}: the chat template marks {len(starts)} turns of the assistant with {{% generation %}}, and "
+                f"{where}: the chat template marks {len(spans)} turns of the assistant with {{% generation %}}, and "
                 f"the chat has {len(turns)}: correct the row or the template"
             )
-        for turn, start, end in zip(turns, starts, [*starts[1:], len(mask)], strict=True):
-            if turn not in learned:
-                mask[start:end] = [0] * (end - start)
-        return ids, mask
+        return ids, [span for turn, span in zip(turns, spans, strict=False) if turn in learned]
 
     def _located(
         self, messages: Messages, turns: Sequence[int], learned: Sequence[int], tools: list[Any] | None, where: str
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[Span]]:
         text: str = self._template(messages, tools, where, tokenize=False)
-        cuts, spans = [0], []
+        cuts = [0]
         for turn in turns:
             if turn in learned:
-                start, end = self._span(text, messages, turn, tools, where)
-                spans.append(len(cuts))
-                cuts += [start, end]
-        pieces = self._pieces(text, [*cuts, len(text)])
+                cuts += self._span(text, messages, turn, tools, where)
         ids: list[int] = []
-        mask: list[int] = []
-        for place, piece in enumerate(pieces):
-            count = 0
-            if place in spans:
-                count = len(piece)
-            elif place - 1 in spans:
-                count = self._until_special(piece)
+        bounds: list[int] = []
+        for piece in self._pieces(text, [*cuts, len(text)]):
+            bounds.append(len(ids))
             ids += piece
-            mask += [1] * count + [0] * (len(piece) - count)
-        return ids, mask
+        return ids, list(zip(bounds[1::2], bounds[2::2], strict=True))
 
-    def _until_special(self, ids: Sequence[int]) -> int:
-        """How many tokens end a turn: through the first special one, if nothing but space stands before it."""
-        first = next((i for i, id in enumerate(ids) if id in self._special), None)
-        return 0 if first is None or self._tokenizer.decode(ids[:first]).strip() else first + 1
-
-    def _span(self, text: str, messages: Messages, turn: int, tools: list[Any] | None, where: str) -> tuple[int, int]:
+    def _span(self, text: str, messages: Messages, turn: int, tools: list[Any] | None, where: str) -> Span:
         """Where the assistant's message at index `turn` begins and ends in the rendered chat."""
-        before: str = self._template(messages[:turn], tools, where, tokenize=False, add_generation_prompt=True)
-        other = [*messages[:turn], {"role": "assistant", "content": _OTHER_ANSWER}, *messages[turn + 1 :]]
-        _, _, after = self._template(other, tools, where, tokenize=False).rpartition(_OTHER_ANSWER)
-        start, end = len(before), len(text) - len(after)
-        if not text.startswith(before) or not text.endswith(after) or start > end:
+        start, end = self._start(text, messages, turn, tools), self._end(text, messages, turn, tools)
+        if start is None or end is None or start > end:
             raise BadPrompt(
                 f"{where}: the chat template writes what stands around message {turn + 1} otherwise with it than "
                 "without, so that its tokens cannot be told from the others: mark the assistant's turns in the "
                 "template with {% generation %}, or remove the row"
             )
         return start, end
+
+    def _start(self, text: str, messages: Messages, turn: int, tools: list[Any] | None) -> int | None:
+        before = self._rendered(messages[:turn], tools, True)
+        if before is not None and text.startswith(before):
+            return len(before)
+        if not turn:
+            return None
+        marked = [*messages[: turn - 1], {**messages[turn - 1], "content": _MARK}]
+        whole, asked, unasked, plain = (
+            self._behind([*marked, *messages[turn:]], tools),
+            self._behind(marked, tools, True),
+            self._behind(marked, tools) or "",
+            self._behind([*marked, {"role": "assistant", "content": "0"}, *messages[turn + 1 :]], tools) or "",
+        )
+        if whole is None or asked is None or not text.endswith(whole):
+            return None
+        # What is in the prompt and in the chat: no less than what says who speaks, and nothing of what is said.
+        shared = _shared(whole, asked)
+        if shared < len(asked):
+            shared = min(shared, _shared(plain, asked))
+        return len(text) - len(whole) + shared if shared > _shared(unasked, asked) else None
+
+    def _end(self, text: str, messages: Messages, turn: int, tools: list[Any] | None) -> int | None:
+        after = self._behind([*messages[:turn], *_ANSWER, *messages[turn + 1 :]], tools)
+        if after is not None and text.endswith(after):
+            return len(text) - len(after)
+        # A turn that calls tools may end otherwise than an answer: by an end token of its own.
+        through = (self._rendered(messages[: turn + 1], tools) or "").rstrip()
+        ended = through and self._ends.has_ended(self._ids(through), self._ends.ids)
+        return len(through) if ended and text.startswith(through) else None
 
     def _pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
         """The tokens between cuts: those of the whole text where none lies across a cut, else each piece's own, which
@@ -165,10 +212,31 @@ class Chats:
                 pieces[place].append(id)
             else:
                 return pieces
-        return [self._tokenizer(text[a:b], add_special_tokens=False, verbose=False)["input_ids"] for a, b in bounds]
+        return [self._ids(text[start:end]) for start, end in bounds]
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _behind(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
+        """What stands behind `_MARK`; None where the template refuses the messages, or does not write it."""
+        _, found, after = (self._rendered(messages, tools, asks) or "").rpartition(_MARK)
+        return after if found else None
+
+    def _rendered(self, messages: Messages, tools: list[Any] | None, asks: bool = False) -> str | None:
+        """`asks`: with the generation prompt. None where the template refuses the messages."""
+        try:
+            text: str = self._template(messages, tools, "", tokenize=False, add_generation_prompt=asks)
+        except Exception:  # a template raises what it likes
+            return None
+        return text
 
     def _template(self, messages: Messages, tools: list[Any] | None, where: str, **how: Any) -> Any:
         try:
             return self._tokenizer.apply_chat_template(messages, tools=tools, **how, **self._arguments)
         except TemplateError as error:
             raise BadPrompt(f"{where}: the chat template refuses the chat ({error}): correct the row") from error
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))

@@ -4,21 +4,24 @@
 |---|---|---|
 | null | true | a chat in `input_key`: the assistant's turns are learned, but for a `step_loss_mask` of 0 |
 | a column | true | what that holds, said by the assistant after the prompt; turns in that are not learned |
-| a column | false | its text after the prompt's, both as they stand, and then the tokenizer's end token |
+| a column | false | its text after the prompt's, both as they stand, and then an end token |
 
 Of preferences a row holds two responses to one prompt, each as in the last two lines: `chosen_key`, `rejected_key`.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from cairn.configs.schema.data import DataConfig
 from cairn.tasks.data.chats import STEP_LOSS_MASK, Chats, Demonstrated, Messages
+from cairn.tasks.data.columns import metadata_of, prompt_of, tools_of
 from cairn.tasks.data.errors import BadData, BadPrompt
-from cairn.tasks.data.prompts import OverRows, Rows, metadata_of, prompt_of, require_template, require_text, tools_of
+from cairn.tasks.data.prompts import OverRows, Rows, require_template, require_text
 from cairn.tasks.data.rows import open_rows
+from cairn.tasks.data.turn_ends import TurnEnds
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,53 @@ class DemonstrationRow:
 class DemonstrationData(OverRows):
     """The demonstrations of one data set."""
 
-    def __init__(self, rows: Rows, format: DataConfig, tokenizer: Any, max_length: int, *, pairs: bool) -> None:
-        """`max_length`: of a prompt and a response to it, in tokens."""
+    def __init__(
+        self,
+        rows: Rows,
+        format: DataConfig,
+        tokenizer: Any,
+        max_length: int,
+        *,
+        pairs: bool,
+        model_ends: Collection[int],
+    ) -> None:
+        """`max_length`: of a prompt and a response to it, in tokens. Raises BadData where nothing says how a response
+        ends."""
         super().__init__(rows)
         self._tokenizer = tokenizer
         self._pairs = pairs
         self._format = format
         self._max_length = max_length
-        self._chats = Chats(tokenizer, format.apply_chat_template_kwargs) if format.apply_chat_template else None
+        self._chats: Chats | None = None
+        self._end = TurnEnds(tokenizer, model_ends).default
+        if format.apply_chat_template:
+            self._chats = Chats(tokenizer, format.apply_chat_template_kwargs, model_ends)
+        elif self._end is None:
+            raise BadData(
+                "neither the model's config nor its tokenizer names an end token, so no response would teach it to "
+                "stop: add eos_token_id to its generation_config.json"
+            )
 
     @classmethod
     def open(
-        cls, format: DataConfig, path: str, tokenizer: Any, max_length: int, *, pairs: bool = False
+        cls,
+        format: DataConfig,
+        path: str,
+        tokenizer: Any,
+        max_length: int,
+        *,
+        pairs: bool = False,
+        model_ends: Collection[int] = (),
     ) -> "DemonstrationData":
-        """Open what the data source gives for `path`, and check every row: see `open_rows`. `pairs`: a row holds two
-        responses, of which the first is preferred. Raises BadData."""
+        """Open what the data source gives for `path`, and check every row: see `open_rows`.
+
+        Args:
+            pairs: whether a row holds two responses, of which the first is preferred.
+            model_ends: the tokens at which engines stop (`cairn.engines.models.end_tokens`).
+
+        Raises:
+            BadData: the data, or what they are to be rendered with, cannot be used.
+        """
         require_template(format, tokenizer)
         if not pairs and format.response_key is None and not format.apply_chat_template:
             raise BadData(
@@ -71,9 +106,9 @@ class DemonstrationData(OverRows):
             path,
             required,
             optional - required.keys(),
-            lambda row, where: _chats(row, format, pairs, where),
+            lambda row, where: _fields(row, format, pairs, where),
         )
-        return cls(rows, format, tokenizer, max_length, pairs=pairs)
+        return cls(rows, format, tokenizer, max_length, pairs=pairs, model_ends=model_ends)
 
     def row(self, index: int) -> DemonstrationRow:
         """Read, render and tokenize the row at `index`.
@@ -84,8 +119,8 @@ class DemonstrationData(OverRows):
         """
         format, where = self._format, f"{self.path}, row {index + 1}"
         row = self._rows.read(index)
-        chats = _chats(row, format, self._pairs, where)
-        samples = tuple(self._demonstrated(row, prompt, response, where) for prompt, response in chats)
+        chats, metadata, tools = _fields(row, format, self._pairs, where)
+        samples = tuple(self._demonstrated(prompt, response, tools, where) for prompt, response in chats)
         longest = max(map(len, samples))
         if longest > self._max_length:
             words = f"{where} has {longest} tokens, and at most {self._max_length} are allowed"
@@ -96,11 +131,10 @@ class DemonstrationData(OverRows):
                     raise BadPrompt(f"{words}: raise data.max_length, or set data.overlong to truncate")
                 case "truncate":
                     samples = tuple(sample.cut(self._max_length, where) for sample in samples)
-        metadata = None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where)
         return DemonstrationRow(index, samples, longest > self._max_length, metadata)
 
     def _demonstrated(
-        self, row: dict[str, Any], prompt: str | Messages, response: str | Messages | None, where: str
+        self, prompt: str | Messages, response: str | Messages | None, tools: list[Any] | None, where: str
     ) -> Demonstrated:
         if self._chats is None:
             return self._plain(str(prompt), str(response), where)
@@ -113,7 +147,6 @@ class DemonstrationData(OverRows):
             for index, message in enumerate(messages)
             if index >= first and message["role"] == "assistant" and message.get(STEP_LOSS_MASK, 1) != 0
         ]
-        tools = None if self._format.tool_key is None else tools_of(row.get(self._format.tool_key), self._format, where)
         require_text(json.dumps(messages, ensure_ascii=False), where)
         return self._chats.demonstrated(messages, turns[-1:] if self._format.last_turn_only else turns, tools, where)
 
@@ -122,9 +155,20 @@ class DemonstrationData(OverRows):
         before, after = (
             self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (prompt, response)
         )
-        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
+        end = [] if self._end is None else [self._end]
         learned = [*after, *end]
         return Demonstrated.of([*before, *learned], [0] * len(before) + [1] * len(learned), where)
+
+
+def _fields(
+    row: dict[str, Any], format: DataConfig, pairs: bool, where: str
+) -> tuple[list[tuple[str | Messages, str | Messages | None]], dict[str, Any] | None, list[Any] | None]:
+    """The chats, metadata and tools of a row. Raises BadData if something is not of its kind."""
+    return (
+        _chats(row, format, pairs, where),
+        None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
+        None if format.tool_key is None else tools_of(row.get(format.tool_key), format, where),
+    )
 
 
 def _chats(

@@ -1,11 +1,13 @@
 """Rows of a JSONL or Parquet file at any fsspec URL: the data source `files`."""
 
+import base64
+import contextlib
 import io
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.implementations.local import LocalFileSystem
 
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import NoSpace
 from cairn.storage.space import naming_full
 from cairn.tasks.data.errors import BadData
@@ -25,11 +28,11 @@ _PARQUET_ROWS = 1024
 
 
 def rows(path: str) -> Iterator[Mapping[str, Any]]:
-    """Row after row, all columns, as JSON values. Raises BadData where the file is missing, of another kind or torn."""
+    """Row after row, all columns, as JSON values; bytes of Parquet that are no text become data URLs. Raises BadData
+    where the file is missing, of another kind or torn."""
     with open_file(path) as file:
         if is_parquet(path):
-            for row in parquet_rows(file, path, lambda present: present):
-                yield json.loads(json.dumps(row, default=str))  # times and the like as text
+            yield from parquet_rows(file, path, lambda present: present, None)
             return
         for number, line in enumerate(file, 1):
             if not line.isspace():
@@ -62,7 +65,7 @@ def open_file(url: str, kinds: Sequence[str] = (".jsonl", ".parquet")) -> Binary
 def parsed(line: bytes, where: str) -> dict[str, Any]:
     """The row that a line of JSONL holds. Raises BadData."""
     try:
-        row = json.loads(line)
+        row = from_json(line)
     except ValueError as error:
         raise BadData(f"{where} is not JSON ({error}): correct or remove the line") from None
     if not isinstance(row, dict):
@@ -70,22 +73,65 @@ def parsed(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def parquet_rows(file: Binary, url: str, choose: Callable[[list[str]], list[str]]) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet file. `choose`: of the columns that are there, those that are read. Raises BadData."""
+def parquet_rows(
+    file: Binary, url: str, choose: Callable[[list[str]], list[str]], pictures: Collection[str] | None = ()
+) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, as JSON values. `choose`: of the columns that are there, those that are read.
+    `pictures`: those whose bytes become data URLs; None: any may hold some. Other bytes are UTF-8 text. Raises
+    BadData."""
+    number = 0
     try:
         parquet = pq.ParquetFile(file)
         read = choose(parquet.schema_arrow.names)
         for name in read:
             if not _is_plain(parquet.schema_arrow.field(name).type):  # it may read its values by unpickling
                 raise BadData(f"{url} has a column {name!r} of a type of some library's own: write it as a plain one")
-        for batch in parquet.iter_batches(_PARQUET_ROWS, columns=read):
-            yield from batch.to_pylist()
-    except pa.ArrowException as error:
+        batches = parquet.iter_batches(_PARQUET_ROWS, columns=read)
+        rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="strict"))
+        for number, row in enumerate(rows, 1):  # noqa: B007 an exception tells it
+            yield {name: _json_value(value, name, pictures) for name, value in row.items()}
+    except BadData:
+        raise
+    except _NoText as error:
+        raise BadData(
+            f"{url}, row {number}: {error} holds bytes that are no UTF-8 text: write the column as text"
+        ) from None
+    # The library raises exceptions of its own, OSError and more, and so do the codecs below it.
+    except Exception as error:
         raise BadData(f"{url} is not a whole Parquet file ({error}): copy it again") from error
 
 
+class _NoText(Exception):
+    """Bytes of a column, which it names, are no text."""
+
+
+def _json_value(value: Any, column: str, pictures: Collection[str] | None) -> Any:
+    """A value of Parquet in the words of JSON. A struct's null fields are left out: Arrow gives each struct of a column
+    all fields that any has. Times and the like are text, as Python writes them."""
+    match value:
+        case None | str() | int() | float():
+            return value
+        case dict():
+            fields = value.items()
+            return {name: _json_value(field, column, pictures) for name, field in fields if field is not None}
+        case list():
+            return [_json_value(one, column, pictures) for one in value]
+        case bytes():
+            with contextlib.suppress(UnicodeDecodeError):
+                if pictures is None or column not in pictures:
+                    return value.decode()
+            if pictures is not None and column not in pictures:
+                raise _NoText(repr(column))
+            return f"data:;base64,{base64.b64encode(value).decode()}"
+        case Decimal() if value.is_finite() and value == value.to_integral_value():
+            return int(value)
+    return str(value)
+
+
 def _suffix(url: str) -> str:
-    return os.path.splitext(urlsplit(url).path if "://" in url else url)[1]
+    """Of its name: only HTTP has queries and fragments behind it, and S3 versions."""
+    name = urlsplit(url).path if url.startswith(("http://", "https://")) else url.partition("?versionId=")[0]
+    return os.path.splitext(name)[1]
 
 
 def _local_copy(url: str) -> Binary:

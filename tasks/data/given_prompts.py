@@ -75,6 +75,8 @@ class GivenPrompts:
         given, state = drawn_so_far(cursor), before.get("state")
         rows: list[DrawnRow[PromptRow]] = []
         passed_over, barren = 0, 0
+        if not count and results:  # all that is generated was begun before: the source learns of the round all the same
+            _, state = self._ask(state, 0, results)
         while len(rows) < count:
             found, state = self._ask(state, count - len(rows), results)
             taken = len(rows)

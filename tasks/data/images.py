@@ -34,13 +34,6 @@ _MAX_BYTES = 256 * 1024 * 1024
 """Of an encoded picture."""
 
 
-def as_text(value: Any) -> str:
-    """A value of Parquet that JSON has no word for: bytes as a data URL, anything else as Python writes it."""
-    if isinstance(value, bytes):
-        return f"{_DATA_URL};base64,{base64.b64encode(value).decode()}"
-    return str(value)
-
-
 class RowImages:
     """The images of a data set's rows, in the size in which a model sees them."""
 
@@ -187,9 +180,7 @@ def _parts(content: Any, where: str) -> Any:
         return [part for part in parts if part.get("text") != ""]
     if not isinstance(content, list):
         return content
-    # Parquet gives every part all fields that any part has.
-    parts = [{name: value for name, value in part.items() if value is not None} for part in content]
-    for part in parts:
-        if part.get("type") == "image" and len(part) > 1:
+    for part in content:
+        if part["type"] == "image" and len(part) > 1:
             raise BadPrompt(f"{where}: a part of a message has an image of its own: put it into the column of images")
-    return parts
+    return content

@@ -21,12 +21,18 @@ def open_data(config: RunConfig, tokenizer: Any, is_new: bool = False) -> Data:
     if config.samples_responses and data.get_samples_path is not None:
         return GivenPrompts(data, tokenizer, told_tools(config.rollout))
     if config.samples_responses and data.mixture:
-        return MixedData.open(data.mixture, tokenizer, row_check(config.reward, is_new), told_tools(config.rollout))
+        check = row_check(config.reward, is_new)
+        return MixedData.open(data.mixture, tokenizer, check, told_tools(config.rollout), is_new)
     if config.samples_responses:
-        return PromptData.open(data, data.path, tokenizer, row_check(config.reward, is_new), told_tools(config.rollout))
-    from cairn.engines.models import check_model_folder, context_length  # PyTorch takes seconds to import
+        check = row_check(config.reward, is_new)
+        return PromptData.open(data, data.path, tokenizer, check, told_tools(config.rollout), is_new)
+    from cairn.engines.models import check_model_folder, context_length, end_tokens  # PyTorch takes seconds to import
 
-    longest = data.max_length or context_length(check_model_folder(config.model.path))
     return DemonstrationData.open(
-        data, data.path, tokenizer, longest, pairs=config.algorithm.learns_from == "preferences"
+        data,
+        data.path,
+        tokenizer,
+        data.max_length or context_length(check_model_folder(config.model.path)),
+        pairs=config.algorithm.learns_from == "preferences",
+        model_ends=end_tokens(config.model.path),
     )

@@ -1,21 +1,18 @@
 """From a row of data to the tokens of a prompt."""
 
-import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-
-from jinja2 import TemplateError
 
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.data import RowFormat
 from cairn.engines.images import Image
+from cairn.engines.tokenizers import reads_clock
+from cairn.storage import canonical
+from cairn.tasks.data.columns import Messages, label_of, metadata_of, prompt_of, tools_of
 from cairn.tasks.data.errors import BadData, BadPrompt
-from cairn.tasks.data.images import RowImages, as_text, with_parts
+from cairn.tasks.data.images import RowImages, with_parts
 from cairn.tasks.data.rows import FILES, open_rows, without_slice
-
-Messages = list[dict[str, Any]]
 
 Check = Callable[[dict[str, Any] | None, str], None]
 """Looks at the metadata of a row, of which the second argument says where it stands. Raises BadPlugin."""
@@ -87,10 +84,12 @@ class PromptData(OverRows):
         tokenizer: Any,
         images: RowImages | None = None,
         tools: list[Any] | None = None,
+        is_new: bool = True,
     ) -> None:
-        """`tools`: that the chat template is told of where the row has none of its own."""
+        """`tools`: default tools for the chat template. `is_new`: see `open`."""
         super().__init__(rows)
         self._tools = tools
+        self._is_new = is_new
         self._tokenizer = tokenizer
         self._format = format
         self._images = images
@@ -103,11 +102,13 @@ class PromptData(OverRows):
         tokenizer: Any,
         check: Check | None = None,
         tools: list[Any] | None = None,
+        is_new: bool = True,
     ) -> "PromptData":
         """Open what the data source gives for `path`, and check every row: see `open_rows`.
 
-        `tokenizer` is a Hugging Face tokenizer. `check` looks at every row besides. `tools`: that the chat template is
-        told of where a row has none. Raises BadData also where the tokenizer has no chat template but needs one.
+        `tokenizer` is a Hugging Face tokenizer. `check` looks at every row besides. `tools`: default tools for the chat
+        template. `is_new`: for what begins now; a run that began with labels that are no text and no number keeps
+        their JSON. Raises BadData also where the tokenizer has no chat template but needs one.
         """
         require_template(format, tokenizer)
         required = {format.input_key: "input_key"}
@@ -121,7 +122,7 @@ class PromptData(OverRows):
         optional.update(format.multimodal_keys.values())
 
         def looked_at(row: dict[str, Any], where: str) -> None:
-            metadata = _fields(row, format, where).metadata
+            metadata = _fields(row, format, where, is_new).metadata
             if images is not None:
                 images.check(row, where)
             if check is not None:
@@ -130,11 +131,11 @@ class PromptData(OverRows):
                 except BadPlugin as error:
                     raise BadData(str(error)) from error
 
-        texts = as_text if images else str
-        rows = open_rows(format.data_source_path, path, required, optional, looked_at, texts)
+        pictures = set(format.multimodal_keys.values())
+        rows = open_rows(format.data_source_path, path, required, optional, looked_at, pictures)
         if images is not None:
             images.end_checks(path)
-        return cls(rows, format, tokenizer, images, tools)
+        return cls(rows, format, tokenizer, images, tools, is_new)
 
     @property
     def fingerprint(self) -> str:
@@ -146,7 +147,7 @@ class PromptData(OverRows):
         or it holds what is no text."""
         where = f"{self.path}, row {index + 1}"
         row = self._rows.read(index)
-        prompt, label, metadata, tools = _fields(row, self._format, where)
+        prompt, label, metadata, tools = _fields(row, self._format, where, self._is_new)
         text = self._render(prompt, tools, where) if self._format.apply_chat_template else prompt
         require_text(str(text) + (label or ""), where)
         # The template writes the special tokens that it wants; a plain prompt is taken literally, as in slime.
@@ -160,6 +161,13 @@ class PromptData(OverRows):
         if tools is not None:
             metadata = {**(metadata or {}), "tools": tools}
         return PromptRow(index, prompt, str(text), tuple(ids), label, metadata, images)
+
+    def dated(self, rows: Sequence[PromptRow]) -> dict[str, str]:
+        """Of an evaluation's key: the digest of prompts under `prompts` where the chat template tells the time, else
+        nothing."""
+        if not self._format.apply_chat_template or not reads_clock(self._tokenizer):
+            return {}
+        return {"prompts": canonical.digest([row.prompt_text for row in rows])}
 
     def require_all(self) -> None:
         """Make every prompt once: none of a benchmark's can be passed over. Raises BadPrompt."""
@@ -178,7 +186,7 @@ class PromptData(OverRows):
                 add_generation_prompt=True,
                 **self._format.apply_chat_template_kwargs,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template raises what it likes
             raise BadPrompt(f"{where}: the chat template refuses the prompt ({error}): correct the row") from error
         return text
 
@@ -209,90 +217,11 @@ class _Fields(NamedTuple):
     tools: list[Any] | None
 
 
-def _fields(row: dict[str, Any], format: RowFormat, where: str) -> _Fields:
+def _fields(row: dict[str, Any], format: RowFormat, where: str, is_new: bool) -> _Fields:
     """What the configuration takes of a row. Raises BadData if something is not of its kind."""
     return _Fields(
         prompt_of(row[format.input_key], format.input_key, format, where),
-        None if format.label_key is None else _label(row[format.label_key], format, where),
+        None if format.label_key is None else label_of(row[format.label_key], format, where, is_new),
         None if format.metadata_key is None else metadata_of(row.get(format.metadata_key), format, where),
         None if format.tool_key is None else tools_of(row.get(format.tool_key), format, where),
     )
-
-
-def prompt_of(value: Any, key: str, format: RowFormat, where: str) -> str | Messages:
-    """A string, or the messages of a chat, as column `key` holds them. Raises BadData."""
-    if isinstance(value, str):
-        messages = _messages_in(value)
-        if messages is None or not format.apply_chat_template:
-            return value
-        value = messages
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) and m.get("role") for m in value):
-        raise BadData(
-            f"{where}: {key!r} is neither a string nor a list of messages with a role and content: "
-            f"correct the row or name another field in {_option(key, format)}"
-        )
-    if not format.apply_chat_template:
-        raise BadData(
-            f"{where}: {key!r} is a list of messages but apply_chat_template is false: "
-            "set it to true or give the prompt as a string"
-        )
-    # Parquet gives every message all fields that any message has.
-    return [{name: content for name, content in message.items() if content is not None} for message in value]
-
-
-def _messages_in(text: str) -> Any:
-    """The messages that a column of strings holds as JSON; None where the text is a prompt itself."""
-    if not text.lstrip().startswith("[") or '"role"' not in text:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return (
-        value if isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value) else None
-    )
-
-
-def _label(value: Any, format: RowFormat, where: str) -> str | None:
-    label = value if value is None or isinstance(value, str) else json.dumps(value)
-    if format.label_pattern is None:
-        return label
-    match = re.search(format.label_pattern, label or "")
-    if match is None or match[1] is None:
-        raise BadData(
-            f"{where}: {format.label_key!r} has no match for label_pattern {format.label_pattern!r}: "
-            "correct the row or the pattern"
-        )
-    return match[1].strip()
-
-
-def _option(key: str, format: RowFormat) -> str:
-    """The one that names a column."""
-    return next(name for name, value in format if name.endswith("_key") and value == key)
-
-
-def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | None:
-    """The mapping of a row's metadata. Raises BadData."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise BadData(
-                f"{where}: {format.metadata_key!r} is a string and no JSON object ({error}): correct the row or set "
-                "metadata_key to null"
-            ) from None
-    if value is not None and not isinstance(value, dict):
-        raise BadData(f"{where}: {format.metadata_key!r} is no mapping: correct the row or set metadata_key to null")
-    return value
-
-
-def tools_of(value: Any, format: RowFormat, where: str) -> list[Any] | None:
-    """The tools of a row; a list, or the JSON of one. Raises BadData."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = ""
-    if value is not None and not isinstance(value, list):
-        raise BadData(f"{where}: {format.tool_key!r} is no list of tools: correct the row or set tool_key to null")
-    return value or None

@@ -21,3 +21,6 @@ class GroupResult:
     """Whether it was kept by the filter; it may be trained on later, from the buffer."""
     reason: str | None
     """Why not."""
+    pass_rate: float | None = None
+    """Share of the group's answers that are right, by its mean reward and what its grader pays; None where a sample
+    failed. Rewards of graders of one's own count as shares."""

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from cairn.configs.kinds import SOURCE
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import NoSpace
 from cairn.storage.space import naming_full
 from cairn.tasks.data.errors import BadData
@@ -58,7 +59,7 @@ class RowFile:
                 raise BadData(f"{self.path} was changed while it was in use: put the old file back, or start a new run")
             self._lines.seek(self._offsets[index])
             line = self._lines.readline()
-        row: dict[str, Any] = json.loads(line)
+        row: dict[str, Any] = from_json(line)
         return row
 
 
@@ -68,14 +69,14 @@ def open_rows(
     required: Mapping[str, str],
     optional: Collection[str],
     check: Check,
-    as_text: Callable[[Any], str] = str,
+    pictures: Collection[str] = (),
 ) -> RowFile:
     """Open what `source` gives for `path`, which may end in a slice such as `@[100:200]` or `@[-50:]`, and check each
     of its rows.
 
     `required` maps the fields that every row must have to the options that name them; a Parquet file's other columns
-    are not read, unless they are `optional`. Rows outside the slice are checked too. What JSON has no word for in a
-    Parquet file is written `as_text`.
+    are not read, unless they are `optional`. Rows outside the slice are checked too. `pictures`: columns whose bytes
+    are no text, see `files.parquet_rows`.
 
     Raises:
         BadData: the source fails or gives something else than rows; a file is missing, empty, of another kind or torn,
@@ -90,7 +91,7 @@ def open_rows(
         fingerprint = hashlib.file_digest(lines, "sha256").hexdigest()
         if is_parquet(url):
             columns = partial(_columns, required=required, optional=optional, url=url)
-            lines = _spooled(parquet_rows(lines, url, columns), default=as_text)
+            lines = _spooled(parquet_rows(lines, url, columns, pictures))
     else:
         lines = _spooled(_given(source, url))
         lines.seek(0)
@@ -130,14 +131,14 @@ def _given(source: str, path: str) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-def _spooled(rows: Iterable[Mapping[str, Any]], default: Callable[[Any], Any] | None = None) -> Binary:
-    """One JSON object a line. `default` makes JSON values of others."""
+def _spooled(rows: Iterable[Mapping[str, Any]]) -> Binary:
+    """One JSON object a line."""
     lines = tempfile.TemporaryFile()  # noqa: SIM115 it lives as long as the rows are read
     with naming_full(tempfile.gettempdir()):
         for number, row in enumerate(rows, 1):
             try:
-                lines.write(json.dumps(row, default=default).encode() + b"\n")
-            except (TypeError, ValueError) as error:
+                lines.write(json.dumps(row).encode() + b"\n")
+            except (TypeError, ValueError, RecursionError) as error:
                 raise BadData(f"row {number} is not JSON ({error}): let the data source give JSON values") from None
         lines.flush()
     return lines

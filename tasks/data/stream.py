@@ -56,6 +56,8 @@ class Draw(Generic[AnyRow]):
     """Where the next draw begins: a position of the stream, or the state of what is no plain stream."""
     passed_over: int
     """Prompts that were too long, that the chat template refuses, or that a person has put in quarantine."""
+    refusal: str | None = None
+    """Why the last row that gives no prompt gives none, and what to do."""
 
 
 def drawn_so_far(cursor: JsonValue) -> int:
@@ -125,4 +127,4 @@ def draw(
                 f"{data.path}: every prompt is longer than {max_prompt_len} tokens, the shortest has {shortest}: raise "
                 "rollout_max_prompt_len, lower rollout_max_response_len, or use a model with a longer context"
             )
-    return Draw(rows, position, position - cursor - len(rows))
+    return Draw(rows, position, position - cursor - len(rows), None if refusal is None else str(refusal))

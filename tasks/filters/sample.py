@@ -1,11 +1,13 @@
 """What a filter may see of a sample."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+
+from cairn.storage.canonical import from_json
+from cairn.tasks.rewards.overlong import as_graded
 
 ROLLOUT_COLUMNS = (
     "group_id",
@@ -22,7 +24,6 @@ ROLLOUT_COLUMNS = (
     "label",
     "metadata",
 )
-REWARD_COLUMNS = ("reward", "components")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class GradedSample:
     sample_index: int
     """Its place in the group, from 0."""
     reward: float
+    """As graded, before the overlong penalty, which is among the components."""
     components: dict[str, Any]
     """What the grader recorded beside the reward."""
     response: str
@@ -71,15 +73,16 @@ def graded_samples(rollout: pa.Table, rewards: pa.Table) -> dict[int, list[Grade
 
     Args:
         rollout: with ROLLOUT_COLUMNS.
-        rewards: with REWARD_COLUMNS, row for row of the same samples.
+        rewards: a reward table, row for row of the same samples.
     """
     groups: dict[int, list[GradedSample]] = {}
     failed: set[int] = set()
-    for row, graded in zip(rollout.to_pylist(), rewards.to_pylist(), strict=True):
-        if graded["reward"] is None:
+    graded = zip(as_graded(rewards).to_pylist(), rewards.column("components").to_pylist(), strict=True)
+    for row, (reward, components) in zip(rollout.to_pylist(), graded, strict=True):
+        if reward is None:
             failed.add(row["group_id"])
             continue
-        groups.setdefault(row["group_id"], []).append(_sample(row, graded))
+        groups.setdefault(row["group_id"], []).append(_sample(row, reward, components))
     return {group_id: samples for group_id, samples in groups.items() if group_id not in failed}
 
 
@@ -91,12 +94,12 @@ def places(samples: Sequence[GradedSample]) -> dict[int, list[int]]:
     return {group_id: sorted(own) for group_id, own in found.items()}
 
 
-def _sample(row: dict[str, Any], graded: dict[str, Any]) -> GradedSample:
+def _sample(row: dict[str, Any], reward: float, components: str | None) -> GradedSample:
     return GradedSample(
         group_id=row["group_id"],
         sample_index=row["sample_index"],
-        reward=graded["reward"],
-        components=json.loads(graded["components"]) if graded["components"] else {},
+        reward=reward,
+        components=from_json(components) if components else {},
         response=row["response_text"],
         response_ids=tuple(row["response_ids"]),
         log_probs=tuple(row["log_probs"]),
@@ -107,5 +110,5 @@ def _sample(row: dict[str, Any], graded: dict[str, Any]) -> GradedSample:
         prompt_ids=tuple(row["prompt_ids"]),
         prompt_index=row["prompt_index"],
         label=row["label"],
-        metadata=json.loads(row["metadata"]) if row["metadata"] else {},
+        metadata=from_json(row["metadata"]) if row["metadata"] else {},
     )

@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.configs.kinds import ARGS, REWARD
+from cairn.configs.kinds import REWARD
 from cairn.configs.plugins import BadPlugin, deferred
 
 if TYPE_CHECKING:
@@ -48,9 +48,19 @@ _LIBRARIES = {
 """Of the graders that rest on another distribution, which."""
 _MARKS = {"dapo": "`Answer:`", "deepscaler": "`</think>` or `###Response`", "gsm8k_strict": "`####`"}
 """Of the graders that look for the answer behind a mark of their own, which: no box holds it."""
+_PAYS = {"dapo": (-1.0, 1.0)}
+"""Of the graders that pay something else than 0 for a wrong answer and 1 for a right one, what."""
 _SHARED = ("boxed", "notation", "sample")
 """Modules that the built-in graders share."""
-_OTHERS = {"deepscaler": ("math",), "gsm8k_strict": ("gsm8k",), "ifeval": ("instructions",), "math500": ("math",)}
+_OTHERS = {
+    "deepscaler": ("math", "equality"),
+    "gpqa": ("choices",),
+    "gsm8k_strict": ("gsm8k",),
+    "ifeval": ("instructions",),
+    "math": ("equality",),
+    "math500": ("math", "equality"),
+    "multiple_choice": ("choices",),
+}
 """Of the graders that rest on other modules of this package, which."""
 
 
@@ -90,6 +100,9 @@ class NamedGrader:
     takes: Takes
     waits: bool
     """It is a coroutine function."""
+    wrong: float | None = None
+    """What one of ours that reads responses gives to a wrong answer, and so to one over which its process gets lost;
+    None: such a sample fails."""
 
     @property
     def boxed(self) -> bool:
@@ -142,6 +155,18 @@ def require_paying(name: str) -> None:
         )
 
 
+def share_of_right(reward: float, grader: str) -> float:
+    """A reward of a grader, or a mean of its rewards, as the share of answers that are right: 0 of wrong ones alone, 1
+    of right ones, whatever these are paid."""
+    wrong, right = _paid(grader)
+    return (reward - wrong) / (right - wrong)
+
+
+def _paid(grader: str) -> tuple[float, float]:
+    """What a wrong and what a right answer gets."""
+    return _PAYS.get(grader.removeprefix(BOXED), (0.0, 1.0))
+
+
 def gives_a_number(grader: NamedGrader) -> bool:
     """Whether it is one of ours that gives a reward and nothing else."""
     if grader.path == grader.name:
@@ -177,7 +202,8 @@ def _ours(name: str) -> NamedGrader:
     library = _LIBRARIES.get(file)
     if library is not None and not _is_installed(library):
         raise BadPlugin(f"the grader {name!r} needs {library}, which is not installed: pip install {library}")
-    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), *_called(file))
+    wrong = None if file == "episode" else _paid(file)[0]
+    return NamedGrader(name, REWARD.path(file), _version_of_built_in(name), *_called(file), wrong=wrong)
 
 
 def _version_of_source(path: str) -> str:
@@ -236,8 +262,6 @@ def _takes(path: str, grader: Grader) -> Takes:
         return Takes.TEXTS
     if 1 in counts and first in (Takes.SAMPLE, Takes.SAMPLES):
         return Takes(first)
-    if 2 in counts and first == ARGS:
-        return Takes.SLIME_SAMPLES if more[0] == Takes.SAMPLES else Takes.SLIME_SAMPLE
-    if counts == {2}:
-        raise REWARD.of_other_arguments(path, grader)
+    if 2 in counts:
+        return Takes.SLIME_SAMPLES if Takes.SAMPLES in more[:1] else Takes.SLIME_SAMPLE
     return Takes.TEXTS if 3 in counts else Takes.SAMPLE

@@ -10,8 +10,21 @@ from dataclasses import replace
 from cairn.tasks.rewards.sample import Sample
 
 _OPEN, _CLOSE = "<think>", "</think>"
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace groups nothing
+_MARK = re.compile(r"\\(?:boxed|fbox)\s{0,9}\{|\\(?!\\boxed|\\fbox)[\s\S]|[{}]")
+"""A box, or a brace; one that is escaped groups nothing."""
+_END = 64
+"""Characters of special tokens that a response mostly ends with at most."""
+_LAST = 1000
+"""Characters in which a sentence is looked for."""
+_SAID = re.compile(
+    r".*?(?:\$\$?(?P<dollar>[^$]+)\$\$?|\\\((?P<round>.*?)\\\)|\\\[(?P<square>.*?)\\\])(?P<unit>[^$\d]*)|"
+    r"(?:.*?\b(?:is|are|was|equals?|gets?|has|have|pays?|costs?|makes?|needs?|earns?|spends?|total)\b|.*:)? *"
+    r"(?P<words>[^$:]*?\d[^$:]*)"
+)
+_ASIDE = re.compile(r", (?:I (?:think|believe|guess|am sure)|of course|as (?:required|desired|claimed|expected))$")
+_DENIED = re.compile(
+    r"\b(?:not|no|never|neither|nor|or|either|cannot|if|unless|without|between|than|except|least|most)\b|n['’]t\b", re.I
+)
 
 
 class UnclosedBox(ValueError):
@@ -29,8 +42,7 @@ def answer_of(sample: Sample) -> str:
         return after_thinking(sample.response, opened)
     # To this tokenizer the tags are special tokens, which the response is without, as it is without the end token.
     answer = after_thinking(marked, opened)
-    parts = (answer[:end] for end in range(len(answer), 0, -1))
-    return next((part for part in parts if sample.response.endswith(part)), answer)
+    return answer[: _overlap(sample.response, answer)] or answer
 
 
 def in_box(sample: Sample) -> Sample:
@@ -58,21 +70,64 @@ def last_boxed(text: str) -> str | None:
 
     Raises UnclosedBox if the text ends before a box does.
     """
-    found, position = None, 0
-    while box := _BOX.search(text, position):
-        position = _end_of_group(text, box.end())
-        found = text[box.end() : position - 1]
-    if found is None:
+    unclosed: list[int] = []
+    """Of each box or brace within a box that is open, where what stands in it begins; of a brace, 0."""
+    last: tuple[int, int] | None = None
+    for mark in _MARK.finditer(text):
+        if "box" in mark[0]:
+            unclosed.append(mark.end())
+        elif mark[0] == "{" and unclosed:
+            unclosed.append(0)
+        elif mark[0] == "}" and unclosed:
+            begin = unclosed.pop()
+            if begin and (last is None or begin > last[0]):
+                last = begin, mark.start()
+    if unclosed:
+        raise UnclosedBox("the text ends within a box")
+    return None if last is None else text[last[0] : last[1]]
+
+
+def final_answer(sample: Sample) -> str | None:
+    """What a sample says behind its thoughts that the answer is: what stands in its last box, else what `said` finds in
+    a response that was not cut off. None where there is no answer."""
+    final = answer_of(sample)
+    try:
+        boxed = last_boxed(final)
+    except UnclosedBox:
         return None
-    within = last_boxed(found)
-    return found if within is None else within
+    if boxed is not None:
+        return boxed
+    return None if sample.truncated else said(final)
 
 
-def _end_of_group(text: str, begin: int) -> int:
-    """Where the group that began before `begin` has ended."""
-    depth = 1
-    for brace in _BRACE.finditer(text, begin):
-        depth += (brace[0] == "{") - (brace[0] == "}")
-        if depth == 0:
-            return brace.end()
-    raise UnclosedBox("the text ends within a box")
+def said(text: str) -> str | None:
+    """What the last sentence with a number or a formula says: the formula at its end, or what follows a word such as
+    `is`, with what follows these; the whole sentence where it is nothing else. None where it says so of nothing, denies
+    it, or names alternatives."""
+    sentences = re.split(r"(?<=[.!?]) +|\n+", re.sub(r"\*\*|__|\\boxed\b", "", text[-_LAST:]))
+    sentence = next((one.strip() for one in reversed(sentences) if re.search(r"[\d$]|\\[(\[]", one)), "")
+    sentence = _ASIDE.sub("", sentence.rstrip(".!? "))
+    found = _SAID.fullmatch(sentence)
+    if found is None or _DENIED.search(sentence):
+        return None
+    formula = found["dollar"] or found["round"] or found["square"]
+    return found["words"] if formula is None else formula + (found["unit"] or "")
+
+
+def _overlap(text: str, answer: str) -> int:
+    """The length of the longest beginning of `answer` that ends `text`, by Knuth, Morris and Pratt."""
+    for end in range(len(answer), max(0, len(answer) - _END), -1):
+        if text.endswith(answer[:end]):
+            return end
+    borders, matched = [0], 0
+    for char in answer[1:]:
+        while matched and char != answer[matched]:
+            matched = borders[matched - 1]
+        matched += char == answer[matched]
+        borders.append(matched)
+    matched = 0
+    for char in text[-len(answer) :] if answer else "":
+        while matched and (matched == len(answer) or char != answer[matched]):
+            matched = borders[matched - 1]
+        matched += char == answer[matched]
+    return matched

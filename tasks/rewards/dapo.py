@@ -12,12 +12,19 @@ arXiv:2206.14858, appendix D.1), compared as text.
 | a label with decimals, as `18.5` | is cut to 18 | fails the sample; `18.0` is 18 |
 | a label beyond 2⁵³ | loses its last digits | keeps them |
 | special tokens in the text | two are removed by name | the text is without them |
+| words that are removed wherever they stand, as in `1points8`, `1 8`, `1, 8` | 18 | wrong |
+| what stands beside a formula, as in `not $18$`, `$18$ or $19$`, `$18$ million` | is removed: 18 | wrong |
+| what stands before the last `=`, as in `x = 17, y = 18`, `17 = 18`, `2x = 18` | is removed: 18 | wrong |
+
+So an answer is right if it is right for these, and if the whole line is that integer and no more than a name before `=`
+and a unit that `cairn.tasks.rewards.notation` knows.
 """
 
 import re
 from decimal import Decimal
 from typing import Any
 
+from cairn.tasks.rewards import notation
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.sample import Sample
 
@@ -53,9 +60,11 @@ def grade(sample: Sample) -> dict[str, Any]:
     if sample.truncated:
         final = final[: final.rfind("\n") + 1]
     answers = _ANSWER.findall(final[-_LAST:])
-    answer = normalised(answers[-1] if answers else _NONE)
-    score = 1.0 if answer == expected else -1.0
-    return {"reward": score, "score": score, "acc": answer == expected, "pred": answer}
+    line = answers[-1] if answers else _NONE
+    answer = normalised(line)
+    right = answer == expected and notation.integer(_in_box(line)) == int(expected)
+    score = 1.0 if right else -1.0
+    return {"reward": score, "score": score, "acc": right, "pred": answer}
 
 
 def normalised(answer: str) -> str:
@@ -74,6 +83,12 @@ def normalised(answer: str) -> str:
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer).replace("$", "")
     digits = answer.replace(",", "")
     return (digits if digits.isdigit() else answer).strip()
+
+
+def _in_box(line: str) -> str:
+    """What stands in the only box of a line, if it has nothing else."""
+    boxed = re.fullmatch(r"\$?\s*\\boxed\{([^{}]*)\}\s*\$?", line.strip())
+    return line if boxed is None else boxed[1]
 
 
 def _integer(label: str | None) -> str:

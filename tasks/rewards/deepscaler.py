@@ -2,7 +2,7 @@ r"""The box behind the thoughts is mathematically equal to the label: DeepScaleR
 `deepscaler`. A response that marks no end of its thoughts, by `</think>` or `###Response`, earns 0 whatever it says,
 and so does one without a box behind the mark.
 
-What is equal is for math-verify to say, as in the grader `math`:
+What is equal has to be proved, as in the grader `math`:
 
 | | slime: Hendrycks's `is_equiv`, then sympy | here |
 |---|---|---|
@@ -11,6 +11,7 @@ What is equal is for math-verify to say, as in the grader `math`:
 | `\{2, 1\}`, label `\{1, 2\}` | wrong | right |
 | `y = 3x = 18`, label `18` | wrong: one `=`, behind at most two letters | right |
 | `\sin^2 1 + \cos^2 1`, label `1` | wrong | right |
+| `5\%`, label `5` | right: signs of percent are removed | wrong |
 | `###Response` twice | what stands between the two | what stands behind the last |
 | no label | 0 | the sample fails |
 """

@@ -1,15 +1,18 @@
-"""The choice that a response names is the label: rows and rules of slime's `gpqa`, which asks for less form than
+"""The choice that a response names is the label: rows of slime's `gpqa`, which asks for less form than
 `multiple_choice` does.
 
-The letter is the first that follows `answer`, `option` or `choice` (with `is` or a colon), else the first that `is
-correct`, else the last one that stands alone as a capital. A response that names none is right if it holds the text of
-the right choice, as words. Which choice is right a row says by the label, a letter or the text of a choice, or by
-`correct_letter` in its metadata; `choices` or `valid_letters` there say which letters count, else A to J.
+The letter is the one that the last sentence of the form `the answer is C` or `C is correct` names, else the one that
+the last clause names alone: `cairn.tasks.rewards.choices` says how. A response that names none is right if it holds the
+text of the right choice, as words, and denies nothing. Which choice is right a row says by the label, a letter or the
+text of a choice, or by `correct_letter` in its metadata; `choices` or `valid_letters` there say which letters count,
+else A to J.
 
 | | slime's `gpqa` | here |
 |---|---|---|
+| `Option A is wrong. The answer is C` | A: the first mention counts | C: the last statement does |
+| `the answer is A or B`, `not B` | A; B | no answer |
 | a word behind `answer is`, as in `the answer is clear` | its first letter is the answer: C | is no letter |
-| small letters | count behind `answer`, in words too | count where they stand alone, but for `a` before a word |
+| small letters | count behind `answer`, in words too | count as all that follows `answer is` |
 | the label 2 | C where it is a number, a text where it is a string | C, unless a choice is `2` |
 | thoughts without an end | are searched for a letter | hold no answer |
 | the right choice's text, where no letter is named | may stand within words | stands as whole words |
@@ -17,20 +20,13 @@ the right choice, as words. Which choice is right a row says by the label, a let
 | a label that is no choice | counts as a text | fails the sample, if it is a letter |
 """
 
-import re
 from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any
 
 from cairn.tasks.rewards.boxed import answer_of
+from cairn.tasks.rewards.choices import denies, letter_of, plain
 from cairn.tasks.rewards.sample import Sample
-
-_ALONE = r"(?:\(\s*([A-Za-z])\s*\)|\b([A-Za-z])\b(?!['’]\w|(?<=a)\s+[a-z]))"
-_NAMED = (
-    re.compile(rf"\b(?i:answer|option|choice)\s*(?i:is\b|:)?[\s:*_$'‘]*(?:\\boxed\{{)?\s*{_ALONE}"),
-    re.compile(rf"{_ALONE}\s*is\s*(?:the\s*)?correct\b"),
-)
-_CAPITAL = re.compile(r"\b([A-Z])\b(?!['’]\w)")
 
 
 def grade(sample: Sample) -> dict[str, Any]:
@@ -39,14 +35,14 @@ def grade(sample: Sample) -> dict[str, Any]:
     letters = _letters(sample.metadata, choices)
     right, texts = _right(sample, choices, letters)
     final = answer_of(sample)
-    answer = _letter(final, letters)
+    answer = letter_of(final, letters)
     if answer is not None and right is not None:
-        return {"reward": float(answer == right), "answer": answer}
-    said = _plain(final)
-    found = [text for text in map(_plain, texts) if _holds(said, text)]
-    named = [text for text in map(_plain, choices) if _holds(said, text)]
+        return {"reward": float(answer == right), "answer": answer or None}
+    said = plain(final)
+    found = [text for text in map(plain, texts) if _holds(said, text)]
+    named = [text for text in map(plain, choices) if _holds(said, text)]
     alone = all(any(_holds(text, other) for text in found) for other in named)
-    return {"reward": float(bool(found) and alone), "answer": answer}
+    return {"reward": float(bool(found) and alone and not denies(final)), "answer": answer or None}
 
 
 def _choices(metadata: dict[str, Any]) -> list[str]:
@@ -68,7 +64,7 @@ def _right(sample: Sample, choices: Sequence[str], letters: Sequence[str]) -> tu
     if letter is None and label.isdecimal() and int(label) < len(letters) and label not in choices:
         letter = letters[int(label)]
     if letter is None and label:
-        same = [i for i, choice in enumerate(choices) if _plain(choice) == _plain(label)]
+        same = [i for i, choice in enumerate(choices) if plain(choice) == plain(label)]
         letter = letters[same[0]] if same and same[0] < len(letters) else None
     texts = [str(sample.metadata[name]) for name in ("correct_answer", "answer_text") if sample.metadata.get(name)]
     if letter in letters and (place := letters.index(letter)) < len(choices):
@@ -83,19 +79,5 @@ def _right(sample: Sample, choices: Sequence[str], letters: Sequence[str]) -> tu
     return letter, texts
 
 
-def _letter(text: str, letters: Sequence[str]) -> str | None:
-    for pattern in _NAMED:
-        for found in pattern.findall(text):
-            if (letter := "".join(found).upper()) in letters:
-                return letter
-    capitals = [letter for letter in _CAPITAL.findall(text) if letter in letters]
-    return capitals[-1] if capitals else None
-
-
 def _holds(text: str, words: str) -> bool:
     return bool(words) and f" {words} " in f" {text} "
-
-
-def _plain(text: str) -> str:
-    """Its words and numbers, in small letters."""
-    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()

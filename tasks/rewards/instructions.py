@@ -24,7 +24,7 @@ Check = Callable[[str, Arguments], bool]
 
 _YES_NO_MAYBE = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _CAPITALS = re.compile(r"[^\W_]+(?:[-'’][^\W_]+)*")
-_FENCE = re.compile(r"^```(?:json|Json|JSON)?|```$")
+_FENCES = re.compile(r"\A(?:```(?:json|Json|JSON)?)+")
 
 
 class CannotCheck(Exception):
@@ -97,7 +97,7 @@ def _first_word(response: str, given: Arguments) -> bool:
 
 
 def _placeholders(response: str, given: Arguments) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= given["num_placeholders"]
+    return len(_in_lines(r"\[.*?\]", "]", response)) >= given["num_placeholders"]
 
 
 def _postscript(response: str, given: Arguments) -> bool:
@@ -107,8 +107,8 @@ def _postscript(response: str, given: Arguments) -> bool:
 
 
 def _bullets(response: str, given: Arguments) -> bool:
-    stars = re.findall(r"^\s*\*[^\*].*$", response, re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", response, re.MULTILINE)
+    stars = re.findall(r"^[^\S\n]*\*[^\*].*$", response, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)
     return len(stars) + len(dashes) == given["num_bullets"]
 
 
@@ -127,18 +127,24 @@ def _sections(response: str, given: Arguments) -> bool:
 
 
 def _json(response: str, given: Arguments) -> bool:
-    text = response.strip()
-    while (shorter := _FENCE.sub("", text)) != text:
-        text = shorter
+    text = _FENCES.sub("", response.strip())
+    end, passed_line_end = len(text), False
+    while (fence := text.endswith("```", 0, end)) or (text.endswith("\n", 0, end) and not passed_line_end):
+        end, passed_line_end = end - (3 if fence else 1), passed_line_end or not fence
     try:
-        json.loads(text.strip())
-    except ValueError:
+        json.loads(text[:end].strip())
+    except (ValueError, RecursionError):
         return False
     return True
 
 
 def _title(response: str, given: Arguments) -> bool:
-    return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", response))
+    return any(title.lstrip("<").rstrip(">").strip() for title in _in_lines(r"<<[^\n]+>>", ">>", response))
+
+
+def _in_lines(pattern: str, end: str, text: str) -> list[str]:
+    """What matches a pattern within lines; each match ends with `end`, so behind the last one none begins."""
+    return [found for line in text.split("\n") for found in re.findall(pattern, line[: line.rfind(end) + len(end)])]
 
 
 def _two_responses(response: str, given: Arguments) -> bool:

@@ -1,52 +1,100 @@
-r"""How people write an answer, undone: units, currencies and wrapped text go, and a chain of equalities is reduced to
-what it says.
+r"""How people write an answer, undone, as far as what it says stays the same. What is left is for
+`cairn.tasks.rewards.equality` to read.
 
 | written | read as |
 |---|---|
-| `\$18`, `£18`, `18€`, `USD 18`, `18 dollars`, `18\text{ cm}^2`, `18 m/s` | `18`, where the label is a bare number |
-| `18x`, `18 thousand`, `18 or 19`, `not 18` | itself: these words change the number |
-| `x = 3 \cdot 6 = 18` | `18` |
-| `5 = 6 = 18`, `18 \approx 5` | nothing: a false statement holds no answer |
+| `\$18`, `USD 18`, `18 dollars`, `18\text{ cm}^2`, `18 m/s`, `18^\circ` | `18`, with its unit beside it |
+| `18x`, `18 million`, `18 tens`, `18K`, `18m` | itself: no unit of `_UNITS`; a lone letter is an unknown |
+| `10\%`, `10 percent` | `\frac{10}{100}` |
+| `3 1/2`, `1.8e4`, `0.1\overline{3}` | `3\frac{1}{2}`, `(1.8 \cdot 10^{4})`, `\frac{12}{90}` |
+| `18{,}000`, `18,\!000`, `18\,000`, `18 000`, `18,000` | `18000` |
+| `x = 3 \cdot 6 = 18`, `m + n = 18`, `x \approx 18` | `18` |
 | `\frac13 \approx 0.333` | `\frac13`: what is exact comes first |
-| `x \approx 18` | `18` |
-| `18{,}000`, `18,\!000`, `18\,000`, `18 000` | `18000` |
-| `\text{Evelyn}`, `(\text{Evelyn})` | `Evelyn` |
+| `5 = 6 = 18`, `18 \approx 5`, `2x = 18` | nothing: it is false, or says of something else that it is 18 |
+| `2516_8`, `12:30`, `3:4:5`, `18 mod 20`, `eighteen`, `18\ldots` | itself, as text: see `text_only` |
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
-_THOUSANDS = re.compile(r"(?<=\d),\\!(?=\d{3})")
-_SPACE = re.compile(r"\\[,;:!> ]|~|\\q?quad\b|\s")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|rm)\s*\{([^{}]*)\}")
-_DIGIT_GROUPS = re.compile(r"(?<![\d.])\d{1,3}(?:(?: |\{,\})\d{3})+(?![\d])")
-_SIGNS = {"²": "^2", "³": "^3", "°": r"^\circ ", r"\degree": r"^\circ "}
-_CURRENCY = re.compile(r"\b(?:US|A|C|NZ|HK)?\\?\$|[£€¥₹₩₽¢]|\\(?:pounds|euro|yen|textsterling|texteuro)\b ?")
-_CURRENCY_CODE = re.compile(r"^(?:USD|EUR|GBP|JPY|INR|CNY|RMB|Rs\.?) ?(?=[-\d.])")
-_NUMBER = r"[-+−]?(?:\d[\d,]*\.?\d*|\.\d+|(?:\d+ ?)?\\[dt]?frac(?:\{[-\d.]+\}\{[-\d.]+\}|\d\d)|\d+/\d+)"
-_POWER = r"(?:\^(?:\d|\{-?\d\}))?"
-_SYMBOL = (
-    r"(?:mm|cm|dm|km|m|in|ft|yd|mi|mg|kg|g|lbs?|oz|ms|min|s|hrs?|h|ml|mL|cl|l|L|kmh|kph|mph|Hz|kHz|N|J|kJ|W|kW|kWh|V|A|"
-    r"Pa|kPa|K|C|F|mol|sq|rad|deg|units?|USD|EUR|GBP|JPY|INR|CNY|RMB)"
+LONGEST = 400
+"""Characters of an answer that is read. The longest answer of MATH-500 has 159."""
+
+_UPRIGHT = "\ue000"
+"""Before a letter that was set as text, which is no unknown."""
+_THOUSANDS = re.compile(r"(?<=\d)(?:,\\! ?|\{,\})(?=\d{3})")
+_SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad\b|\{\}|\s")
+_TEXT = re.compile(
+    r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox|rm|operatorname|boldsymbol)\s*\{([^{}]*)\}"
 )
-_DEGREE = r"(?: ?\^(?:\\circ|\{\\circ\}) ?|°)?"
-_SYMBOLS = re.compile(rf"({_NUMBER}) ?{_DEGREE}{_SYMBOL}{_POWER}(?: ?[/*· ] ?{_SYMBOL}{_POWER})*\.?")
-_WORDS = re.compile(rf"({_NUMBER}) ?((?:[A-Za-z]+{_POWER}[ /-]?)+)\.?")
-_CHANGE_THE_NUMBER = frozenset(
-    re.findall(
-        r"\w+",
-        "and or not pi e i dozen score half percent hundred thousand million billion trillion squared cubed plus minus "
-        "dozens halves thirds tenths hundredths thousandths hundreds thousands millions billions trillions "
-        "times over mod factorial sqrt root sin cos tan log ln exp if to",
-    )
+_SIGNS = {"²": "^2", "³": "^3", "°": r"^\circ ", r"\degree": r"^\circ ", "−": "-", "\\left": "", "\\right": ""}
+_SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
+_COMMA_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
+_PERCENT = re.compile(
+    rf"({_NUMBER}|(?:\d+ ?)?\\[dt]?frac\{{{_NUMBER}\}}\{{{_NUMBER}\}}) ?(?:\\?%|per ?cent\b|percentage\b)"
 )
-_RELATION = re.compile(r"\\(?:approx(?:eq)?|simeq|sim|cong|doteq)\b|≈|≃|=")
-_OTHER_RELATION = re.compile(
-    r"[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt|equiv|in|pm|mp)\b|[!:=]=|→|\\(?:to|rightarrow|implies)\b"
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])")
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar) ?(?:\{(\d+)\}|(\d))(?!\d)")
+_MIXED = re.compile(r"(?<![\d./])(\d+) (\d+) ?/ ?(\d+)(?![\d./])")
+_FUNCTION = re.compile(r"(?<![\\A-Za-z])(?=(?:sqrt|pi|sin|cos|tan|log|ln)(?![A-Za-z]))")
+_BASE = re.compile(r"\(?([0-9A-Z]+)\)? ?_ ?\{? ?(\d+) ?\}?")
+_CLOCK = re.compile(r"0*(\d{1,2}:\d\d(?::\d\d)?)(?: ?([ap])\.? ?m)?", re.IGNORECASE)
+_NO_ARITHMETIC = re.compile(
+    r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)(?!(?:and|or)\b)[A-Za-z]{3,}|"
+    r"\\[lcd]?dots[bcm]?\b|…|\.\.|:.*:|(?<![\^_])(?<!frac )\d \d|\\pm.*\\pm|[\d)}\]] ?['′″\"]|(?<=[\d)}]) ?_|"
+    r"(?<![\\A-Za-z])(?:no|of|at|by|if|is|to|up|on|as|be)(?![A-Za-z])|"
+    r"\\(?:[pb]?mod|equiv|not|to|sim|mapsto|[Rr]ightarrow|implies|mp|propto|cong)\b"
 )
-_NAME = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?(?:\([A-Za-z]\))?")
-_WORD_ANSWER = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z]+(?:[ '-][A-Za-z]+)*")
+
+_UNITS = """
+mm millimeter millimetre | cm centimeter centimetre | dm | m meter metre | km kilometer kilometre | in inch |
+ft foot feet | yd yard | mi mile | mg milligram | g gram | kg kilogram | lb lbs pound | oz ounce | ton tonne |
+ms millisecond | s sec second | min mins minute | h hr hrs hour | day | week | month | year yr yrs |
+ml mL milliliter | cl | l L liter litre | gal gallon | cup | pint | kmh kph | mph | Hz hertz | kHz | N newton |
+J joule | kJ | W watt | kW | kWh | V volt | A ampere | Pa pascal | kPa | mol mole | deg degree | rad radian |
+unit | $ dollar USD | € euro EUR | £ GBP | ¥ yen JPY | ₹ rupee INR | yuan CNY RMB | ¢ cent |
+item people person student child children man men woman women boy girl player team worker member friend guest
+apple orange egg cookie candy candies sandwich slice piece meal bottle flower tree dog cat bird fish cow horse sheep
+book page ticket coin marble card ball stamp car bus house room chair game goal vote question problem lesson lap
+trip step point way digit integer solution outcome path edge vertex vertices face side diagonal triangle subset
+factor divisor term value combination arrangement permutation calorie
+"""
+"""Units, each with its names. Things that are counted are all one: it is known that they do not change a number."""
+_NAMES = {name: names.split()[0] for names in _UNITS.split("|") for name in names.split()}
+_PREFIX = r"(?:(?:square|sq|cubic|cu)\.? )?"
+_POWER = r"(?: ?\^ ?(?:\d|\{-?\d\}))?"
+_SYMBOL = "|".join(sorted((name for name in _NAMES if re.fullmatch(r"\w{2,3}", name)), key=len, reverse=True))
+_WORD = "|".join(sorted((name for name in _NAMES if re.fullmatch(r"[a-z]{3,}", name)), key=len, reverse=True))
+_LETTER = "[mgshlLNJWVA]"
+_DEGREE = rf"\^ ?(?:\\circ|\{{ ?\\circ ?\}}) ?(?:{_UPRIGHT}?[CF])?"
+_FACTOR = rf"{_PREFIX}(?:(?:{_SYMBOL}|(?i:{_WORD})(?:e?s)?)(?![A-Za-z])|{_UPRIGHT}{_LETTER}){_POWER}"
+_ANY_FACTOR = rf"(?:{_FACTOR}|{_LETTER}(?![A-Za-z]){_POWER})"
+_UNIT = re.compile(
+    rf"(?P<body>.*(?:[\d)}}]|\\pi)) ?(?P<unit>(?:{_DEGREE}|(?:per |/ ?)?(?:{_FACTOR}|{_LETTER}(?= ?/)))"
+    rf"(?: ?(?:/|\bper\b|·|\*|\\cdot|-|(?= )) ?(?:an? )?{_ANY_FACTOR})*)"
+)
+_CURRENCY = re.compile(
+    r"(?:\b(?:US|[AC]|NZ|HK))?\\?\$|[£€¥₹¢]|\\(?:pounds|euro|yen|textsterling|texteuro)\b|"
+    r"^(?:USD|EUR|GBP|JPY|INR|CNY)\b"
+)
+_CURRENCIES = {"pounds": "£", "textsterling": "£", "euro": "€", "texteuro": "€", "yen": "¥"}
+
+_CONNECTIVE = re.compile(r" ?,? ?(?:\b(?:and|or)\b|\\(?:lor|vee)\b) ?")
+_RELATION = re.compile(r"\\(?:approx(?:eq)?|simeq|doteq)\b|≈|≃|=")
+_OTHER_EQUALITY = re.compile(r"[!:=]=|=[>]|→")
+_GREEK = (
+    r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|nu|rho|sigma|tau|phi|varphi|omega|Delta|ell|angle|triangle)\b"
+)
+_NAMED = re.compile(
+    rf"(?:{_GREEK} ?)*[A-Za-z]*(?:_(?:\w|\{{\w+\}}))?'*(?:\([^()=]*\))?|\|[A-Z]+\||\\(?:over)?line\{{[A-Z]+\}}"
+)
+_NOUN = re.compile(
+    r"[A-Za-z]{1,2}|[A-Z]+|(?i:area|perimeter|volume|sum|total|answer|probability|length|distance|cost|number|max|min|"
+    r"maximum|minimum|product|speed|time|result)"
+)
+_NO_NOUNS = frozenset({"ln", "no"})
+_WORDS = re.compile(r"(?=.*[A-Za-z]{3})[A-Za-z]+(?:[ '-][A-Za-z]+)*")
 
 Equal = Callable[[str, str], bool]
 """Whether two expressions are equal."""
@@ -54,86 +102,182 @@ Value = Callable[[str], float | None]
 """Of an expression without unknowns; None with one."""
 
 
-@dataclass(frozen=True)
-class _Chain:
-    exact: list[str]
-    rounded: list[str]
-    """What stands after the first sign of approximation."""
+def read(answer: str) -> tuple[str, str]:
+    """An answer without its unit and without what only sets it, and the unit in one way of writing it; empty where
+    there is none. At most `LONGEST` characters are looked at: what is longer is returned as it is."""
+    if len(answer) > LONGEST:
+        return answer, ""
+    answer = _plain(answer)
+    written = [sign.removeprefix("\\") for sign in _CURRENCY.findall(answer)]
+    signs = {"$" if sign.endswith("$") else _CURRENCIES.get(sign, sign) for sign in written}
+    amount = _CURRENCY.sub("", answer).strip()
+    found = _UNIT.fullmatch(amount)
+    unit = _canonical(found["unit"]) if found else ""
+    if signs:
+        currency = _NAMES.get(sign := signs.pop(), sign)
+        if signs or (unit and not unit.startswith("/") and unit != currency):
+            return answer.replace(_UPRIGHT, ""), ""  # two units are none
+        unit = currency + unit.removeprefix(currency)
+    body = (found["body"] if found else amount).replace(_UPRIGHT, "").strip()
+    return _numbers(body), unit
 
 
-def plain(answer: str) -> str:
-    """The answer without what only sets it: spaces, `\\text`, currencies, groups of digits, a full stop."""
-    answer = _THOUSANDS.sub(",", answer)
+def _plain(answer: str) -> str:
+    answer = _THOUSANDS.sub("", answer)
     for sign, written in _SIGNS.items():
         answer = answer.replace(sign, written)
-    while answer != (answer := _TEXT.sub(r" \1 ", answer)):
+    while answer != (answer := _TEXT.sub(_set_as_text, answer)):
         pass
-    answer = _CURRENCY.sub("", " ".join(_SPACE.sub(" ", answer).split())).replace(" ^", "^")
-    answer = _DIGIT_GROUPS.sub(lambda number: re.sub(r" |\{,\}", "", number[0]), answer)
-    return _CURRENCY_CODE.sub("", answer.strip().rstrip(".,;").strip())
+    answer = " ".join(_SPACE.sub(" ", answer).split()).replace(" ^", "^").rstrip(".,; ")
+    answer = _PERCENT.sub(r"\\frac{\1}{100}", re.sub(r"^\$([^$]+)\$$", r"\1", answer))
+    return _SPACED_GROUPS.sub(lambda number: number[0].replace(" ", ""), answer)
 
 
-def without_unit(answer: str) -> str:
-    """A number without the unit that follows it; anything else as it is."""
-    symbols = _SYMBOLS.fullmatch(answer)
-    if symbols:
-        return symbols[1]
-    spelled = _WORDS.fullmatch(answer)
-    if not spelled:
-        return answer
-    named = [word.lower() for word in re.findall(r"[A-Za-z]+", spelled[2])]
-    is_unit = len(named[0]) > 2 and all(len(word) > 2 or word in ("of", "a", "an", "in") for word in named)
-    return spelled[1] if is_unit and _CHANGE_THE_NUMBER.isdisjoint(named) else answer
+def _set_as_text(found: re.Match[str]) -> str:
+    letter = re.fullmatch(r" *([A-Za-z]) *", found[1])
+    return f" {_UPRIGHT}{letter[1]} " if letter else f" {found[1]} "
 
 
-def is_number(label: str) -> bool:
-    """Whether a label is a bare number, so that letters beside a number can only be its unit."""
-    return re.fullmatch(_NUMBER, label) is not None
+def _canonical(unit: str) -> str:
+    """A unit in one way of writing it, such as `km/h` or `cm^2`; things that are counted are all one."""
+    unit = unit.replace(_UPRIGHT, "")
+    if "circ" in unit:
+        return "deg"
+    factors = []
+    for part in re.split(r"(?=/|\bper\b)", unit):
+        over = "/" if re.match(r"/|per\b", part) else ""
+        for prefix, name, power in re.findall(
+            r"(square|sq|cubic|cu)?\.? ?\b(?!an?\b|per\b|square|sq\b|cu)([A-Za-z_]+)(?: ?\^ ?\{?(-?\d)\}?)?", part
+        ):
+            known = next((n for n in (name, name.lower(), name.lower()[:-1], name.lower()[:-2]) if n in _NAMES), name)
+            exponent = power or {"s": "2", "c": "3"}.get(prefix[:1], "")
+            factors.append(over + _NAMES.get(known, known) + (f"^{exponent}" if exponent else ""))
+    return " ".join(factors)
 
 
-def words(answer: str) -> str | None:
-    """An answer in words, case and outer parentheses aside; None where it is something else."""
+def _numbers(text: str) -> str:
+    """Numbers as LaTeX has them."""
+    text = re.sub(r"^(?:minus|negative) ", "-", text)
+    text = re.sub(r"^(\d+) ?_ ?(?:10|\{10\})$", r"\1", text)
+    text = _SCIENTIFIC.sub(r"(\1 \\cdot 10^{\2})", text)
+    text = _REPEATING.sub(_as_fraction, text)
+    text = _MIXED.sub(lambda n: rf"{n[1]}\frac{{{n[2]}}}{{{n[3]}}}" if int(n[2]) < int(n[3]) else n[0], text)
+    return _FUNCTION.sub(r"\\", re.sub(r"\\?sqrt ?\(([^()]*)\)", r"\\sqrt{\1}", text))
+
+
+def _as_fraction(number: re.Match[str]) -> str:
+    whole, fixed, cycle = number[1], number[2], number[3] or number[4]
+    above = int(whole + fixed + cycle) - int("0" + whole + fixed)
+    return rf"\frac{{{above}}}{{{'9' * len(cycle)}{'0' * len(fixed)}}}"
+
+
+def text_only(answer: str) -> str | None:
+    """An answer that has no value here, in one way of writing it: words, a number with its base, a time, a ratio of
+    three, what is left open by dots. None for what can be computed."""
+    if len(answer) > LONGEST:
+        return closed_up(answer)
+    if base := _BASE.fullmatch(answer):
+        return f"{base[1].lstrip('0')}_{base[2]}" if base[1][0].isdigit() else None
+    if (time := _CLOCK.fullmatch(answer)) and int(time[1].partition(":")[2][:2]) < 60:
+        return f"{time[1]} {(time[2] or '').lower()}"
     bare = answer.strip("() ")
-    return " ".join(bare.lower().split()) if _WORD_ANSWER.fullmatch(bare) else None
+    if _WORDS.fullmatch(bare):
+        return " ".join(bare.lower().split())
+    named = _split(answer, re.compile("="))[0]
+    rest = " = ".join(part for part in named if len(named) == 1 or not _is_name(part))
+    return closed_up(answer) if _NO_ARITHMETIC.search(rest) else None
 
 
-def stated(answer: str, value: Value, equal: Equal) -> str | None:
-    """What a chain of equalities says the answer is; None where it says something false. Anything else as it is."""
-    chain = _chain(answer)
-    if chain is None:
-        return answer
-    exact = [member for member in chain.exact if not _NAME.fullmatch(member)]
-    found = (exact or chain.rounded[:1] or chain.exact)[-1]
+def closed_up(text: str) -> str:
+    """A text without spaces, but for those that part two numbers."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", text)
+
+
+def integer(text: str) -> int | None:
+    """The integer that an answer is, behind no more than a name; None where it is anything else."""
+    body, _ = read(text)
+    name, named, number = body.rpartition("=")
+    if named and not _is_name(name.strip()):
+        return None
+    digits = _COMMA_GROUPS.sub(lambda found: found[0].replace(",", ""), number.strip("() "))
+    return int(digits) if re.fullmatch(r"[-+]?\d{1,100}", digits) else None
+
+
+def members(answer: str) -> list[str]:
+    """What stands between the commas and connectives of a list."""
+    answer = _CONNECTIVE.sub(", ", answer)
+    depth = depths(answer)
+    answer = _COMMA_GROUPS.sub(lambda n: n[0] if depth[n.start()] else n[0].replace(",", ""), answer)
+    return _split(answer, re.compile("[,;]"))[0]
+
+
+def stated(answer: str, value: Value, equal: Equal) -> tuple[str, str] | None:
+    """The name that a chain of equalities gives to a value, or nothing, and the value. None where the chain is false,
+    or says something else than a value. Anything else has no name and is its own value."""
+    if _OTHER_EQUALITY.search(answer):
+        return None
+    parts, signs = _split(answer, _RELATION)
+    if not signs:
+        return "", answer
+    first = next((i for i, sign in enumerate(signs, 1) if sign != "="), len(parts))
+    names = [part for part in parts if part and _is_name(part)]
+    exact = [part for part in parts[:first] if part and part not in names]
+    rounded = [part for part in parts[first:] if part and part not in names]
+    if not exact and not rounded:
+        return (names[0], names[-1]) if names else None
+    found = (exact or rounded)[-1 if exact else 0]
     known = value(found)
-    if known is None:
-        return found
-    for member in exact:
-        if member != found and value(member) is not None and not equal(member, found):
+    for part in exact:
+        other = value(part)
+        if other is None and known is not None:
+            letters = set(re.findall(r"[A-Za-z]", part))
+            holds = bool(names) and letters.isdisjoint(names)  # `y = 3x = 18` says nothing false
+        else:
+            holds = part == found or equal(part, found)
+        if not holds:
             return None
-    for member in chain.rounded:
-        other = value(member)
-        if other is not None and abs(known - other) > max(abs(known) / 100, _half_of_last_digit(member)):
+    for part in rounded:
+        other = value(part)
+        if exact and (known is None or other is None or not _rounds(other, part, known)):
             return None
+    return names[0] if names else "", found
+
+
+def _is_name(text: str) -> bool:
+    """Whether it can only be what an answer is called: a letter, `f(3)`, words, an expression in several unknowns, a
+    tuple of letters."""
+    if re.fullmatch(r"\([a-z](?:, ?[a-z])+\)", text):
+        return True
+    terms = [term for term in re.split(r" ?(?:[-+*/]|\\cdot|\\times) ?", text) if term]
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]+", text)
+    return (
+        not text.startswith(("-", "+", "/"))
+        and bool(terms)
+        and len(set(terms)) == len(terms)
+        and all(_NAMED.fullmatch(term) for term in terms)
+        and all(_NOUN.fullmatch(word) and word not in _NO_NOUNS for word in words)
+    )
+
+
+def _split(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """The parts of a text between separators outside of all brackets, and these."""
+    depth = depths(text)
+    found = [sign for sign in separator.finditer(text) if depth[sign.start()] == 0]
+    ends, begins = [*(sign.start() for sign in found), len(text)], [0, *(sign.end() for sign in found)]
+    parts = [text[begin:end].strip() for begin, end in zip(begins, ends, strict=True)]
+    return parts, [sign[0] for sign in found]
+
+
+def depths(text: str) -> list[int]:
+    """How many brackets are open before each character."""
+    found = [0]
+    for char in text:
+        found.append(found[-1] + (char in "{([") - (char in "})]"))
     return found
 
 
-def _chain(answer: str) -> _Chain | None:
-    """None where there is no chain, or more than one."""
-    if _OTHER_RELATION.search(answer) or re.search(r",(?!\d{3})", answer):
-        return None
-    depths = [0]
-    for char in answer:
-        depths.append(depths[-1] + (char in "{([") - (char in "})]"))
-    signs = [sign for sign in _RELATION.finditer(answer) if depths[sign.start()] == 0]
-    if not signs:
-        return None
-    ends = [*(sign.start() for sign in signs), len(answer)]
-    begins = [0, *(sign.end() for sign in signs)]
-    members = [answer[begin:end].strip() for begin, end in zip(begins, ends, strict=True)]
-    first = next((i for i, sign in enumerate(signs, 1) if sign[0] != "="), len(members))
-    return _Chain([m for m in members[:first] if m], [m for m in members[first:] if m])
-
-
-def _half_of_last_digit(number: str) -> float:
-    decimals = re.fullmatch(r"[-+−]?\d*\.?(\d*)", number)
-    return 0.0 if decimals is None else 0.5 * 10.0 ** -len(decimals[1]) * (1 + 1e-9)
+def _rounds(rounded: float, written: str, exact: float) -> bool:
+    """Whether a value is another to the last digit that is written, or to one percent."""
+    decimals = re.fullmatch(r"[-+]?\d*\.?(\d*)", written)
+    last = 0.0 if decimals is None else 0.5 * 10.0 ** -len(decimals[1]) * (1 + 1e-9)
+    return abs(exact - rounded) <= max(abs(exact) / 100, last)

@@ -9,14 +9,19 @@ f = `reward.overlong_penalty_factor`, it adds to the grader's reward
     −f                    where l > L
 
 as verl's `overlong_buffer` does. What tools and users said is no part of the length. The grader's own reward stays
-beside it, as `raw_reward`, with `overlong_penalty`.
+beside it, as `raw_reward`, with `overlong_penalty`: filters, curricula and metrics go by that (the paper's equation 11
+counts right answers), advantages by the shaped one.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from cairn.configs.schema.run import RunConfig
+from cairn.storage.schemas import RAW_REWARD
 from cairn.tasks.rewards.pool import Graded
 
 
@@ -50,8 +55,15 @@ class Overlong:
         return replace(graded, reward=graded.reward + penalty, components=told)
 
 
-def sampled_tokens(response_ids: Sequence[int], segments: Sequence[Mapping[str, Any]] | None) -> int:
-    """Tokens that the policy sampled, by the columns of a rollout table."""
+def as_graded(rewards: pa.Table) -> pa.ChunkedArray:
+    """The rewards of a reward table as the grader gave them; null where there is none."""
+    if RAW_REWARD.name not in rewards.column_names:
+        return rewards.column("reward")
+    return pc.coalesce(rewards.column(RAW_REWARD.name), rewards.column("reward"))
+
+
+def sampled_tokens(length: int, segments: Sequence[Mapping[str, Any]] | None) -> int:
+    """Tokens of a response of this many that the policy sampled, by its segments in a rollout table."""
     if segments is None:
-        return len(response_ids)
+        return length
     return sum(segment["tokens"] for segment in segments if segment["call"] is not None)

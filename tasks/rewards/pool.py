@@ -16,6 +16,10 @@ and stop processes at will. What happens to a sample, whose doing each outcome i
 | the machine ends its process or gives it no time | the same, alone in the pool; after `KILLED` GraderUnavailable |
 | a coroutine function does not come back in time | it is called `FRESH` times more, then the sample fails |
 
+Where one of our own graders would fail a sample because its process computes for too long or ends, the answer is wrong
+instead, with the reason as `error` in its components: what the policy wrote has done that. A failed sample would take
+its group with it, and the policy would never unlearn the answer. What a user's grader was busy with nobody knows.
+
 Of several samples that are graded in one call, what becomes of one becomes of all of a group. Of a mere batch none is
 judged by its company: where the call fails, each is graded alone.
 
@@ -286,7 +290,7 @@ class GraderPool:
             if outcome.blame is not Blame.MACHINE:
                 ended += 1
                 if ended == FRESH or outcome.blame is Blame.SAMPLE_FOR_SURE:
-                    return [_Outcome(Graded(None, error=outcome.error), tries=tries)] * len(call)
+                    return [_Outcome(self._ended_over(outcome), tries=tries)] * len(call)
                 continue
             killed += 1
             if killed >= KILLED:
@@ -295,6 +299,11 @@ class GraderPool:
                     "machine memory and time for it, or set reward.rm_memory, so that a sample that wants more fails"
                 )
             self._sleep(FIRST_WAIT * 2.0 ** (killed - 1))
+
+    def _ended_over(self, lost: Lost) -> Graded:
+        """What a sample gets that no process could grade, by its own doing."""
+        wrong = self._grader.wrong
+        return Graded(None, error=lost.error) if wrong is None else Graded(wrong, {"error": lost.error})
 
     def _message(self, sample: Sample) -> Any:
         return sample if self._grader.whole_sample else (sample.response, sample.label, sample.metadata)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cairn.storage.answers import Answer, Answers, question_digest
+from cairn.storage.answers import Answer, Answers, prompt_digest, question_digest
 from cairn.storage.store import Store
 from cairn.tasks.rewards.grading import Rememberable
 from cairn.tasks.rewards.outside.asking import Answered, OutsideGraders
@@ -70,7 +70,8 @@ class Remembered:
             with self._answers.log() as log:
 
                 def keep(position: int, one: Graded) -> None:
-                    log.append((left[position], Answer(one.reward, one.components, one.error)))
+                    about = prompt_digest(asked[left[position]][0].prompt)
+                    log.append((left[position], Answer(one.reward, one.components, one.error, about)))
 
                 found = self._ask([asked[question][0] for question in left], keep)
             graded |= dict(zip(left, found, strict=True))

@@ -18,10 +18,11 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from inspect import isawaitable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -94,25 +95,32 @@ def main(connection_fd: int, parent: int, path: str, terms: Sequence[Any]) -> No
     grader: Grader = load_callable(path)
     # The pool may be gone, perhaps before it had read the last answer. What a coroutine leaves open, such as the client
     # of a service, stays open from one message to the next.
-    with suppress(EOFError, ConnectionError), asyncio.Runner() if given.waits else nullcontext() as runner:
+    with suppress(EOFError, ConnectionError), asyncio.Runner() as runner:
         connection.send(None)
         while True:
             calls: list[list[Any]] = connection.recv()
-            if runner is not None:
+            if given.waits:
                 runner.run(_side_by_side(connection, grader, calls, given))
                 continue
             for position, samples in enumerate(calls):
-                connection.send((position, answers(grader, samples, given)))
+                connection.send((position, answers(grader, samples, given, runner)))
 
 
-def answers(grader: Grader, samples: Sequence[Any], terms: Terms) -> list[Answer]:
-    """One call: the reward and components of each sample, or the error that it ended in."""
+def answers(grader: Grader, samples: Sequence[Any], terms: Terms, runner: asyncio.Runner) -> list[Answer]:
+    """One call: the reward and components of each sample, or the error that it ended in. What a plain function returns
+    to be awaited is awaited."""
     # A grader is user code: whatever it raises is the result of these samples, and no other is to suffer from it.
     try:
         result = grader(*_arguments(samples, terms))
+        if isawaitable(result):
+            result = runner.run(_result(result))
         return _told(result, samples, terms, alone=True)
     except (Exception, SystemExit) as error:
         return [_failed(error, terms, alone=True)] * len(samples)
+
+
+async def _result(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 async def _side_by_side(connection: Connection, grader: Grader, calls: Sequence[list[Any]], terms: Terms) -> None:
@@ -196,9 +204,17 @@ def _reward(result: Any, terms: Terms) -> Answer:
     if terms.reward_key not in result:
         has = ", ".join(sorted(map(repr, result))) or "nothing"
         raise ValueError(f"the grader's mapping lacks {terms.reward_key!r}, it has {has}: set reward.reward_key")
-    components = {str(name): value for name, value in result.items() if name != terms.reward_key}
-    json.dumps(components, allow_nan=False)
+    components = {str(name): _component(value) for name, value in result.items() if name != terms.reward_key}
     return finite(result[terms.reward_key]), components or None, None, Whose.SAMPLE
+
+
+def _component(value: Any) -> Any:
+    """What is recorded of a component: the numbers of arrays; nothing of what is not finite; as text, of what is no
+    JSON."""
+    try:
+        return json.loads(json.dumps(value, default=lambda array: array.tolist()), parse_constant=lambda name: None)
+    except (TypeError, ValueError, AttributeError, RecursionError):
+        return repr(value)[:1000].encode(errors="backslashreplace").decode()
 
 
 def _failed(error: BaseException, terms: Terms, alone: bool) -> Answer:

@@ -15,11 +15,11 @@ from cairn.tasks.episodes import LoggedCalls
 class StreamCalls(LoggedCalls):
     """Those of one driver."""
 
-    def __init__(self, log: StreamCallLog | None, run: str, attempt: str) -> None:
-        """`log`: None where the samples' code records nothing. `run`, `attempt`: see `Origin`."""
+    def __init__(self, log: StreamCallLog | None, origin: Origin) -> None:
+        """`log`: None where the samples' code records nothing. `origin`: of its samples, but for the iteration."""
         super().__init__(log)
         self._stream_log = log
-        self._origin = Origin(run, 0, attempt=attempt)
+        self._origin = origin
         self._lock = threading.Lock()
         self._iterations: dict[int, int] = {}
         """Of open groups, that which admitted them."""

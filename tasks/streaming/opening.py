@@ -30,6 +30,8 @@ def open_stream(run: RunContext) -> Iterator[None]:
     ledger, iteration = run.ledger, oldest_open(run.ledger)
     attempt, circumstances = ledger.attempt(iteration, Step.ROLLOUT, "stream"), take_groups.circumstances(run)
 
+    recovered: list[pa.Table] = []
+
     def open_logs(groups: Collection[int]) -> tuple[StreamLog, StreamCallLog | None]:
         name = layout.attempt_name(None, layout.attempt_epoch(attempt.name), uuid.uuid4().hex[:12])
         folder = AttemptFolder(ledger.store, layout.stream(ledger.run), name, root=layout.run(ledger.run))
@@ -42,6 +44,8 @@ def open_stream(run: RunContext) -> Iterator[None]:
             encode=partial(encode_rows, run),
             earlier_digests=earlier,
         )
+        if not recovered:  # before calls are read: see `StreamLog.recover`
+            recovered.append(samples.recover(groups))
         if not generate_function(run).records:
             return samples, None
         return samples, StreamCallLog(folder, circumstances, groups, encode=call_table, earlier_digests=earlier)
@@ -52,7 +56,7 @@ def open_stream(run: RunContext) -> Iterator[None]:
     sampled = newest_sampled(run.config.rollout, newest_trained(run))
     stream = Stream(call, weights_after(run, sampled), open_logs, open_ids)
     try:
-        parts = _parts(stream.recover(open_ids))
+        parts = _parts(recovered[0])
         for admission, ids in left:
             groups = (group for group in admitted_groups(run, admission) if group.drawn.group_id in ids)
             stream.admit(admission, [_gone_on(group, parts) for group in groups])

@@ -19,8 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import pyarrow as pa
-
 from cairn.engines.episodes.records import CallRecord
 from cairn.engines.errors import EngineError
 from cairn.storage.commits import Commit
@@ -71,10 +69,6 @@ class Stream:
     def newest_admission(self) -> Commit | None:
         """What the next one follows."""
         return self._newest
-
-    def recover(self, groups: Collection[int]) -> pa.Table:
-        """See `StreamLog.recover`."""
-        return self._state.recover(groups)
 
     def begin(self) -> None:
         """Generate, from now on."""

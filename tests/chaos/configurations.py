@@ -53,7 +53,7 @@ def coarse(response, label, metadata):
 
 _LESS: Sections = {"rollout": {"rollout_batch_size": 2}, "eval": {"benchmarks": [], "eval_interval": None}}
 _OVER = {"rollout_batch_size": 4, "over_sampling_batch_size": 7}
-_PARTIAL = {**_OVER, "partial_rollout": True, "rollout_max_response_len": 24}
+_PARTIAL = {**_OVER, "partial_rollout": True, "max_age": 1, "rollout_max_response_len": 24}
 _CUT = {"cut_tokens": 6, "n_samples_per_prompt": 2, "rollout_stop_token_ids": [*range(3, 40)]}
 _SGLANG = {
     "engine": "sglang",

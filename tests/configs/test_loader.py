@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest, in_recorded_words, inherit, load, parse
@@ -255,12 +254,6 @@ MISTAKES = [
         "algorithm: opsm_delta (0.1) has no effect while use_opsm is false; set use_opsm=true, or leave it out",
     ),
     (
-        "algorithm.use_opsm=true",
-        "algorithm.use_opsm (True) has no effect while training.num_steps_per_rollout is 1 and "
-        "algorithm.use_rollout_logprobs is false: the policy that is trained is the one that ratios are taken"
-        " against; change either, or leave it out",
-    ),
-    (
         "algorithm.use_unbiased_kl=true",
         "algorithm: use_unbiased_kl (true) has no effect while use_kl_loss is false; set use_kl_loss=true, or"
         " leave it out",
@@ -393,6 +386,7 @@ def test_what_yaml_can_write_and_no_configuration_can_hold_is_one_sentence(tmp_p
     for text, says in {
         "model: &m {path: x, ref_path: *m}\n": "something in it holds itself",
         f"model: {'[' * 2000}{']' * 2000}\n": "is not YAML: it is nested too deeply",
+        "seed: !!timestamp x\n": "is not YAML: a value does not fit its tag: ",
         f"seed: {'9' * 5000}\n": "is not YAML: line 1: the number has 5000 digits",
         'model: {path: "\\ud83d"}\n': "half of a surrogate pair",
     }.items():
@@ -525,7 +519,7 @@ def test_deterministic_mode_of_megatron_in_a_manifest_is_that_of_training(recipe
 
 
 def test_a_rule_that_a_manifest_never_could_have_passed_still_holds(recipe: Path) -> None:
-    with pytest.raises(ValidationError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="exclude each other"):
         from_manifest(without_rules(recipe, use_rollout_logprobs=True, use_tis=True))
 
 
@@ -557,3 +551,26 @@ def test_a_recipe_that_means_another_kl_estimator_than_the_manifest_is_not_bent_
 def test_the_kl_estimator_is_by_default_the_one_that_is_right_where_it_stands(recipe: Path) -> None:
     assert load(recipe, ["algorithm={use_kl_loss: true, kl_loss_coef: 0.1}"]).algorithm.kl_estimator == "k2"
     assert load(recipe, ["algorithm={advantage_estimator: ppo, kl_coef: 0.1}"]).algorithm.kl_estimator == "k1"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "low", "high"),
+    [
+        ({}, 0.2, None),
+        ({"advantage_estimator": "gspo"}, 3e-4, 4e-4),
+        ({"loss_type": "cispo"}, 1.0, 4.0),
+        ({"advantage_estimator": "gspo", "eps_clip": 0.1}, 0.1, None),
+        ({"advantage_estimator": "file.py:estimate"}, 0.2, None),
+    ],
+)
+def test_clip_ranges_that_are_left_out_are_those_of_the_loss_s_paper(
+    algorithm: dict[str, Any], low: float, high: float | None
+) -> None:
+    """And are not said to have no effect, which the two sides of a ratio that is 1 do not have."""
+    rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 8}
+    sections = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": rollout, "algorithm": algorithm}
+    steps = 2 if "eps_clip" in algorithm else 1
+    found = parse({**sections, "training": {"num_steps_per_rollout": steps}}).algorithm
+    assert (found.eps_clip, found.eps_clip_high) == (low, high)
+    recorded = from_manifest({**sections, "algorithm": algorithm}).algorithm
+    assert recorded.eps_clip == algorithm.get("eps_clip", 0.2), "as the version had it that recorded the run"

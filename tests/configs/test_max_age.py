@@ -35,9 +35,11 @@ def test_options_that_would_do_nothing_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"max_age \(2\) has no effect"):
         config({"max_age": 2, "over_sampling_batch_size": 4}, use_tis=True)
     partial = {"partial_rollout": True, "mask_offpolicy_in_partial_rollout": True}
-    for bound in ({}, {"max_age": 0}):
-        with pytest.raises(ValidationError, match="has no effect while max_age is 0, its default"):
-            config({**partial, **bound})
+    for options in ({}, {"max_age": 0}, {"mask_offpolicy_in_partial_rollout": False}):
+        with pytest.raises(ValidationError, match=r"of a response that was continued only the end .* set max_age to 1"):
+            config({**partial, **options})
+    with pytest.raises(ValidationError, match="nothing corrects for the difference"):
+        config({**partial, "max_age": 1})
     assert config({**partial, "max_age": 1}, use_tis=True).rollout.mask_offpolicy_in_partial_rollout
 
 
@@ -54,7 +56,8 @@ def test_an_optimizer_step_holds_a_whole_group_of_which_some_token_is_young_enou
     sections = {
         "model": {"path": "m"},
         "data": {"path": "d"},
-        "rollout": ROLLOUT | {"partial_rollout": True},
+        "rollout": ROLLOUT | {"partial_rollout": True, "max_age": 1},
+        "algorithm": {"use_tis": True},
         "training": {"num_steps_per_rollout": steps},
     }
     if fits:

@@ -1,5 +1,7 @@
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from cairn.engines.models import (
     save_config,
 )
 from cairn.engines.tokenizers import read_tokenizer
+from cairn.flows.plan.subject import planned_model
 from examples.quickstart.model import build_tokenizer
 from tests.architectures import architecture
 
@@ -110,10 +113,35 @@ def test_a_type_that_has_anothers_architecture_is_read_as_that_and_runs_no_code(
     assert all(value.equal(expected.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("option", ["attn_implementation", "experts_implementation"])
-def test_a_folder_whose_kernels_are_fetched_code_is_refused(option: str, folder: Path) -> None:
-    set_config(folder, **{option: "somebody/kernel"})
-    with pytest.raises(BadModel, match=f"takes {option} from somebody/kernel: take it out"):
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"attn_implementation": "somebody/kernel"}, "attn_implementation"),
+        ({"_attn_implementation": "flash_attention_2"}, "_attn_implementation"),
+        ({"attn_implementation": {"": "sdpa", "text_config": "somebody/kernel"}}, "attn_implementation"),
+        ({"experts_implementation": "sonicmoe"}, "experts_implementation"),
+        ({"vision_config": {"attn_implementation": "paged|somebody/kernel"}}, "vision_config.attn_implementation"),
+        ({"vision_config": {"a": [{"_experts_implementation_internal": "x"}]}}, "_experts_implementation_internal"),
+        ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "c.C"}}, "auto_map"),
+        (
+            {"vision_config": {"model_type": "unheard_of", "auto_map": {"AutoModel": "a/b--c.C"}}},
+            "vision_config.auto_map",
+        ),
+        ({"audio_config": {"quantization_config": {"quant_method": "x"}}}, "audio_config.quantization_config"),
+        ({"backbone_config": {"use_timm_backbone": True}}, "backbone_config.use_timm_backbone"),
+    ],
+)
+def test_a_folder_that_names_code_or_kernels_is_refused(options: dict[str, Any], place: str, folder: Path) -> None:
+    set_config(folder, **options)
+    for read in (check_model_folder, planned_model, lambda path: load_causal_lm(path, torch.float32)):
+        with pytest.raises(BadModel, match=re.escape(place)) as refused:
+            read(str(folder))
+        assert "take it out, no code is fetched or run that a model names" in str(refused.value)
+
+
+def test_a_folder_with_an_adapter_of_another_model_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/model", "peft_type": "LORA"}')
+    with pytest.raises(BadModel, match="holds an adapter"):
         load_causal_lm(folder, torch.float32)
 
 

@@ -46,11 +46,56 @@ def read(text: str, template: str, *tools: Any, **how: bool) -> Reply:
         ),
         ("[TOOL_CALLS]", f"Look. [TOOL_CALLS] [{AS_JSON}]", "Look."),
         ("<|python_tag|>", AS_JSON.replace("arguments", "parameters"), ""),
+        ("{{- '\"parameters\": ' }}", AS_JSON.replace("arguments", "parameters"), ""),
     ],
 )
 def test_a_call_is_read_as_the_template_tells_it(template: str, text: str, content: str) -> None:
     assert read(text, template, TOOLS) == Reply(content, (SEARCH,))
     assert read(text, template) == Reply(text), "a call of no tool"
+
+
+GPT_OSS = "<|channel|>analysis<|message|> <|call|>"
+DEEPSEEK = "<｜tool▁call▁begin｜>"
+ARGUMENTS = json.dumps({"query": "12", "k": 3})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f" to=functions.search<|channel|>commentary json<|message|>{ARGUMENTS}",
+        f"<|channel|>commentary to=functions.search <|constrain|>json<|message|>{ARGUMENTS}",
+        f"<|channel|>commentary to=functions.search<|message|>{ARGUMENTS}<|call|>",
+    ],
+)
+def test_messages_of_gpt_oss_are_told_apart_by_channel_and_recipient(text: str) -> None:
+    thought = "<|channel|>analysis<|message|>well<|end|><|start|>assistant"
+    preamble = "<|channel|>commentary<|message|>Look.<|end|><|start|>assistant"
+    assert read(thought + preamble + text, GPT_OSS, TOOLS) == Reply("Look.", (SEARCH,), "well")
+    assert read(thought + text, GPT_OSS) == Reply(text, (), "well"), "a call of no tool"
+    assert read(f"{thought}<|channel|>final<|message|>12", GPT_OSS, TOOLS) == Reply("12", (), "well")
+    assert read(f"{thought}<|channel|>final", GPT_OSS, TOOLS) == Reply("<|channel|>final", (), "well")
+    broken = text.replace("}", "")
+    assert [call.name for call in read(broken, GPT_OSS, TOOLS).asked] == ["search"]
+    assert read(broken, GPT_OSS, TOOLS).tool_calls == ()
+    if "<|call|>" not in text:
+        assert read(text, GPT_OSS, TOOLS, cut=True) == Reply(text)
+
+
+@pytest.mark.parametrize("space", ["", " "])  # models write one that the template does not
+def test_calls_of_kimi_have_the_tool_in_their_ids(space: str) -> None:
+    one = f"<|tool_call_begin|>functions.search:0{space}<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"
+    text = f"Look.<|tool_calls_section_begin|>{one}{one}<|tool_calls_section_end|>"
+    assert read(text, "<|tool_call_begin|>", TOOLS) == Reply("Look.", (SEARCH, SEARCH))
+
+
+def test_several_calls_of_deepseek_are_read_in_order() -> None:
+    one = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
+    text = f"Look.\n\n<｜tool▁calls▁begin｜>{one}\n{one}<｜tool▁calls▁end｜>"
+    assert read(text, DEEPSEEK, TOOLS) == Reply("Look.", (SEARCH, SEARCH))
+    broken = read(text.replace('"k": 3', '"k"', 1), DEEPSEEK, TOOLS)
+    assert [call.unreadable is None for call in broken.asked] == [False, True]
+    assert read("Look.", DEEPSEEK, TOOLS) == Reply("Look.")
+    assert read(text[:-40], DEEPSEEK, TOOLS, cut=True).asked == (SEARCH,)
 
 
 def test_several_calls_are_read_in_order_and_what_is_no_call_is_left() -> None:

@@ -14,7 +14,6 @@ from pydantic import create_model
 from typer.testing import CliRunner
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.loader import from_manifest
 from cairn.configs.schema.data import DataConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.flows.cli import app
@@ -53,7 +52,7 @@ def earlier(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def recorded(store: str, run: str) -> RunConfig:
-    return from_manifest(Ledger.open(open_store(store), run).manifest.config)
+    return recorded_config(Ledger.open(open_store(store), run))
 
 
 def go_on(store: str, run: str, config: RunConfig | None = None) -> Events:

@@ -191,6 +191,8 @@ def _losses(peer: str) -> dict[str, Case]:
         def compute(dtype: torch.dtype) -> Values:
             log_probs = _trained("log_probs", dtype).requires_grad_()
             tokens = _tokens(dtype, advantages)
+            if config.use_opsm:  # slime holds the trainer's log-probs against the policy, ours are the rollout engine's
+                tokens = replace(tokens, rollout_log_probs=tokens.old_log_probs)
             losses, _ = LOSS.load(config.loss)(log_probs, tokens, config)
             if config.use_opsm:
                 losses = losses * (1 - masked(log_probs.detach(), tokens, config))

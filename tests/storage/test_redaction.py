@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from cairn.flows.cli import app
 from cairn.flows.reading.samples import iteration_samples
-from cairn.storage import layout, tables
+from cairn.storage import canonical, layout, tables
+from cairn.storage.answers import Answer, Answers, prompt_digest
 from cairn.storage.commits import Step
 from cairn.storage.decision_kinds import Redaction
 from cairn.storage.decisions import Decision
@@ -26,10 +27,11 @@ from cairn.storage.query import open_query
 from cairn.storage.redacted import MARK, without_text
 from cairn.storage.redaction import redact
 from cairn.storage.retention import require_restorable
-from cairn.storage.schemas import rollout_schema
+from cairn.storage.schemas import CALLS, rollout_schema
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store, open_store
 from cairn.storage.verification import verify
+from cairn.storage.write_ahead import part_bytes
 from tests.flows.written_runs import config_of, eval_table, new_run, rollout_table, write_iteration
 
 PROMPT = 3
@@ -328,3 +330,66 @@ def test_the_command_says_which_weights_saw_the_samples(tmp_path: Path) -> None:
     verified = CliRunner().invoke(app, ("verify", "toy", "--store", str(tmp_path)))
     assert verified.exit_code == 0, verified.output
     assert "(4 of them redacted)" in verified.output
+
+
+def test_what_graders_said_about_the_prompt_goes_and_all_else_stays(tmp_path: Path) -> None:
+    ledger = written(tmp_path)
+    store = ledger.store
+    about = {"a" * 64: prompt_digest(TEXT), "b" * 64: prompt_digest("[0] another"), "c" * 64: None}
+    judge, other = Answers(store, "judge", "1"), Answers(store, "judge", "2")
+    said = {question: Answer(1.0, {"judge": f"{TEXT} is easy"}, None, prompt) for question, prompt in about.items()}
+    judge.write(said)
+    judge.write({"a" * 64: said["a" * 64]})
+    other.write({"b" * 64: said["b" * 64]})
+    store.write("answers/notes.txt", b"somebody's")
+    redact(ledger, PROMPT)
+    kept = {"b" * 64: said["b" * 64]}
+    for version in ("1", "2"):
+        assert Answers(store, "judge", version).find(list(about)) == kept
+    left = [ipc_rows(store, path) for path in store.find("answers") if path.endswith(".arrow")]
+    assert [row["question"] for rows in left for row in rows] == ["b" * 64, "b" * 64]
+    assert store.read("answers/notes.txt") == b"somebody's"
+
+
+def ipc_rows(store: Store, path: str) -> list[dict[str, object]]:
+    return tables.from_ipc(store.read(path)).to_pylist()
+
+
+def test_answers_of_earlier_versions_are_read_and_go_as_nobody_knows_what_they_are_about(tmp_path: Path) -> None:
+    ledger = written(tmp_path)
+    columns = {"question": ["a" * 64], "reward": [0.5], "components": ['{"judge": "x"}'], "error": [None]}
+    types = [("question", pa.string()), ("reward", pa.float64()), ("components", pa.string()), ("error", pa.string())]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, pa.schema(types)) as writer:
+        writer.write_table(pa.table(columns, pa.schema(types)))
+    data = sink.getvalue().to_pybytes()
+    folder = layout.answers(canonical.digest({"grader": "judge", "version": "1"}))
+    ledger.store.write(f"{folder}/{hashlib.sha256(data).hexdigest()}.arrow", data)
+    assert Answers(ledger.store, "judge", "1").find(["a" * 64]) == {"a" * 64: Answer(0.5, {"judge": "x"})}
+    redact(ledger, PROMPT)
+    assert ledger.store.list(folder) == []
+
+
+def test_what_is_not_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = written(tmp_path)
+    monkeypatch.setattr("cairn.storage.evals.folders", lambda store: iter(["evals/one", "evals/two"]))
+    monkeypatch.setattr("cairn.storage.evals.Evaluation.from_bytes", lambda data, path: data.decode())
+    monkeypatch.setattr(
+        "cairn.storage.evals.read_samples", lambda store, result: {"prompt_text": pa.chunked_array([[result]])}
+    )
+    for name, text in (("one", TEXT), ("two", "another")):
+        ledger.store.write(f"evals/{name}/result.json", text.encode())
+    for folder, group in (("iterations/000003/rollout/00-000.000009-ab", 77), ("stream/000009-ab", 78)):
+        calls = CALLS.empty_table().to_pydict() | {"group_id": [group]}
+        row = {name: values or [None] for name, values in calls.items()}
+        table = pa.table({field.name: pa.array(row[field.name], field.type) for field in CALLS})
+        sha256, data = part_bytes(table, "inputs")
+        ledger.store.write(f"runs/{ledger.run}/{folder}/write_ahead/calls/0000-000001.{sha256}.arrow", data)
+    told: list[str] = []
+    redact(ledger, PROMPT, unreached=told.append)
+    assert ["evals/one" in told[0], "000003/rollout/00-000.000009-ab" in told[1], "stream/000009-ab" in told[2]] == [
+        True,
+        True,
+        True,
+    ]
+    assert len(told) == 3

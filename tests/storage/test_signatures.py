@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from cairn.flows.cli import app
 from cairn.storage import canonical, layout
+from cairn.storage.answers import Answer, Answers
 from cairn.storage.collector import garbage
 from cairn.storage.decision_kinds import Verdict
 from cairn.storage.deletion import delete_run
@@ -20,10 +21,11 @@ from cairn.storage.errors import StoreError, StoreRefused
 from cairn.storage.leases import Outcome
 from cairn.storage.ledger import Ledger
 from cairn.storage.local import LocalStore
-from cairn.storage.signatures import check_signature, check_signatures, new_key, read_signers
+from cairn.storage.signatures import check_result_signatures, check_signature, check_signatures, new_key, read_signers
 from cairn.storage.store import Store, open_store
+from cairn.storage.write_ahead import part_bytes
 from tests.flows.evaluation.test_comparing import result
-from tests.flows.written_runs import new_run, write_iteration
+from tests.flows.written_runs import new_run, rollout_table, write_iteration
 
 COMMIT = layout.commit("toy", 0, "train")
 
@@ -233,3 +235,31 @@ def test_a_signed_run_is_deleted_with_its_signatures(signers: Path, tmp_path: Pa
     ledger.lease.release(Outcome.COMPLETED)
     delete_run(ledger.store, "toy")
     assert ledger.store.find("runs") == {}
+
+
+def test_what_is_written_ahead_and_what_graders_answered_is_signed_and_goes_with_its_signature(
+    signers: Path, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "store")
+    ledger = written(url)
+    store = ledger.store
+    ahead = f"{layout.iteration('toy', 1)}/rollout/00-000.000001-ab/write_ahead"
+    sha256, data = part_bytes(rollout_table(1, (3,), 0), "inputs")
+    parts = [f"{ahead}/000000.{sha256}.arrow", f"{ahead}/calls/0000-000001.{sha256}.arrow"]
+    parts.append(f"{layout.stream('toy')}/000001-ab/write_ahead/000000.{sha256}.arrow")
+    for path in parts:
+        store.write(path, data)
+    Answers(store, "judge", "1").write({"a" * 64: Answer(1.0)})
+    (answered,) = (path for path in store.find("answers") if path.endswith(".arrow"))
+    signed_by = read_signers(signers)
+    assert {check_signature(store, path, signed_by).signer for path in [*parts, answered]} == {"ada"}
+    assert problems(url, signers) == {}
+    LocalStore(url).write(parts[0], data + b"x")
+    LocalStore(url).write(answered.replace("answers/", "answers/f"), b"of somebody")
+    assert list(problems(url, signers)) == [parts[0]]
+    found = [one.path for one in check_result_signatures(store, signed_by) if one.problem]
+    assert found == [answered.replace("answers/", "answers/f")]
+    for path in [*parts, answered]:
+        store.delete(path)
+    left = [path for folder in layout.FOLDERS for path in store.find(folder)]
+    assert [path for path in left if path.endswith(".sig") and ".arrow." in path] == []

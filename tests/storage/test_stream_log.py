@@ -49,6 +49,24 @@ def test_a_sample_goes_on_from_its_newest_row_or_has_ended_with_the_first_that_s
     assert sorted(tuple(row.values()) for row in found) == [(7, 0, [1, 2]), (7, 1, [5]), (8, 0, [9])]
 
 
+def test_what_a_driver_that_was_taken_over_still_writes_never_counts(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with log(store, 1) as first:
+        first.append(rows((7, 0, "aborted", [1]), (7, 1, "completed", [5])))
+        while len(parts(tmp_path)) < 1:
+            pass
+        with log(store, 2) as second:
+            assert second.recover({7}).num_rows == 2
+            first.append(rows((7, 0, "completed", [1, 2]), (7, 2, "completed", [6])))
+    with log(store, 3) as third:
+        found = third.recover({7}).select(["sample_index", "response_ids"]).to_pylist()
+        assert sorted(tuple(row.values()) for row in found) == [(0, [1]), (1, [5])]
+    with log(store, 4) as fourth:
+        assert fourth.recover({7}).num_rows == 2
+        fourth.forget([7])
+    assert not parts(tmp_path)
+
+
 def test_what_was_made_from_other_inputs_or_is_torn_is_nobodys_and_goes(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     with log(store, 1, "others") as first:
@@ -59,6 +77,7 @@ def test_what_was_made_from_other_inputs_or_is_torn_is_nobodys_and_goes(tmp_path
     torn.write_bytes(torn.read_bytes()[:-1])
     with log(store, 3) as third:
         assert third.recover({7}).num_rows == 0
+        third.forget([7])
     assert not parts(tmp_path)
 
 
@@ -70,7 +89,7 @@ def test_a_part_goes_when_commits_have_all_of_its_groups_written_before_or_after
         second.recover({1, 2})
         second.append(rows((1, 1, "completed", [4])))
         second.forget([1])
-    assert [part.parts[-3] for part in parts(tmp_path)] == ["000001-ab"]
+    assert [part.parts[-3] for part in parts(tmp_path)] == ["000001-ab", "000002-ab"], "which says what it found there"
     with log(store, 3) as third:
         third.recover({2})
         third.forget([2])

@@ -76,7 +76,7 @@ def snapshots(store: str, groups: list[Group]) -> RecordedRun:
         keys = [{"group_id": sample.group, "sample_index": sample.index} for sample in samples]
         rolled = [
             template | key | {"trajectories": one.trajectories, "loss_mask": one.mask}
-            | {"response_ids": [7] * len(one.mask), "log_probs": [-0.5] * len(one.mask)}
+            | {"response_ids": [7] * len(one.mask), "log_probs": [-0.5 * trained for trained in one.mask]}
             | {"weight_versions": [0] * len(one.mask)}
             for key, one in zip(keys, samples, strict=True)
         ]  # fmt: skip
@@ -133,3 +133,6 @@ def test_a_sample_has_one_reward_and_one_place_in_its_group_whatever_is_filtered
     for found, values, mask in zip(arrays(table, "advantages"), expected, masks, strict=True):
         np.testing.assert_allclose(found[mask == 1], values[mask == 1], rtol=1e-4, atol=2e-6)
     assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["rollout_log_probs"] == -0.5, "of trained tokens alone"
+    chosen = np.concatenate(arrays(table, "advantages"))[np.concatenate(masks) == 1]
+    assert metrics["advantages"] == pytest.approx(chosen.mean(), abs=1e-6)

@@ -15,7 +15,8 @@ from cairn.storage.commits import Commit, Step
 from cairn.storage.errors import RunDiffers
 from cairn.tasks.context import RunContext
 from cairn.tasks.data import BadData, GivenPrompts, PromptData, next_prompts
-from cairn.tasks.round_results import round_results
+from cairn.tasks.data.results import GroupResult
+from cairn.tasks.round_results import round_results, untold_results
 from cairn.tasks.selection import last_selection
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
@@ -260,3 +261,41 @@ def test_a_curriculum_that_returns_something_else_is_named(
     data = PromptData.open(config.data, config.data.path, load_tokenizer(config.model.path))
     with pytest.raises(BadData, match=says):
         next_prompts(config, data, 0, 4, (), max_prompt_len=None)
+
+
+def test_a_source_with_a_state_is_told_of_rounds_that_no_prompt_follows(tiny_assets: Path, tmp_path: Path) -> None:
+    """Where a round only continues what was begun, or a batch is filled from the buffer and nothing is generated."""
+    (tmp_path / "told.py").write_text(
+        "def get(path, state, count, results):\n"
+        "    told = (state or []) + [result.prompt_index for result in results]\n"
+        "    return [{'prompt': f'{len(told)} {i}', 'label': '1'} for i in range(count)], told\n"
+    )
+    base = tiny_config(tiny_assets)
+    source = {"path": "x", "get_samples_path": f"{tmp_path / 'told.py'}:get", "apply_chat_template": False}
+    config = base.model_copy(update={"data": base.data.model_copy(update=source)})
+    with tiny_context(str(tmp_path / "made"), base) as (run, _):
+        tokenizer = run.tokenizer
+    prompts = GivenPrompts(config.data, tokenizer)
+
+    def result(index: int) -> GroupResult:
+        return GroupResult(index, index, "1", {}, 0.5, 0.5, True, None, 0.5)
+
+    first = prompts.draw(0, 2, (), max_prompt_len=None)
+    continued = prompts.draw(first.cursor, 0, (result(0), result(1)), max_prompt_len=None)
+    assert continued.rows == []
+    last = prompts.draw(continued.cursor, 2, (result(2),), max_prompt_len=None)
+    assert last.cursor == {"drawn": 4, "state": [0, 1, 2]}
+
+
+def test_results_are_told_after_an_iteration_that_generated_nothing(tiny_assets: Path, tmp_path: Path) -> None:
+    """The first iteration finishes twice what it needs at once, so the second one is filled from the buffer."""
+    twice = {"over_sampling_batch_size": 8, "partial_rollout": True, "cut_tokens": 5, "max_age": 1}
+    config = config_of(tiny_assets, tmp_path, "source", **twice)
+    with tiny_context(str(tmp_path / "store"), config) as (run, _):
+        for index in range(3):
+            iteration(run, DirectSteps(run), index)
+        first, second = (last_selection(run, index) for index in range(2))
+        assert not [commit for commit in run.ledger.commits(1) if commit.step is Step.ROLLOUT]
+        assert untold_results(run, second) == round_results(run, first) != ()
+        levels = {json.loads(row["metadata"])["level"] for row in rollout_rows(run, 2)}
+        assert levels != {3}, "the source learned of the first iteration"

@@ -79,7 +79,6 @@ def aborted(completions: list[Completion]) -> list[Completion]:
     "strike",
     [
         pytest.param(raising(EngineDied("the actor's process is gone")), id="it dies"),
-        pytest.param(raising(EngineTimeout("generate() did not end within 600 s")), id="it is silent"),
         pytest.param(aborted, id="somebody aborts it"),
     ],
 )
@@ -87,6 +86,21 @@ def test_a_healthy_prompt_survives_whatever_befalls_its_engine(
     config: RunConfig, undisturbed: list[str | None], tmp_path: Path, strike: Any
 ) -> None:
     assert trained(tmp_path, config, struck(config, strike), STRIKES + 1) == undisturbed
+
+
+def test_a_step_goes_on_without_a_prompt_over_which_alone_its_engine_hangs_again(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    fleet = struck(config, raising(EngineTimeout("generate() did not end within 600 s")))
+    with tiny_context(str(tmp_path), config, fleet=fleet) as (run, _):
+        for _ in range(3):  # with others, and twice alone
+            with pytest.raises(EngineTimeout):
+                iteration(run, DirectSteps(run), 0)
+        commits = iteration(run, DirectSteps(run), 0)
+        samples = [row for c in commits if c.step is Step.ROLLOUT for row in run.read(c).to_pylist()]
+        failed = {row["group_id"]: row["error"] for row in samples if row["status"] == Status.FAILED}
+        told = "EngineTimeout: an engine did not end in time 2 times over it alone"
+        assert failed == {1: told}
 
 
 @pytest.mark.parametrize("error", [EngineDied("the actor's process is gone"), EngineTimeout("generate() did not end")])

@@ -1,6 +1,7 @@
 """A run that learns from demonstrations is a run like any other, without what it has no need of."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cairn.engines.training.factory import make_engine
 from cairn.engines.types import TrainBatch
 from cairn.flows.cli import app
 from cairn.flows.costs.costs import run_costs
+from cairn.flows.driver.validation import load_tokenizer
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.lineage import lineage
 from cairn.flows.reading.metrics import find_metric, iteration_metrics
@@ -22,6 +24,8 @@ from cairn.flows.report.data import read_samples, read_tokens
 from cairn.flows.rescore.rescoring import changed_config as rescored_with
 from cairn.flows.rescore.rescoring import naming
 from cairn.storage.commits import Step
+from cairn.tasks.data import DemonstrationData, open_data
+from cairn.tasks.events import Message
 from cairn.tasks.recovery import restore_trainer
 from tests.local_fleet import LocalFleet
 from tests.tasks.test_iteration import run_iterations
@@ -120,6 +124,25 @@ def test_a_fresh_driver_goes_on_where_the_last_one_was_killed(
         assert run.fleet.training.position().state_digest == undisturbed[2]
 
 
+def test_responses_end_with_the_token_that_the_generation_config_names(
+    config: RunConfig, tiny_assets: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_assets / "model", model)
+    tokenizer = load_tokenizer(str(model))
+    for file in (model / "config.json", model / "generation_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.pad_token_id}))
+    own = sft_config(
+        tiny_assets,
+        Path(config.data.path),
+        model={"path": str(model)},
+        data={"path": config.data.path, "response_key": "response", "apply_chat_template": False},
+    )
+    data = open_data(own, tokenizer)
+    assert isinstance(data, DemonstrationData)
+    assert data.row(0).samples[0].response_ids[-1] == tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
 def test_rows_that_cannot_be_learned_are_passed_over_and_counted(
     config: RunConfig, tiny_assets: Path, tmp_path: Path
 ) -> None:
@@ -131,7 +154,7 @@ def test_rows_that_cannot_be_learned_are_passed_over_and_counted(
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"path": str(data), "response_key": "response", "rollout_shuffle": False, "max_length": 40}
-    tables = {}
+    tables, warnings = {}, {}
     for policy in ("pass_over", "truncate"):
         own = sft_config(
             tiny_assets,
@@ -140,8 +163,9 @@ def test_rows_that_cannot_be_learned_are_passed_over_and_counted(
             rollout={"num_rollout": 2, "rollout_batch_size": 2},
             training={"lr": 1e-3, "num_threads": 1},
         )
-        with tiny_context(str(tmp_path / policy), own, fleet=None) as (run, _):
+        with tiny_context(str(tmp_path / policy), own, fleet=None) as (run, events):
             iteration(run, DirectSteps(run), 0)
+            warnings[policy] = [event.text for event in events if isinstance(event, Message)]
             read = run.committed(0, Step.ROLLOUT, "00-000")
             rows_read = run.read(read, ["prompt_index", "status"]).to_pylist()
             tables[policy] = (
@@ -154,6 +178,10 @@ def test_rows_that_cannot_be_learned_are_passed_over_and_counted(
         "pass_over": ([(0, "completed"), (2, "completed")], 1, 0, 3),
         "truncate": ([(0, "completed"), (1, "truncated")], 0, 1, 2),
     }
+    assert warnings["truncate"] == []
+    (told,) = warnings["pass_over"]
+    assert told.startswith("1 of the 3 rows read in iteration 0 were passed over")
+    assert told.endswith("raise data.max_length, or set data.overlong to truncate")
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,19 @@ def test_a_batch_that_cannot_be_filled_names_the_reasons(tiny_assets: Path, tmp_
     assert len(run_iterations(tmp_path / "b", config, 1)) == 1
 
 
+def test_where_every_sample_fails_the_first_round_ends_with_their_error(tiny_assets: Path, tmp_path: Path) -> None:
+    grader = tmp_path / "raises.py"
+    grader.write_text("def grade(response, label, metadata):\n    return metadata['answer']\n")
+    config = tiny_config(tiny_assets, rollout={"num_rollout": 1}, reward={"custom_rm_path": f"{grader}:grade"})
+    says = (
+        r"iteration 0: 16 of 16 samples failed, 16 of them with: KeyError: 'answer' \(raises.py:2\); correct the grader"
+    )
+    with tiny_context(str(tmp_path / "a"), config) as (run, _), pytest.raises(BatchNotFilled, match=says):
+        iteration(run, DirectSteps(run), 0)
+    with tiny_context(str(tmp_path / "a"), config) as (run, _):
+        assert run.find(0, Step.ROLLOUT, "01-000") is None
+
+
 def test_a_grader_that_fails_costs_the_group_and_never_gives_a_zero(tiny_assets: Path, tmp_path: Path) -> None:
     grader = tiny_assets / "fails.py"
     grader.write_text(

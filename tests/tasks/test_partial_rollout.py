@@ -40,6 +40,7 @@ PARTIAL = {
     "rollout_stop_token_ids": tuple(range(3, 12)),  # so that responses end at different times
     "max_running_requests": 10,
     "partial_rollout": True,
+    "max_age": 1,
 }
 
 
@@ -223,13 +224,8 @@ def test_unfinished_groups_wait_while_the_buffer_fills_the_batch(tiny_assets: Pa
 @pytest.mark.parametrize(
     ("options", "oldest"),
     [
-        ({}, 0),
-        ({"max_age": 0}, 0),
-        ({"max_age": 1}, 1),
-        (
-            {"max_age": 1, "mask_offpolicy_in_partial_rollout": True},
-            0,
-        ),  # nothing waits in this buffer: all are finished
+        ({}, 1),
+        ({"mask_offpolicy_in_partial_rollout": True}, 0),  # nothing waits in this buffer: all are finished
     ],
 )
 def test_tokens_of_older_weights_are_left_out_of_the_loss_unless_they_are_young_enough(
@@ -247,7 +243,10 @@ def test_tokens_of_older_weights_are_left_out_of_the_loss_unless_they_are_young_
             # One optimizer step an iteration: iteration i samples from version i.
             ages = [index - np.asarray(versions) for versions in samples.column("weight_versions").to_pylist()]
             assert [age.tolist() for age in ages] == run.read(estimated).column("ages").to_pylist()
-            flat, mask = np.concatenate(ages), np.concatenate(train_batch(run, selection, rollouts).loss_mask)
+            batch = train_batch(run, selection, rollouts)
+            flat, mask = np.concatenate(ages), np.concatenate(batch.loss_mask)
+            counted = mask if batch.divisor_mask is None else np.concatenate(batch.divisor_mask)
+            assert counted.all(), "what is masked stays in what the loss is divided by"
             finished = {group: index - iteration for iteration, _, group in trained_groups(run, selection)}
             newest = np.repeat([finished[group] for group in samples.column("group_id").to_pylist()], [*map(len, ages)])
             allowed = flat <= (np.maximum(oldest, newest) if "mask_offpolicy_in_partial_rollout" in options else oldest)

@@ -1,12 +1,12 @@
 """Code that a model folder brings along. SGLang runs it wherever it does not know the model's architecture, whatever it
 was told with `trust_remote_code`; so a folder that names any is not given to it unasked."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cairn.engines.errors import BadModel
+from cairn.storage.canonical import from_json
 
 
 def code_problem(path: str, *options: Mapping[str, Any]) -> str | None:
@@ -19,7 +19,7 @@ def code_problem(path: str, *options: Mapping[str, Any]) -> str | None:
         return None
     file = Path(path) / "config.json"
     try:
-        found = _names_code(json.loads(file.read_text()))
+        found = _names_code(from_json(file.read_text()))
     except (OSError, ValueError) as error:
         raise BadModel(f"{file} cannot be read: {error}") from error
     if not found:

@@ -1,6 +1,7 @@
 """How the losses of tokens become the loss of a batch.
 
-With N samples, c_i trained tokens of sample i and l_it the loss of one of them:
+With N samples, l_it the loss of a trained token of sample i, and c_i its tokens that were sampled to be trained on, of
+which an age bound or a filter may have taken some out of the sums (so that those that stay weigh what they did):
 
 | option | loss of the batch |
 |---|---|
@@ -21,7 +22,7 @@ from cairn.configs.schema.algorithm import AlgorithmConfig
 
 @plugin(reads={"calculate_per_token_loss", "loss_scale_factor"})
 def weigh(counts: Sequence[int], config: AlgorithmConfig) -> list[float]:
-    """The weight of each trained token of each sample; a sample without any counts as one whose loss is 0."""
+    """The weight of each trained token of each sample, by their c_i; one without any counts as one whose loss is 0."""
     samples = len(counts)
     if config.calculate_per_token_loss:
         return [1 / sum(counts)] * samples

@@ -13,7 +13,7 @@ tis_clip (`clip`), or 0 outside of the two (`mask`). Beside that, tokens are rej
 - by `rs_veto_threshold`, in a response that has a token with exp(d_t) below it.
 
 What is rejected leaves the sum of the policy's losses; what that sum is divided by stays, and so do the entropy bonus
-and the KL loss.
+and the KL loss, which has weights of its own (`cairn.engines.training.losses.objective`).
 """
 
 import math

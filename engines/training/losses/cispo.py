@@ -6,8 +6,9 @@ With r_t = π(y_t) / π_old(y_t), whose logarithm is held within `limits`, and s
     L_t = -sg(clip(r_t, 1 - eps_clip, 1 + eps_clip_high)) A_t log π(y_t)
 
 No token loses its gradient by being clipped, as the rare ones that turn a chain of thought would in PPO. The paper sets
-no lower bound, which is `eps_clip` = 1, and a wide upper one; it averages over all tokens, which is
-`calculate_per_token_loss`.
+no lower bound, which is `eps_clip` = 1, and a wide upper one, of which it gives no number; Khatri et al. 2025, "The Art
+of Scaling Reinforcement Learning Compute for LLMs", hold the ratio below 5, which is `eps_clip_high` = 4. These two are
+the defaults. The paper averages over all tokens, which is `calculate_per_token_loss`.
 """
 
 import torch
@@ -19,7 +20,11 @@ from cairn.engines.training.losses.limits import bounded
 from cairn.engines.training.losses.protocol import TokenLosses
 
 
-@plugin(needs={"advantages", "old_log_probs"}, reads={"eps_clip", "eps_clip_high"})
+@plugin(
+    needs={"advantages", "old_log_probs"},
+    reads={"eps_clip", "eps_clip_high"},
+    defaults={"eps_clip": 1.0, "eps_clip_high": 4.0},
+)
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
     """[T]; of the metrics, `ppo_kl` is how far the policy has moved."""
     ppo_kl = (given(tokens.old_log_probs) - log_probs).detach()

@@ -10,7 +10,7 @@ through its own log-prob alone, as GSPO-token is (equations 13 and 14: s_it = sg
 advantages within a response the sum is the same gradient, s_i A_i 1/|y_i| Σ_t ∇ log π(y_it), and with others, as where
 tokens pay for a divergence, every token follows its own.
 
-The ratios of whole responses stay near 1: the paper's clip ranges are 3e-4 and 4e-4.
+The ratios of whole responses stay near 1: the paper's clip ranges, 3e-4 and 4e-4, are the defaults.
 """
 
 import torch
@@ -22,7 +22,11 @@ from cairn.engines.training.losses.policy_loss import policy_loss
 from cairn.engines.training.losses.protocol import TokenLosses
 
 
-@plugin(needs={"advantages", "old_log_probs"}, reads={"eps_clip", "eps_clip_high", "eps_clip_c"})
+@plugin(
+    needs={"advantages", "old_log_probs"},
+    reads={"eps_clip", "eps_clip_high", "eps_clip_c"},
+    defaults={"eps_clip": 3e-4, "eps_clip_high": 4e-4},
+)
 def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
     """[T]; of the metrics, `ppo_kl` is how far the policy has moved, the mean over the response."""
     current = log_probs.detach()

@@ -7,7 +7,7 @@ from cairn.engines.training.losses.limits import LARGEST_LOG_RATIO, bounded
 
 
 def kl_divergence(
-    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType, old_log_probs: torch.Tensor | None = None
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: KLType, behaviour: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[T] estimate for each token, in nats: J. Schulman, "Approximating KL Divergence" (2020).
 
@@ -18,13 +18,13 @@ def kl_divergence(
     E[∇ log π] = 0); k2, KL(π ‖ reference), since E[d ∇ log π] is its gradient; k3, KL(reference ‖ π). Tang and Munos,
     "On a few pitfalls in KL divergence gradient estimation for RL" (2025).
 
-    With the log-probs of the policy π_old that sampled, the estimate is multiplied by π / π_old, through which the
-    gradient flows: for k1 and k3 the expectation over π_old is then KL(π ‖ reference), and that of the gradient is its
+    With the log-probs of the behaviour policy μ, which sampled, the estimate is multiplied by π / μ, through which the
+    gradient flows: for k1 and k3 the expectation over μ is then KL(π ‖ reference), and that of the gradient is its
     gradient, however far the two are apart. DeepSeek-AI, "DeepSeek-V3.2" (2025), section 3.1, "Unbiased KL estimate".
     """
     estimate = _estimate(log_probs - ref_log_probs, kind)
-    if old_log_probs is not None:
-        estimate = torch.exp(bounded(log_probs - old_log_probs)) * estimate
+    if behaviour is not None:
+        estimate = torch.exp(bounded(log_probs - behaviour)) * estimate
     return estimate.clamp(-10, 10) if kind == "low_var_kl" else estimate
 
 

@@ -86,8 +86,10 @@ def loss_and_metrics(
         loss = loss - algorithm.entropy_coef * tokens.weighted_sum(entropies)
     if algorithm.use_kl_loss:
         learned = log_probs if algorithm.kl_loss_coef > 0 else current
-        sampled = old if algorithm.use_unbiased_kl else None
-        kl = kl_divergence(learned, given(tokens.ref_log_probs), algorithm.kl_estimator, sampled)
+        behaviour = tokens.behaviour if algorithm.use_unbiased_kl else None
+        kl = kl_divergence(learned, given(tokens.ref_log_probs), algorithm.kl_estimator, behaviour)
+        if algorithm.use_tis and behaviour is None:
+            kl = kl * torch.exp(bounded(current - tokens.behaviour))
         metrics["kl_loss"] = tokens.mean(kl.detach())
         if algorithm.kl_loss_coef > 0:
             loss = loss + algorithm.kl_loss_coef * tokens.weighted_sum(kl)

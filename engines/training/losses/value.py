@@ -39,5 +39,5 @@ def value_objective(
     if tokens.values is None or tokens.returns is None:
         raise ValueError("the batch lacks values or returns, which the critic's loss reads")
     loss, clipped = value_loss(outputs.float().squeeze(-1), tokens.values, tokens.returns, value_clip)
-    share = tokens.mean(loss)
+    share = tokens.value_loss(loss)
     return share, {"value_loss": share.detach(), "value_clipfrac": tokens.mean(clipped)}

@@ -143,6 +143,7 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group:
         targets=tokens.targets[order],
         weights=tokens.weights[order],
         shares=tokens.shares[order],
+        value_weights=pick(tokens.value_weights),
         samples=tokens.samples[order],
         over_ranks=None if group is None else partial(_SumOverRanks.apply, group),
         advantages=pick(tokens.advantages),

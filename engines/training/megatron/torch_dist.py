@@ -8,7 +8,6 @@ PyTorch with `weights_only`. `common.pt` and every other pickle is left closed, 
 Layers may be stacked in one tensor, as Megatron-LM does where all are alike, or stand one by one.
 """
 
-import json
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from cairn.engines.errors import BadModel
 from cairn.engines.training.megatron.checkpoint import fill, read_tensors, sharded_weights
 from cairn.engines.training.megatron.metadata import METADATA, TENSORS, read_metadata, write_folder
+from cairn.storage.canonical import from_json
 from cairn.storage.errors import Damaged
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -50,7 +50,7 @@ def find_torch_dist(source: Path) -> Path | None:
     if not (source / "metadata.json").is_file() or not (source / METADATA).is_file():
         return None
     try:
-        found = json.loads((source / "metadata.json").read_bytes()).get("sharded_backend")
+        found = from_json((source / "metadata.json").read_bytes()).get("sharded_backend")
     except (ValueError, AttributeError) as error:
         raise BadModel(f"{source / 'metadata.json'} does not say a format of Megatron's: copy it again") from error
     if found != "torch_dist":

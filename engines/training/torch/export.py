@@ -1,5 +1,6 @@
 """A model's weights for others: whole parameters, or a model folder in Hugging Face format."""
 
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from cairn.engines.models import save_config
 from cairn.engines.published import Part, published_parts, saved_buffers
@@ -60,18 +61,25 @@ def _pieces(parts: Iterable[Part], local: torch.Tensor, offset: int) -> Iterator
 
 
 def save_model_folder(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path, source: Path) -> None:
-    """Write config, generation config and `weights` (whole, on the CPU) so that `from_pretrained` loads them, and the
-    layers of `source` that are not trained (see `cairn.engines.mtp`).
+    """Write config and `weights` (whole, on the CPU) so that `from_pretrained` loads them; of `source` the generation
+    config and the layers that are not trained (see `cairn.engines.mtp`).
 
-    The library does the writing, which also undoes the renaming that it does on loading.
+    The library does the writing, which also undoes the renaming that it does on loading. It reads generation configs
+    that it refuses to write: that of `source` is copied.
     """
+    read = model.generation_config
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
+        model.generation_config = GenerationConfig()
         model.save_pretrained(folder, state_dict=weights)
     finally:
+        model.generation_config = read
         if shown:
             logging.enable_progress_bar()
+    (folder / GENERATION_CONFIG_NAME).unlink(missing_ok=True)
+    if (source / GENERATION_CONFIG_NAME).is_file():
+        shutil.copyfile(source / GENERATION_CONFIG_NAME, folder / GENERATION_CONFIG_NAME)
     config = deepcopy(model.config)
     config.dtype = next(iter(weights.values())).dtype  # the library notes that of the model's own parameters
     save_config(config, source, folder)

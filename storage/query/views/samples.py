@@ -225,6 +225,7 @@ REWARDS = View(
         **OF_SAMPLE,
         "reward": column("FLOAT", "b.reward", "NULL: failed, or of a group that is not finished"),
         "components": column("VARCHAR", "b.components", "JSON object of partial rewards"),
+        "raw_reward": column("FLOAT", "coalesce(b.raw_reward, b.reward)", "as graded, before it was shaped"),
         "trajectory_rewards": column(
             "DOUBLE[]", "b.trajectory_rewards", "of each trajectory; NULL: all have the reward"
         ),

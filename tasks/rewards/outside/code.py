@@ -24,8 +24,8 @@ import secrets
 from typing import Any
 
 from cairn.configs.schema.graders import CodeConfig
-from cairn.engines import sandbox
-from cairn.engines.sandbox import Confined, Ran, Sandbox, SandboxFailed
+from cairn.engines import bounds, bubblewrap, sandbox, system_calls
+from cairn.engines.sandbox import LOST, Confined, Ran, Sandbox, SandboxFailed
 from cairn.storage import canonical
 from cairn.tasks.rewards.boxed import answer_of
 from cairn.tasks.rewards.outside import source_version
@@ -67,16 +67,15 @@ class Code:
         self._partial_credit = config.partial_credit
         self._sandbox = Sandbox(confined(config))
         asked = canonical.digest(config.model_dump(mode="json", exclude={"bwrap", "num_workers"}))
-        self.version = f"{source_version('code', sandbox)} {asked[:16]}"
+        self.version = f"{source_version('code', sandbox, bubblewrap, bounds, system_calls)} {asked[:16]}"
 
     def question(self, sample: Sample) -> dict[str, Any]:
         """The program and its tests. ValueError where the row has none."""
-        answer = answer_of(sample)
-        blocks = _BLOCK.findall(answer)
-        return {"program": blocks[-1] if blocks else answer, "tests": _tests(sample.metadata)}
+        return {"program": program_of(answer_of(sample)), "tests": _tests(sample.metadata)}
 
     async def answer(self, question: Any) -> Graded:
-        """The share of tests passed, or whether all are. Raises OSError where the machine has no room."""
+        """The share of tests passed, or whether all are. Raises OSError where the machine has no room, and ValueError
+        where the sandbox of this program does not last, and others do."""
         passed, failed = 0, None
         for number, test in enumerate(question["tests"]):
             why = await self._why_it_failed(question["program"], test)
@@ -95,9 +94,12 @@ class Code:
 
     async def _run(self, program: bytes, stdin: bytes) -> Ran:
         try:
-            return await self._sandbox.run(program, stdin)
+            ran = await self._sandbox.run(program, stdin)
         except SandboxFailed as error:
             raise GraderUnavailable(str(error)) from error
+        if ran.lost:
+            raise ValueError(f"code: the sandbox of this program was ended from outside {LOST} times")
+        return ran
 
     async def _why_it_failed(self, program: str, test: dict[str, Any]) -> str | None:
         if "arguments" not in test and "assert" not in test:
@@ -122,6 +124,12 @@ class Code:
             return None if json.loads(value) in _wanted(test["value"]) else "wrong value"
         except ValueError:
             return "it returned what is no JSON value"
+
+
+def program_of(answer: str) -> str:
+    """The program in an answer."""
+    blocks = _BLOCK.findall(answer[: answer.rfind("```") + 3])  # behind it each of its beginnings would be in vain
+    return str(blocks[-1]) if blocks else answer
 
 
 def confined(config: CodeConfig) -> Confined:
@@ -188,6 +196,8 @@ def _wanted(value: Any) -> list[Any]:
 
 
 def _ended(ran: Ran) -> str | None:
+    if ran.out_of_memory:
+        return "it took too much memory"
     if ran.late:
         return "it took too long"
     if ran.flooded:

@@ -109,14 +109,15 @@ def version_of(options: RewardModelConfig) -> str:
     """Changes with what the model reads, and with the folder: a digest of its files is in it. Raises BadPlugin where
     the folder cannot be used."""
     from cairn.engines.errors import BadModel
+    from cairn.engines.model_files import loaded_files
     from cairn.engines.scoring.reward_model import load_reward_tokenizer
 
     try:
         load_reward_tokenizer(options.path)
     except BadModel as error:
         raise BadPlugin(f"reward_model.path: {error}") from error
-    files = sorted(path for path in Path(options.path).rglob("*") if path.is_file())
-    found = tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    states = [(str(path), path.stat()) for path in loaded_files(Path(options.path))]
+    found = tuple((path, state.st_size, state.st_mtime_ns) for path, state in states)
     longest = "" if options.max_length is None else f" {options.max_length}"
     return f"{source_version(NAME)} {_digest(options.path, found)[:16]} {options.dtype}{longest}"
 

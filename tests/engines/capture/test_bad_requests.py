@@ -81,3 +81,18 @@ def test_of_a_request_that_is_made_again_after_its_client_had_gone_one_answer_is
     (sample,) = run(generate)
     assert sample.error is None
     assert len(sample.trajectories) == 1
+
+
+@pytest.mark.parametrize("place", ["", "/", "/v1/files", "/v1/chat", "/a/b/c/d", "?x=1", "//v1/files"])
+def test_a_place_that_is_not_served_is_told_without_the_sessions_key(run: Run, place: str) -> None:
+    told: list[tuple[int, str, str]] = []
+
+    async def generate(ctx: Context, sample: SampleRequest) -> list[Trajectory]:
+        async with capture(ctx, sample) as session, aiohttp.ClientSession() as client:
+            async with client.get(f"{session.url}{place}") as answer:
+                told.append((answer.status, session.key, await answer.text()))
+            await client.post(f"{session.url}{CHAT}", json={"messages": HELLO})
+        return session.trajectories()[-1:]
+
+    run(generate)
+    assert [(status, key in text) for status, key, text in told] == [(404, False)]

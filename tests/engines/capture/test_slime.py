@@ -82,6 +82,20 @@ async def gives_up(args, sample, sampling_params):
     return sample
 
 
+async def fans_out(args, sample, sampling_params):
+    """As slime's multi-agent example: several samples, of which some have their rewards."""
+    found = []
+    for reward in (1, None, -0.5):
+        own = Sample(metadata=sample.metadata, reward=reward)
+        found.append(await by_tokens(args, own, sampling_params))
+    return found
+
+
+async def scores(args, sample, sampling_params):
+    sample.reward = {"score": 1.0}
+    return await by_tokens(args, sample, sampling_params)
+
+
 async def generate(args, sample, sampling_params):
     """The one that the sample names: a process takes long to start."""
     return await globals()[sample.metadata["as"]](args, sample, sampling_params)
@@ -122,6 +136,13 @@ def test_what_they_ask_is_what_they_return(generated: Any, tokenizer: Any) -> No
     assert all(one.log_probs is not None for one in trajectory.segments[::2])
 
 
+def test_samples_keep_the_rewards_that_they_are_returned_with(generated: Any) -> None:
+    sample = generated("fans_out")
+    assert sample.error is None
+    assert [trajectory.reward for trajectory in sample.trajectories] == [1.0, None, -0.5]
+    assert generated("by_text").rewards is None
+
+
 def test_text_and_ends_of_turns_are_of_exact_tokens(generated: Any, tokenizer: Any) -> None:
     sample = generated("by_text")
     assert sample.error is None
@@ -137,6 +158,7 @@ def test_text_and_ends_of_turns_are_of_exact_tokens(generated: Any, tokenizer: A
         ("forges", "tokens trained on which the policy did not sample after those before them"),
         ("asks_otherwise", "temperature=0.5 is not to be had, where the run has 0.0"),
         ("gives_up", "generate returned a sample whose status is aborted"),
+        ("scores", "generate returned a sample whose reward is a mapping: set the number alone, or None"),
     ],
 )
 def test_what_was_not_sampled_so_fails_its_sample(generated: Any, name: str, told: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 
@@ -34,6 +35,39 @@ async def waits(ctx: Context, sample: SampleRequest) -> Trajectory:
     """The first of a group for what never comes."""
     if sample.index == 0:
         await asyncio.Event().wait()
+    return await turns(ctx, sample)
+
+
+def holds_the_lock() -> None:
+    """A regular expression that backtracks without end, in C."""
+    re.fullmatch(r"(?:a|aa)+c", "a" * 64)
+
+
+async def keeps_the_lock(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group, in a task."""
+
+    async def hold() -> None:
+        holds_the_lock()
+
+    if sample.index == 0:
+        await asyncio.create_task(hold())
+    return await turns(ctx, sample)
+
+
+@cairn.tool(kind="deterministic")
+def keeps_the_lock_in_a_thread() -> None:
+    holds_the_lock()
+
+
+async def asks_a_tool_that_keeps_the_lock(ctx: Context, sample: SampleRequest) -> Trajectory:
+    if sample.index == 0:
+        await ctx.call(keeps_the_lock_in_a_thread, {})
+    return await turns(ctx, sample)
+
+
+async def keeps_the_lock_in_an_executor(ctx: Context, sample: SampleRequest) -> Trajectory:
+    if sample.index == 0:
+        await asyncio.to_thread(holds_the_lock)
     return await turns(ctx, sample)
 
 

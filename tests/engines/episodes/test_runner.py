@@ -452,7 +452,7 @@ def test_a_grader_of_several_samples_and_a_tool_that_is_not_there_are_the_codes_
             with suppress(cairn.ToolFailed):  # which the policy would be told
                 await ctx.call("look", {})
         else:
-            await ctx.judge(lambda response, label: 1.0, "x")
+            await ctx.judge(lambda args, sample: 1.0, "x")
         return Trajectory([await ctx.sample(sample.prompt_ids)])
 
     found = [sample.error for sample in generated(engine, judged, requests(1, 2))]

@@ -149,6 +149,9 @@ def test_user_code_has_a_process_that_stays_for_the_next_call_of_the_function(qw
     ("function", "told"),
     [
         ("waits", "generate: GenerateTimeout: it took longer than 1 s without the engine"),
+        ("keeps_the_lock", BLOCKED),
+        pytest.param("asks_a_tool_that_keeps_the_lock", BLOCKED, marks=pytest.mark.proof),
+        pytest.param("keeps_the_lock_in_an_executor", BLOCKED, marks=pytest.mark.proof),
         pytest.param("sleeps", BLOCKED, marks=pytest.mark.proof),
         pytest.param("asks_a_tool_that_stalls", BLOCKED, marks=pytest.mark.proof),
     ],

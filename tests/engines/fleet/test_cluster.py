@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,36 @@ def driver(model: Path, *args: Any, **environment: str) -> Iterator[Driver]:
     finally:
         running.process.kill()
         running.process.communicate()
+
+
+@pytest.mark.parametrize(("home", "token"), [("", False), ("/dev/null", True)])
+def test_rays_token_is_kept_in_memory_where_the_home_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str, token: bool
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home or str(tmp_path))
+    cluster.require_token()
+    assert ("RAY_AUTH_TOKEN" in os.environ) is token
+    given = os.environ.get("RAY_AUTH_TOKEN")
+    cluster.require_token()
+    assert os.environ.get("RAY_AUTH_TOKEN") == given
+
+
+def test_a_cluster_that_cannot_be_joined_without_a_token_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own error tells nothing of it where a client sends none."""
+
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("Failed to connect to GCS. Last connection error: Traceback (most recent call last):")
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr("ray.init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(
+            ClusterError, match=r"joined \(Failed to connect to GCS\): set RAY_AUTH_MODE=token, .*for a token"
+        ):
+            cluster._join(address)
 
 
 @pytest.mark.proof
@@ -301,3 +332,21 @@ def test_shared_memory_of_a_worker_that_ended_before_the_reaper_looked_is_remove
             left.unlink(missing_ok=True)
             kept.unlink()
             other.kill()
+
+
+def test_rays_token_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".ray" / "auth_token"
+    cluster.require_token()
+    made = file.read_text()
+    assert (len(made), stat.filemode(file.stat().st_mode)) == (64, "-rw-------")
+    file.chmod(0o644)
+    cluster.require_token()
+    assert (file.read_text(), stat.filemode(file.stat().st_mode)) == (made, "-rw-------"), "one that Ray made before"
+    assert [path.name for path in file.parent.iterdir()] == ["auth_token"]
+    file.unlink()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    cluster.require_token()
+    assert not file.exists()

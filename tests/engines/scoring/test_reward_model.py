@@ -11,6 +11,7 @@ from cairn.configs.schema.graders import RewardModelConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.scoring.reward_model import Answered, RewardModel, load_reward_tokenizer
 from tests.reward_models import write_reward_model
+from tests.tomorrow import Tomorrow
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,23 @@ def test_without_a_chat_template_it_reads_the_text_and_the_response(folder: Path
     model = AutoModelForSequenceClassification.from_pretrained(plain, dtype=torch.float32).eval()
     with torch.no_grad():
         assert score.value == pytest.approx(float(model(ids).logits[0, 0]), abs=1e-6)
+
+
+def test_a_score_does_not_depend_on_the_day(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dated = write_reward_model(tmp_path / "dated", folder)
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}{{ messages[-1].content }}")
+    options = RewardModelConfig(path=str(dated))
+    (today,) = RewardModel(options).score([ANSWERED[0]])
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    assert RewardModel(options).score([ANSWERED[0]]) == [today]
+
+
+def test_whatever_a_template_raises_is_the_samples(folder: Path, tmp_path: Path) -> None:
+    broken = write_reward_model(tmp_path / "broken", folder)
+    (broken / "chat_template.jinja").write_text("{{ 1 // (messages | length - 2) }}")
+    (score,) = RewardModel(RewardModelConfig(path=str(broken))).score([ANSWERED[0]])
+    assert score.value is None
+    assert "the reward model's chat template refuses the chat: integer division" in str(score.error)
 
 
 def test_what_is_longer_than_the_model_reads_has_no_score_and_says_so(folder: Path) -> None:

@@ -154,3 +154,14 @@ def busy(seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
+
+
+def connects(port: int) -> bool:
+    """Whether a port of this machine is reached."""
+    import socket
+
+    try:
+        socket.create_connection(("127.0.0.1", port), 2).close()
+    except OSError:
+        return False
+    return True

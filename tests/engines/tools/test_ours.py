@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def failure(tool: cairn.Tool, **arguments: Any) -> cairn.ToolFailed:
         ("-3 × 2 ÷ 4", "-1.5"),
         ("sqrt(2) * max(3, 4)", "5.65685424949"),
         ("round(pi, 2)", "3.14"),
+        ("round(pi)", "3"),
+        ("round(1234, -2)", "1200"),
         ("2 ** 100", str(2**100)),
     ],
 )
@@ -69,6 +72,15 @@ def test_the_calculator_computes(expression, value):
         ("(-8) ** 0.5", "no number"),
         ("[1] * 10 ** 9", ""),
         ("x + 1", "x"),
+        ("round(7, -10**9)", "1000 at most"),
+        ("round(7, 10**9)", "1000 at most"),
+        ("round(7, 1.5)", "1000 at most"),
+        ("2 ** 4095 + 2 ** 4095", "too large"),
+        ("f'{1:>999999999}'", ""),
+        ("f'{1:.999999999f}'", ""),
+        ("-" * 999 + "1", ""),
+        ("(" * 999, ""),
+        ("a." * 499 + "a", ""),
         ("+".join("(" * 90 + "1" + ")" * 90 for _ in range(5)), None),
     ],
 )
@@ -207,7 +219,12 @@ def test_a_sandbox_that_is_killed_runs_its_program_again(bwrap):
 
 def test_a_sandbox_that_is_killed_while_it_begins_leaves_nobody_to_wait_for(bwrap, tmp_path):
     """bubblewrap's child waits for its parent to map users before it asks to die with it."""
-    orphaned = tmp_path / "orphaned"
+    with tempfile.TemporaryDirectory() as everybodys:  # root's sandbox is begun as nobody
+        os.chmod(everybodys, 0o777)
+        _begin_and_be_killed(bwrap, tmp_path, Path(everybodys, "orphaned"))
+
+
+def _begin_and_be_killed(bwrap: str, tmp_path: Path, orphaned: Path) -> None:
     begins = tmp_path / "bwrap"
     begins.write_text(f'#!/bin/sh\nif rm "{orphaned}" 2>&-; then sleep 60 & kill -9 $$; fi\nexec "{bwrap}" "$@"\n')
     begins.chmod(0o755)

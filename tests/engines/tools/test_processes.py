@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import cairn
 from cairn.configs.plugins import load_callable
 from cairn.engines.tools.errors import Reason
+from cairn.engines.tools.processes import ToolProcesses, grant_network
 from cairn.engines.tools.turns import Turns
 from tests.engines.tools import bad_tools
 
@@ -210,3 +212,21 @@ def test_importing_the_worker_is_light():
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert not {"torch", "numpy", "ray", "transformers"} & set(loaded)
     assert Path(cairn.engines.tools.__file__).exists()  # type: ignore[attr-defined]
+
+
+def test_a_tool_reaches_a_network_where_that_is_granted_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def reached() -> bool:
+            tool = cairn.Tool(bad_tools.connects, kind="pure")
+            pool = ToolProcesses(1)
+            path = "tests.engines.tools.bad_tools.connects"
+            return bool(asyncio.run(pool.call(tool, path, {"port": port}, "e/c0")))
+
+        assert not reached()
+        grant_network(True)
+        try:
+            assert reached()
+        finally:
+            grant_network(False)

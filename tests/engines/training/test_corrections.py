@@ -150,21 +150,20 @@ def test_normalised_updates_are_the_same_in_micro_batches_of_any_size_and_need_o
 def test_responses_that_became_less_probable_do_not_count_where_their_advantage_is_negative(
     samples: list[Response],
 ) -> None:
-    """The second log-prob of a token stands for the policy that is trained."""
+    """The first log-prob of a token stands for the policy that is trained, the second is the rollout engine's."""
     algorithm = AlgorithmConfig(use_opsm=True, opsm_delta=0.3)
     advantages = [np.array([-1.0, 1.0, 0.0, -1.0], np.float32)[: len(sample)] for sample in samples]
     batch = dataclasses.replace(batch_of(samples), advantages=advantages)
     tokens = tokens_of(batch, algorithm)
     expected = []
     for sample, values in zip(samples, advantages, strict=True):
-        moved = [old - current for trained, old, current in sample if trained]
+        moved = [sampled - current for trained, current, sampled in sample if trained]
         far = bool(moved) and sum(moved) / len(moved) > 0.3
         expected += [float(far and value < 0) for (trained, _, _), value in zip(sample, values, strict=True) if trained]
-    current = tokens.rollout_log_probs
+    current = tokens.old_log_probs
     assert current is not None
     assert masked(current, tokens, algorithm).tolist() == expected
     learned = current.clone().requires_grad_()
-    tokens = dataclasses.replace(tokens, rollout_log_probs=None)
     loss, metrics = loss_and_metrics(learned, torch.zeros_like(learned), tokens, algorithm)
     (gradient,) = torch.autograd.grad(loss, learned)
     assert gradient.isfinite().all()

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
-from cairn.engines.training.aggregations import token_weights
+from cairn.engines.training.aggregations import sequence_weights, token_weights
+from cairn.engines.training.collate import Tokens
 from cairn.engines.training.corrections.tis import importance_weights
 from cairn.engines.training.losses.kl import kl_divergence
+from cairn.engines.training.losses.objective import loss_and_metrics
 from cairn.engines.training.losses.policy_loss import policy_loss
 from cairn.engines.training.losses.value import value_loss
 
@@ -121,11 +123,11 @@ def test_low_var_kl_is_limited_and_k3_is_not() -> None:
 def test_the_sample_mean_weighs_samples_alike_and_counts_those_without_trained_tokens() -> None:
     weights = token_weights([4, 0, 1, 2], AlgorithmConfig())
     assert [weight.loss for weight in weights] == [1 / 16, 1 / 4, 1 / 4, 1 / 8]
-    assert [weight.mean for weight in weights] == [weight.loss for weight in weights]
+    assert [weight.share for weight in weights] == [weight.loss for weight in weights]
 
 
 def test_the_token_mean_weighs_tokens_alike() -> None:
-    assert token_weights([4, 0, 1, 5], AlgorithmConfig(calculate_per_token_loss=True)) == [(0.1, 0.1)] * 4
+    assert token_weights([4, 0, 1, 5], AlgorithmConfig(calculate_per_token_loss=True)) == [(0.1, 0.1, 0.1)] * 4
 
 
 def test_a_constant_divisor_weighs_tokens_alike_whatever_the_lengths_are_and_leaves_means_means() -> None:
@@ -134,8 +136,8 @@ def test_a_constant_divisor_weighs_tokens_alike_whatever_the_lengths_are_and_lea
     for counts in ([4, 0, 1, 5], [4, 0, 2, 5]):
         weights = token_weights(counts, algorithm)
         assert [weight.loss for weight in weights] == [1 / 32] * 4
-        assert [weight.mean for weight in weights] == [
-            weight.mean for weight in token_weights(counts, AlgorithmConfig())
+        assert [weight.share for weight in weights] == [
+            weight.share for weight in token_weights(counts, AlgorithmConfig())
         ]
 
 
@@ -154,3 +156,57 @@ def test_a_value_that_moved_beyond_the_clip_towards_its_return_has_no_gradient()
     loss.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([-1.8, 0, 3.0, 0])
+
+
+def test_what_is_masked_leaves_the_others_their_weight() -> None:
+    """Of the first sample 2 of 4 tokens are left, of the second none: tokens that stay weigh what they did, metrics are
+    means over these."""
+    for options in ({}, {"calculate_per_token_loss": True}, {"loss_scale_factor": 8}):
+        algorithm = AlgorithmConfig(**options)
+        whole = token_weights([4, 3, 5], algorithm)
+        masked = token_weights([2, 0, 5], algorithm, [4, 3, 5])
+        assert [weight.loss for weight in masked] == [weight.loss for weight in whole]
+        assert [weight.value for weight in masked] == [weight.value for weight in whole]
+        assert [weight.share for weight in masked] == [weight.share for weight in token_weights([2, 0, 5], algorithm)]
+    assert sequence_weights([2, 0, 5], [0, 0, 1], AlgorithmConfig(), [4, 3, 5])[0].loss == 1 / 14
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_tis": True, "use_unbiased_kl": True},
+        {"use_tis": True},
+        {"use_tis": True, "use_unbiased_kl": True, "kl_loss_type": "k1"},
+        {"use_rollout_logprobs": True, "use_unbiased_kl": True},
+    ],
+)
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_kl_loss_has_the_divergence_s_gradient_whatever_weights_sampled(options: dict, moved: bool) -> None:
+    """A bandit of 4 arms that the behaviour policy sampled; the proximal policy is the trained one, or has moved."""
+    behaviour, reference = torch.tensor([0.4, 0.3, 0.2, 0.1]).log(), torch.full((4,), 0.25).log()
+    theta = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().requires_grad_()
+    divergence = (theta.softmax(0) * (theta.log_softmax(0) - reference)).sum()
+    (exact,) = torch.autograd.grad(divergence, theta)
+    arms = torch.arange(4).repeat_interleave(torch.tensor([400, 300, 200, 100]))
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=1.0, **options)
+    log_probs = theta.log_softmax(0)[arms]
+    proximal = torch.tensor([0.3, 0.3, 0.2, 0.2]).log()[arms] if moved else log_probs.detach()
+    count = len(arms)
+    tokens = Tokens(
+        torch.zeros(1, 2, dtype=torch.int64),
+        torch.arange(count),
+        torch.zeros(count, dtype=torch.int64),
+        weights=torch.full((count,), 1 / count),
+        shares=torch.full((count,), 1 / count),
+        samples=torch.arange(count),
+        groups=torch.arange(count),
+        counts=torch.ones(count),
+        advantages=torch.zeros(count),
+        old_log_probs=behaviour[arms] if algorithm.use_rollout_logprobs else proximal,
+        rollout_log_probs=behaviour[arms],
+        ref_log_probs=reference[arms],
+    )
+    loss, metrics = loss_and_metrics(log_probs, torch.zeros(count), tokens, algorithm)
+    torch.testing.assert_close(torch.autograd.grad(loss, theta)[0], exact, atol=1e-5, rtol=1e-4)
+    if algorithm.use_unbiased_kl:
+        assert float(metrics["kl_loss"]) == pytest.approx(float(divergence.detach()), rel=1e-4)

@@ -3,6 +3,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,6 +83,8 @@ def reference_update(
             tis = (old - rollout).exp()
             pg = pg * tis.clamp(0.5, 1.5)
             kl = torch.exp(ref - logp) - 1 - (ref - logp)
+            if algorithm.use_tis:
+                kl = kl * (logp.detach() - rollout).exp()
             entropy = -(table.exp() * table).sum(-1)
             of_mean = 1 / (len(of_sample) * max(1, of_sample[samples[i]]))
             mean = 1 / tokens if algorithm.calculate_per_token_loss else of_mean
@@ -235,6 +238,24 @@ def test_samples_that_are_not_counted_one_after_the_other_are_refused(
         train(engine, dataclasses.replace(batch, samples=samples))
     with pytest.raises(ValueError, match="samples has 11 entries for 12 sequences"):
         train(engine, dataclasses.replace(batch, samples=FANNED[:-1]))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_tokens_that_are_masked_leave_the_others_their_weight(
+    folder: Path, batch: TrainBatch, aggregation: dict[str, Any]
+) -> None:
+    """As if their advantages were 0, which has no gradient either."""
+    algorithm = AlgorithmConfig(**aggregation)
+    assert batch.advantages is not None
+    left = [mask * (np.arange(len(mask)) % 3 > 0).astype(np.uint8) for mask in batch.loss_mask]
+    left[2] = np.zeros_like(left[2])
+    masked = dataclasses.replace(batch, loss_mask=left, divisor_mask=batch.loss_mask)
+    unpaid = dataclasses.replace(batch, advantages=[a * m for a, m in zip(batch.advantages, left, strict=True)])
+    engines = [make_engine(folder, algorithm=algorithm) for _ in range(2)]
+    for engine, given in zip(engines, (masked, unpaid), strict=True):
+        train(engine, given)
+    for name, tensor in weights_of(engines[1]).items():
+        torch.testing.assert_close(weights_of(engines[0])[name], tensor, rtol=0, atol=1e-6)
 
 
 def test_without_old_log_probs_the_current_policy_stands_in_for_one_step_only(folder: Path, batch: TrainBatch) -> None:

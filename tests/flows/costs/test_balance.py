@@ -179,7 +179,7 @@ def test_rollout_in_turn_is_told_what_overlapping_gives_and_which_options_help(t
 
 def test_engines_that_end_apart_are_told_to_abort_what_is_left(tmp_path: Path) -> None:
     changes, _ = told(run_of(tmp_path, 100, {**IN_TURN, "rollout.00-001": (0, 20)}))
-    assert {"rollout.partial_rollout": True} in changes
+    assert {"rollout.partial_rollout": True, "rollout.max_age": 1, "algorithm.use_tis": True} in changes
 
 
 def test_advice_is_what_the_configuration_can_have(tmp_path: Path) -> None:

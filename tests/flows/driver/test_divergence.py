@@ -11,6 +11,7 @@ import pytest
 from cairn.configs.loader import from_manifest
 from cairn.flows.driver.divergence import fork_after_divergence
 from cairn.flows.driver.preemption import Ending
+from cairn.flows.driver.trust import recorded_config
 from cairn.flows.fork import fork
 from cairn.flows.iteration import iteration
 from cairn.flows.reading.views import run_status
@@ -70,7 +71,7 @@ def test_a_fork_goes_on_from_the_newest_checkpoint_and_says_why(tiny_assets: Pat
     assert fork_after_divergence(open_store(str(tmp_path)), "tiny", error, lambda event: None) == name
     fork = Ledger.open(store, name)
     assert newest_checkpoint(fork, 1) == Ledger.open(store, "tiny").find(1, Step.CHECKPOINT)
-    config = from_manifest(fork.manifest.config)
+    config = recorded_config(fork)
     with tiny_context(str(tmp_path), config, name, OtherBitsAfterARestart(config)) as (run, _):
         for index in range(2, 4):
             iteration(run, DirectSteps(run), index)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field
 
 from cairn.configs.errors import ConfigError
-from cairn.configs.schema.base import Section
+from cairn.configs.schema.base import RECORDED, Section
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import Installation
 from cairn.engines.rollout.sglang.permitted import PERMITTED, ROUTER_PERMITTED
@@ -49,6 +49,9 @@ def sglang(**rollout: Any) -> dict[str, dict[str, Any]]:
 
 
 REFUSED: list[tuple[str, dict[str, dict[str, Any]]]] = [
+    ("rollout.tools", {"rollout": {"tools": ["/somewhere/evil.py:tool"]}}),
+    ("model.path", {"model": {"path": "{store}/evals/model"}}),
+    ("tracking.tensorboard_dir", {"tracking": {"tensorboard_dir": "{store}/evals/x"}}),
     ("rollout.sglang", sglang(sglang={"trust_remote_code": True})),
     ("rollout.sglang", sglang(sglang={"hicache_storage_backend": "dynamic"})),
     ("rollout.sglang", sglang(sglang={"model_impl": "transformers"})),
@@ -94,7 +97,7 @@ def test_what_a_store_may_not_set_the_user_may(tiny_assets: Path, store: LocalSt
     wrong = []
     for option, sections in REFUSED:
         set_by_store = {section: with_store(values, store) for section, values in sections.items()}
-        config = tiny_config(tiny_assets, **{**plain, **set_by_store})
+        config = tiny_config(tiny_assets, RECORDED, **{**plain, **set_by_store})
         found, found_of_user = problems(config, store), problems(config, store, given=config)
         named = [problem.partition(" is ")[0] for problem in found] == [option]
         if not named or "`cairn train RECIPE --run NAME`" not in found[0] or found_of_user:

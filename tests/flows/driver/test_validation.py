@@ -13,6 +13,7 @@ from cairn.configs.loader import ConfigError, parse
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.rollout.sglang.installation import INTERPRETER
 from cairn.flows.driver.validation import data_problems, setup_problems
+from cairn.storage.records import FORMAT
 from examples.quickstart.model import build_model, build_tokenizer
 from tests.architectures import architecture
 from tests.engines.training.builders import model_folder
@@ -92,7 +93,7 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     tokenizer.save_pretrained(other)
     (problem,) = problems(other)
     assert problem == (
-        f"model.teacher_path: the model in {other} has another tokenizer: distil from a teacher of the same vocabulary"
+        f"model.teacher_path: the model in {other} has another tokenizer: name a model of the policy's vocabulary"
     )
     few = tmp_path / "few"
     shutil.copytree(model, few)
@@ -101,6 +102,26 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     (few / "config.json").write_text(json.dumps(settings | {"vocab_size": known - 1}))
     (problem,) = problems(few)
     assert f"knows {known - 1} token ids, and {known} are sampled" in problem
+
+
+@pytest.mark.parametrize(
+    ("option", "algorithm"),
+    [("ref_path", {"use_kl_loss": True}), ("critic_path", {"advantage_estimator": "ppo"})],
+)
+def test_a_reference_and_a_critic_must_read_the_tokens_of_the_policy(
+    option: str, algorithm: dict, model: Path, tmp_path: Path, data: Path
+) -> None:
+    """The other tokenizer has the same tokens, with the ids of two exchanged."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    assert setup_problems(config(model, data, model={option: str(other)}, algorithm=algorithm)) == []
+    written = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = written["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (other / "tokenizer.json").write_text(json.dumps(written))
+    assert setup_problems(config(model, data, model={option: str(other)}, algorithm=algorithm)) == [
+        f"model.{option}: the model in {other} has another tokenizer: name a model of the policy's vocabulary"
+    ]
 
 
 def test_a_missing_critic_is_named_by_its_option(model: Path, tmp_path: Path, data: Path) -> None:
@@ -179,10 +200,49 @@ def test_user_code_that_cannot_be_had_is_named(model: Path, data: Path) -> None:
     assert problems[3].startswith("eval.benchmarks.0: there is no grader 'maths'")
 
 
+def test_calls_of_tools_that_would_not_be_read_are_refused_before_a_run_begins(model: Path, data: Path) -> None:
+    rollout = {"num_rollout": 1, "rollout_batch_size": 2, "rollout_max_response_len": 16, "tools": ["calculator"]}
+    rollout["custom_generate_function_path"] = "tool_calls"
+    calling = config(model, data, rollout=rollout)
+    assert setup_problems(calling) == [
+        f"rollout.tool_call_format: the model in {model} cannot call tools, since the chat template writes no calls of "
+        "tools: set rollout.tool_call_format=tags, or use a model whose template has tools"
+    ]
+    assert setup_problems(calling, 1) == [], "a run that began with it goes on"
+    assert setup_problems(config(model, data, rollout=rollout | {"tool_call_format": "tags"})) == []
+
+
+@pytest.mark.parametrize("id", [-1, 10**6])
+def test_an_id_that_is_no_token_ends_no_response_of_a_new_run(model: Path, data: Path, id: int) -> None:
+    stopping = config(model, data, rollout={"rollout_stop_token_ids": [0, id]})
+    (problem,) = setup_problems(stopping)
+    assert problem.startswith(f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {model}")
+    assert setup_problems(stopping, FORMAT) == []
+
+
 def test_bad_data_is_named_by_file_and_line(model: Path, data: Path) -> None:
     data.write_text('{"prompt": "1", "label": "1"}\n{"prompt": "1"\n')
     (problem,) = data_problems(config(model, data))
     assert problem.startswith(f"data: {data}, line 2 is not JSON")
+
+
+def test_training_rows_are_rendered_and_those_that_give_no_prompt_are_told(model: Path, data: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": "none"}}]
+    bad = json.dumps({"prompt": [{"role": "assistant", "tool_calls": calls}], "label": "1"}) + "\n"
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{% for name in c.function.arguments | items %}{{ name }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    data.write_text('{"prompt": "1 2 3", "label": "1"}\n' + bad)
+    notes: list[str] = []
+    assert data_problems(config(model, data), notes.append) == []
+    (note,) = notes
+    assert note.startswith(
+        f"1 of 2 rows give no prompt, and a run passes them over; the first: {data}, row 2: the chat"
+    )
+    data.write_text(bad)
+    (problem,) = data_problems(config(model, data))
+    assert problem.startswith(f"data: none of 1 rows gives a prompt; the first: {data}, row 1: the chat template")
 
 
 def test_every_data_file_is_looked_at(model: Path, data: Path, tmp_path: Path) -> None:

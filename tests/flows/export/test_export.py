@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ from typer.testing import CliRunner
 
 from cairn.engines.errors import BadModel
 from cairn.engines.models import load_causal_lm
+from cairn.engines.tokenizers import read_tokenizer, tokenizer_digest
+from cairn.engines.training.torch.export import save_model_folder
 from cairn.engines.weights.checksum import weights_checksum
 from cairn.flows.cli import app
-from cairn.flows.export.model import CannotExport, export
+from cairn.flows.export.model import CannotExport, copy_tokenizer, export
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
 from cairn.storage.errors import Damaged
@@ -181,13 +184,30 @@ def test_damage_leaves_no_folder_behind(made: tuple[str, Any], tmp_path: Path) -
 def test_another_model_in_the_place_of_the_first_is_refused(
     made: tuple[str, Any], tiny_assets: Path, tmp_path: Path
 ) -> None:
-    extra = tiny_assets / "model" / "extra.txt"
+    extra = tiny_assets / "model" / "added_tokens.json"
     extra.write_text("not what the run began with")
     try:
         with pytest.raises(BadModel, match="is not the model that run whole began with"):
             export(opened(made, "whole"), tmp_path / "out")
     finally:
         extra.unlink()
+
+
+def test_config_of_generation_and_tokenizer_are_exported_as_they_were_read(tiny_assets: Path, tmp_path: Path) -> None:
+    """transformers reads sampling parameters without `do_sample`, and refuses to write them."""
+    base = tmp_path / "model"
+    shutil.copytree(tiny_assets / "model", base)
+    (base / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6, "do_sample": false}')
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    model = load_causal_lm(base, torch.float32)
+    out = tmp_path / "out"
+    out.mkdir()
+    save_model_folder(model, model.state_dict(), out, base)
+    copy_tokenizer(base, out)
+    assert (out / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+    assert tokenizer_digest(read_tokenizer(out)) == tokenizer_digest(read_tokenizer(base))
+    assert model.generation_config.temperature == 0.6
 
 
 def exported_by_command(*arguments: object) -> dict[str, Any]:

@@ -4,8 +4,10 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from sqlalchemy.engine.url import make_url
 
 from cairn.flows.orchestration.database import FILE, create, migrated
+from cairn.flows.orchestration.server_process import database_url_in
 
 
 def dumped(database: Path) -> str:
@@ -15,6 +17,11 @@ def dumped(database: Path) -> str:
 def statements(sql: str) -> list[str]:
     """Its lines in an order of their own: migrations copy indexes and constraints in any."""
     return sorted(line.rstrip(", ") for line in sql.splitlines())
+
+
+@pytest.mark.parametrize("name", ["a?b", "50%20", "a#b", "with space"])
+def test_the_database_lies_in_its_folder_whatever_that_is_called(name: str) -> None:
+    assert make_url(database_url_in(Path("/home") / name)).database == f"/home/{name}/prefect.db"
 
 
 def test_a_database_is_made_whole_and_one_that_is_there_stays(tmp_path: Path) -> None:

@@ -19,9 +19,17 @@ import httpx
 import psutil
 import pytest
 from prefect import flow
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from cairn.flows.orchestration.server import MOST_RESTARTS, Server, ServerFailed, ensure_server, prefect_api
+from cairn.flows.orchestration.server import (
+    MOST_RESTARTS,
+    Server,
+    ServerFailed,
+    ensure_server,
+    environment_of_our_own,
+    prefect_api,
+)
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]
 
@@ -89,6 +97,20 @@ def test_the_configured_api_is_used_and_no_server_started(tmp_path: Path) -> Non
     with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}), prefect_api(tmp_path / "home") as url:
         assert url == "http://127.0.0.1:1/api"
     assert not (tmp_path / "home").exists()
+
+
+def test_passwords_of_a_teams_server_reach_no_server_of_our_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY"):
+        monkeypatch.setenv(name, "admin:pass")
+    given = environment_of_our_own(home, "http://127.0.0.1:1/api")
+    assert "admin:pass" not in given.values()
+    with (
+        temporary_settings({PREFECT_API_AUTH_STRING: "admin:pass"}),
+        prefect_api(home),
+        get_client(sync_client=True) as client,
+    ):
+        assert "authorization" not in client._client.headers
+        client.read_flows(limit=1)
 
 
 def test_the_interface_is_served_and_finds_its_api(server: Server) -> None:

@@ -22,7 +22,7 @@ RELATIVE = ("grpo", "rloo", "reinforce_plus_plus_baseline")
 """Those that compare a sample with its group."""
 OF_TOKENS = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Those whose advantage is 0 at tokens that are not trained on."""
-OURS = sorted({*RELATIVE, *OF_TOKENS})
+OURS = sorted({*RELATIVE, *OF_TOKENS, "maxrl"})
 
 
 def algorithm(name: str, **options: Any) -> AlgorithmConfig:
@@ -79,6 +79,9 @@ def looped(batch: ScoredBatch, config: AlgorithmConfig) -> list[list[float]]:
                 if config.advantage_estimator == "grpo" and others:
                     advantage /= math.sqrt(sum((rewards[j] - mean) ** 2 for j in members) / len(others)) + 1e-6
                 found.append([advantage - beta * kl[i][t] for t in range(count)])
+            elif config.advantage_estimator == "maxrl":
+                mean = math.fsum(rewards[j] for j in members) / len(members)
+                found.append([(rewards[i] - mean) / (mean if mean > 1e-6 else 1)] * count)
             elif config.advantage_estimator == "rloo":
                 scores = {j: rewards[j] - beta * sum(kl[j]) for j in members}
                 baseline = sum(scores[j] for j in others) / len(others) if others else scores[i]

@@ -76,8 +76,7 @@ BATCH = ScoredBatch(
 
 def test_a_trajectory_with_its_own_reward_is_compared_with_those_of_its_role() -> None:
     found = compared(BATCH, EPISODES)
-    roles = ["solver"] * 3 + ["selector"] * 2 + [None] * 2
-    assert (found.roles, found.batch.group_sizes) == (roles, [3, 2, 2])
+    assert found.batch.group_sizes == [3, 2, 2], "solvers, selectors, and those without a role"
     assert found.batch.rewards.tolist() == [1, 0, 2, 5, 0, 3, -1]
     assert found.batch.truncated is not None
     assert found.batch.truncated.tolist() == [True, False, True, False, False, False, True]
@@ -89,11 +88,20 @@ def test_a_trajectory_with_its_own_reward_is_compared_with_those_of_its_role() -
     assert [list(turns) for turns in found.batch.turns] == [
         [Turn(0, 2)], [Turn(1, 3, 0.25)], [Turn(0, 4)], [Turn(0, 1)], [Turn(0, 2)], [Turn(0, 1)], [Turn(0, 2)],
     ]  # fmt: skip
-    # Baselines: 1 of the solvers, 2.5 of the selectors, 1 of those without a role; back in the places of the samples.
+    # Baselines: of the solvers 1.25, where the two of the first sample count for one; of the selectors 2.5; of those
+    # without a role 1. Back in the places of the samples.
     config = AlgorithmConfig(grpo_std_normalization=False)
     advantages = found.of_samples(estimate(found.batch, config)[0])
     assert [one.tolist() for one in advantages] == [
-        [0, 0, -1, -1, -1, 2.5], [1, 1, 1, 1], [-2.5, -2.5, 2, 2], [-2, -2],
+        [-0.25, -0.25, -1.25, -1.25, -1.25, 2.5], [0.75] * 4, [-2.5, -2.5, 2, 2], [-2, -2],
+    ]  # fmt: skip
+
+
+def test_left_out_of_a_baseline_is_the_whole_sample() -> None:
+    found = compared(BATCH, EPISODES)
+    advantages = found.of_samples(estimate(found.batch, AlgorithmConfig(advantage_estimator="rloo"))[0])
+    assert [one.tolist() for one in advantages] == [
+        [-1, -1, -2, -2, -2, 5], [1.5] * 4, [-5, -5, 4, 4], [-4, -4],
     ]  # fmt: skip
 
 

@@ -183,6 +183,19 @@ def test_what_does_not_fit_is_said_in_a_sentence(tmp_path):
         BenchmarkRows.open(on("gpqa-diamond", tmp_path / "torn.csv"))
 
 
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "1", "answer": ["#### 1"]}, r"line 1: 'answer' is a label and holds \[\"#### 1\"\], which is no"),
+        ({"question": 1, "answer": "#### 1"}, "line 1 does not fit the benchmark's prompt .*'int'.*; it has question"),
+    ],
+)
+def test_a_label_of_another_kind_and_whatever_a_template_raises_are_the_rows(tmp_path, row, problem):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(BadData, match=problem):
+        BenchmarkRows.open(on("gsm8k", tmp_path / "rows.jsonl", prompt={"template": "{{ question + '?' }}"}))
+
+
 def test_a_template_sees_the_row_and_no_python(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1", "answer": "#### 1"}\n')
     prompt = {"template": "{{ question.__class__.__mro__ }}"}

@@ -25,10 +25,6 @@ THINKING = (  # what Qwen3's does with thoughts: those before the last question 
     "</think>\n\n{% endif %}{{ parts[-1].strip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-COUNTING = (  # what stands before a turn depends on it
-    "{{ messages|map(attribute='content')|join|length }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CHAT = [
     {"role": "system", "content": "Sort."},
     {"role": "user", "content": "3 1"},
@@ -100,13 +96,6 @@ def test_what_the_template_drops_is_not_learned(tmp_path, tokenizer):
     ]
 
 
-def test_a_template_whose_turns_cannot_be_told_apart_names_the_row(tmp_path, tokenizer):
-    tokenizer.chat_template = COUNTING
-    data = opened(tmp_path, tokenizer, {"messages": CHAT}, {"messages": CHAT})
-    with pytest.raises(BadPrompt, match=r"rows\.jsonl, row 2: the chat template writes what stands around message 3"):
-        data.row(1)
-
-
 def test_a_response_follows_its_prompt(tmp_path, tokenizer):
     rows = [{"messages": "3 1", "answer": "1 3"}, {"messages": CHAT[:4], "answer": [CHAT[4]]}]
     data = opened(tmp_path, tokenizer, *rows, response_key="answer")
@@ -115,6 +104,20 @@ def test_a_response_follows_its_prompt(tmp_path, tokenizer):
     plain = opened(tmp_path, tokenizer, rows[0], response_key="answer", apply_chat_template=False).row(0).samples[0]
     assert tokenizer.decode(plain.prompt_ids) == "3 1"
     assert tokenizer.decode(plain.response_ids) == "1 3<|im_end|>"
+
+
+def test_a_response_without_a_template_ends_where_the_model_stops(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"messages": "3 1", "answer": "1 3"}\n')
+    format = DataConfig.model_validate(
+        {"path": str(path), "input_key": "messages", "response_key": "answer", "apply_chat_template": False}
+    )
+    ends = {tokenizer.pad_token_id}
+    row = DemonstrationData.open(format, str(path), tokenizer, 500, model_ends=ends).row(0)
+    assert tokenizer.decode(row.samples[0].response_ids) == "1 3<|endoftext|>"
+    tokenizer.eos_token = None
+    with pytest.raises(BadData, match=r"names an end token, so .*: add eos_token_id to its generation_config\.json"):
+        DemonstrationData.open(format, str(path), tokenizer, 500)
 
 
 def test_the_template_is_given_the_tools(tmp_path, tokenizer):

@@ -1,5 +1,6 @@
 """What a data file's rows become, and what is said when they cannot be used."""
 
+import copy
 import functools
 import hashlib
 import json
@@ -17,11 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 import s3fs
 
+import cairn
 from cairn.configs.schema.data import RowFormat
+from cairn.engines.tokenizers import stop_clock
 from cairn.storage.errors import NoSpace
 from cairn.tasks.data import BadData, PromptData
 from cairn.tasks.data.errors import BadPrompt
 from tests.small_disk import small_disk, why_not
+from tests.tomorrow import Tomorrow
 
 PLAIN = RowFormat(apply_chat_template=False)
 ROWS = [{"prompt": f"prompt {i}", "label": str(i * i), "metadata": {"n": i}} for i in range(10)]
@@ -72,6 +76,15 @@ def test_every_format_at_every_url_gives_the_same_rows(tmp_path, tokenizer, http
             {"n": index},
         )
         assert tokenizer.decode(row.prompt_ids) == row.prompt_text == f"prompt {index}"
+
+
+@pytest.mark.parametrize("name", ["a#b.jsonl", "a?b.jsonl", "a%20b.jsonl"])
+def test_names_of_any_characters_are_no_fragments_of_urls(tmp_path, tokenizer, s3_url, name):
+    local = write_jsonl(tmp_path / name, ROWS)
+    with fsspec.open(f"{s3_url}/{name}", "wb") as file:
+        file.write(Path(local).read_bytes())
+    for url in (local, f"{s3_url}/{name}"):
+        assert len(PromptData.open(PLAIN, url, tokenizer)) == len(ROWS)
 
 
 @pytest.mark.parametrize("slice_", ["[2:5]", "[-3:]", "[:4]", "[:-8]", "[7:100]", "[:]"])
@@ -133,15 +146,99 @@ def test_keys_and_label_pattern_cut_the_answer_out(tmp_path, tokenizer):
     assert PromptData.open(format, write_jsonl(tmp_path / "r.jsonl", rows), tokenizer).row(0).label == "1,002"
 
 
-@pytest.mark.parametrize(("label", "text"), [(72, "72"), (0.5, "0.5"), ("0.50", "0.50"), (True, "true"), ([1], "[1]")])
-def test_a_label_is_text_as_the_file_writes_it(tmp_path, tokenizer, label, text):
-    path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "p", "label": label}])
-    assert PromptData.open(PLAIN, path, tokenizer).row(0).label == text
+@pytest.mark.parametrize(("label", "text"), [(72, "72"), (72.0, "72"), (0.5, "0.5"), ("0.50", "0.50"), (None, None)])
+def test_a_label_is_text_or_a_number(tmp_path, tokenizer, label, text):
+    for path in (
+        write_jsonl(tmp_path / "r.jsonl", [{"prompt": "p", "label": label}]),
+        write_parquet(tmp_path / "r.parquet", [{"prompt": "p", "label": label}]),
+    ):
+        assert PromptData.open(PLAIN, path, tokenizer).row(0).label == text
 
 
-def test_bytes_in_a_column_of_text_are_read_as_python_writes_them(tmp_path, tokenizer):
-    path = write_parquet(tmp_path / "r.parquet", [{"prompt": "p", "label": b"7"}])
-    assert PromptData.open(PLAIN, path, tokenizer).row(0).label == "b'7'"
+@pytest.mark.parametrize("label", [{"ground_truth": "72"}, ["72"], True, float("nan"), float("inf")])
+def test_a_label_of_another_kind_is_refused_and_stays_json_to_a_run_that_began_with_it(tmp_path, tokenizer, label):
+    path = write_jsonl(tmp_path / "r.jsonl", [GOOD, {"prompt": "p", "label": label}])
+    with pytest.raises(
+        BadData, match=r"line 2: 'label' is a label and holds .*, which is no text and no number: write"
+    ):
+        PromptData.open(PLAIN, path, tokenizer)
+    assert PromptData.open(PLAIN, path, tokenizer, is_new=False).row(1).label == json.dumps(label)
+
+
+def test_bytes_of_utf8_are_text_and_others_are_refused(tmp_path, tokenizer):
+    rows = [{"prompt": "2 + 2 é".encode(), "label": b"4", "metadata": {"unit": b"m"}}]
+    row = PromptData.open(PLAIN, write_parquet(tmp_path / "r.parquet", rows), tokenizer).row(0)
+    assert (row.prompt_text, row.label, row.metadata) == ("2 + 2 é", "4", {"unit": "m"})
+    path = write_parquet(tmp_path / "bad.parquet", [*rows, {"prompt": b"\xff\x00", "label": b"4"}])
+    with pytest.raises(BadData, match=r"bad\.parquet, row 2: 'prompt' holds bytes that are no UTF-8 text: write"):
+        PromptData.open(PLAIN, path, tokenizer)
+
+
+def test_a_function_that_reads_a_file_is_given_its_bytes_as_text_or_data_urls(tmp_path):
+    path = write_parquet(tmp_path / "r.parquet", [{"prompt": b"p", "image": {"bytes": b"\xff\x00", "path": None}}])
+    assert list(cairn.file_rows(path)) == [{"prompt": "p", "image": {"bytes": "data:;base64,/wA="}}]
+
+
+def test_fields_that_arrow_adds_to_structs_are_not_there(tmp_path, tokenizer):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{{ tools | tojson }}{{ messages | tojson }}"
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("f", {"city": "Ulm"}), ("g", {"n": [1, 2]}))
+    ]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}],
+            "label": "1",
+            "metadata": {call["function"]["name"]: {"x": 1}},
+            "tools": [{"name": call["function"]["name"], "parameters": {"properties": call["function"]["arguments"]}}],
+        }
+        for call in calls
+    ]
+    paths = write_jsonl(tmp_path / "r.jsonl", rows), write_parquet(tmp_path / "r.parquet", rows)
+    plain, parquet = (PromptData.open(RowFormat(tool_key="tools"), path, tokenizer) for path in paths)
+    assert [parquet.row(i) for i in (0, 1)] == [plain.row(i) for i in (0, 1)]
+    assert "null" not in parquet.row(0).prompt_text
+
+
+def test_arguments_of_tool_calls_as_json_are_mappings(tmp_path, tokenizer):
+    def row(arguments: Any) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return {"prompt": [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}], "label": "1"}
+
+    path = write_jsonl(tmp_path / "r.jsonl", [row({"a": 1}), row('{"a": 1}'), row("no JSON")])
+    data = PromptData.open(RowFormat(), path, tokenizer)
+    assert data.row(1).prompt == data.row(0).prompt
+    assert data.row(2).prompt[1]["tool_calls"][0]["function"]["arguments"] == "no JSON"
+
+
+@pytest.mark.parametrize("writer", [write_jsonl, write_parquet])
+def test_parts_of_text_are_joined(tmp_path, tokenizer, writer):
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2+2?"}]
+    path = writer(
+        tmp_path / f"r.{writer.__name__[6:]}", [{"prompt": [{"role": "user", "content": parts}], "label": "4"}]
+    )
+    assert PromptData.open(RowFormat(), path, tokenizer).row(0).prompt_text == "<user>What is 2+2?<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"content": []}, r"has the content \[\], which is neither text nor parts of text: correct the row"),
+        ({"content": 4}, "has the content 4, which"),
+        ({"content": {"text": "hi"}}, "has the content {"),
+        ({"content": ["hi"]}, "has the content "),
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "has the content "),
+        ({"content": None}, "has no content"),
+        ({"role": ["user"], "content": "hi"}, "has the role "),
+        ({"role": "assistant", "tool_calls": [1]}, "has tool_calls that are no list of mappings"),
+    ],
+)
+def test_a_message_of_another_kind_is_refused(tmp_path, tokenizer, message, problem):
+    rows = [GOOD, {"prompt": [{"role": "user", "content": "a"}, {"role": "user", **message}], "label": "4"}]
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    with pytest.raises(BadData, match=f"line 2: message 2 of 'prompt' {problem}"):
+        PromptData.open(RowFormat(), path, tokenizer)
 
 
 def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path, tokenizer):
@@ -182,6 +279,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
         ([GOOD, {**GOOD, "metadata": "{"}], {}, r"line 2: 'metadata' is a string and no JSON object \(.*\): correct"),
         ([GOOD, {**GOOD, "metadata": "[1]"}], {}, r"line 2: 'metadata' is no mapping"),
         ([{**GOOD, "tools": "[1"}], {"tool_key": "tools"}, r"line 1: 'tools' is no list"),
+        ([{**GOOD, "tools": ["add"]}], {"tool_key": "tools"}, r"line 1: 'tools' is no list"),
         ([], {}, r"has no rows"),
     ],
 )
@@ -238,6 +336,18 @@ def test_a_bad_parquet_row_is_named_when_the_file_is_opened(tmp_path, tokenizer)
         PromptData.open(PLAIN, str(torn), tokenizer)
 
 
+def test_a_damaged_page_of_parquet_is_the_files(tmp_path, tokenizer):
+    """pyarrow raises OSError here, of which its own exceptions are none."""
+    path = tmp_path / "r.parquet"
+    table = pa.table({"prompt": [f"question {i}" for i in range(3000)], "label": [str(i) for i in range(3000)]})
+    pq.write_table(table, path, compression="snappy", use_dictionary=False)
+    raw = bytearray(path.read_bytes())
+    raw[2000:2040] = b"\xff" * 40
+    path.write_bytes(raw)
+    with pytest.raises(BadData, match=r"r\.parquet is not a whole Parquet file \(.*\): copy it again"):
+        PromptData.open(PLAIN, str(path), tokenizer)
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -283,6 +393,26 @@ def test_a_template_that_refuses_a_row_names_it(tmp_path, tokenizer):
     data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", rows), tokenizer)
     with pytest.raises(BadData, match=r"r\.jsonl, row 2: the chat template refuses the prompt \(who is nobody\?\)"):
         data.row(1)
+
+
+def test_a_template_that_tells_the_date_tells_that_of_the_stopped_clock(tmp_path, tokenizer, monkeypatch):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
+    data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", [GOOD]), tokenizer)
+    stop_clock(tokenizer, 1721952000.0)
+    assert data.row(0).prompt_text == "26 Jul 2024"
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    assert data.row(0).prompt_text == "26 Jul 2024"
+    assert data.dated([data.row(0)]).keys() == {"prompts"}
+    assert PromptData.open(PLAIN, data.path, tokenizer).dated([]) == {}
+
+
+def test_whatever_a_template_raises_is_the_rows(tmp_path, tokenizer):
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | int / (m.content | int) }}{% endfor %}"
+    data = PromptData.open(RowFormat(), write_jsonl(tmp_path / "r.jsonl", [{**GOOD, "prompt": "0"}]), tokenizer)
+    with pytest.raises(BadPrompt, match=r"row 1: the chat template refuses the prompt \(division by zero\)"):
+        data.row(0)
 
 
 @pytest.mark.parametrize("broken", [{"prompt": "smile \ud83d"}, {"label": "\udc00"}])

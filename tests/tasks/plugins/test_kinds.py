@@ -126,7 +126,8 @@ def test_other_arguments_and_another_sort_of_function_are_refused(tmp_path: Path
     for kind in FUNCTIONS:
         start, ways = "async " if kind.waits else "", [", ".join(way) for way in kind.takes]
         said = refusal(kind, tmp_path, f"{start}def mine(): ...\n")
-        if not said.endswith(f"takes (): let it take ({') or ('.join(ways)})"):
+        named = " by these names" if len(ways) > 1 else ""
+        if not said.endswith(f"takes (): let it take ({') or ('.join(ways)}){named}"):
             unrefused.append((kind.name, said))
         body = "yield" if kind.waits is None else "..."
         said = refusal(kind, tmp_path, f"{'' if kind.waits else 'async '}def mine({ways[0]}): {body}\n")

@@ -296,7 +296,7 @@ def test_a_grader_of_one_argument_gets_the_whole_sample(tmp_path: Path) -> None:
     assert graded.reward == -3.0
     assert graded.components is not None
     assert graded.components["response_with_special_tokens"] == "a<end>"
-    assert graded.components["prompt_ids"] == (7, 8)
+    assert graded.components["prompt_ids"] == [7, 8]
 
 
 def test_a_grader_of_other_arguments_is_refused_before_anything_starts(tmp_path: Path) -> None:

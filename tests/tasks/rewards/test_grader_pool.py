@@ -18,6 +18,7 @@ import pytest
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.driver.sources import open_graders
+from cairn.tasks.rewards import dapo, get_grader
 from cairn.tasks.rewards.pool import FRESH, Graded, GraderFailed, GraderPool
 from cairn.tasks.rewards.sample import Sample
 from tests.tiny_run import tiny_config
@@ -49,8 +50,6 @@ def grade(response, label, metadata):
         return 3.4028235e38
     if response == "nothing":
         return None
-    if response == "unspeakable":
-        return {"reward": 1, "what": object()}
     if response == "components":
         return {"reward": 0.5, "format": 1, "answer": "7"}
     if response == "pid":
@@ -99,7 +98,6 @@ FAILING = {
     "nan": "returned nan, which is no reward",
     "huge": r"returned -1e\+39, which is no reward: float32 ends at 3.4e38",
     "nothing": "TypeError",
-    "unspeakable": "not JSON serializable",
     "exit": "SystemExit: 3",
 }
 ENDING = {"crash": "died with signal 11", "exit at once": "died with exit code 3"}
@@ -209,6 +207,21 @@ def test_math_is_graded_in_the_pool_with_the_pools_deadline(pool_of):
     graded = grade(pool, [(r"\boxed{\frac12}", "0.5", {}), (r"\boxed{2}", "3", {}), ("2", None, {})])
     assert [g.reward for g in graded] == [1.0, 0.0, None]
     assert "needs a label" in (graded[2].error or "")
+
+
+def test_an_answer_that_holds_a_grader_of_ours_past_its_deadline_is_wrong_and_fails_nobody(pool_of):
+    pool = pool_of(custom_rm_path=None, rm_type="math", rm_timeout=0.05)
+    slow = "(" * 10 + "1" + ")" * 10  # a third of a second for the parser
+    right, late = (Sample(rf"\boxed{{{box}}}", "2") for box in ("2", slow))
+    graded = pool.grade([right, late, right])
+    assert [g.reward for g in graded] == [1.0, 0.0, 1.0]
+    assert graded[1] == Graded(0.0, {"error": "the grader took longer than 0.05 s"})
+
+
+def test_a_wrong_answer_is_what_the_grader_says_it_is():
+    wrong = {name: get_grader(RewardConfig(rm_type=name)).wrong for name in ("math", "dapo", "boxed_f1", "episode")}
+    assert wrong == {"math": 0.0, "dapo": -1.0, "boxed_f1": 0.0, "episode": None}
+    assert dapo.grade(Sample("Answer: 1", "2"))["reward"] == wrong["dapo"]
 
 
 def test_a_grader_that_cannot_be_imported_is_an_error_of_the_pool(pool_of, tmp_path):

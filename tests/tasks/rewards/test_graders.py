@@ -208,7 +208,7 @@ def test_gsm8k_takes_no_last_number_of_a_response_that_was_cut_off():
     "response", [r"\boxed{033}", r"\boxed{33}", r"$\boxed{n = 33}$", r"\boxed{33^\circ}", "It is $33$."]
 )
 def test_aime_takes_an_integer(response):
-    assert aime.grade(Sample(response, "033")) == {"reward": 1.0, "answer": "33"}
+    assert aime.grade(Sample(response, "033")) == {"reward": 1.0, "strict": 1.0, "answer": "33"}
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_aime_takes_no_last_integer_of_a_response_that_was_cut_off():
         ("The answer is a matter of taste: (B)", "B"),
         ("The answer is (E), I mean (B)", "B"),
         ("<think>The answer is (A)</think>(B)", "B"),
-        ("B", None),
-        (r"\boxed{7}, not (B)", "B"),
+        ("B", "B"),
+        (r"\boxed{7}, not (B)", None),
     ],
 )
 def test_multiple_choice_takes_the_letter_that_is_said_to_be_the_answer(response, answer):

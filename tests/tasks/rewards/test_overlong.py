@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +41,7 @@ def test_what_the_grader_said_stays_beside_it_and_a_failed_sample_stays_failed()
 
 def test_only_what_was_sampled_has_length() -> None:
     segments = [{"tokens": 3, "call": "0"}, {"tokens": 2, "call": None}, {"tokens": 1, "call": "1"}]
-    assert (sampled_tokens(range(6), segments), sampled_tokens(range(6), None)) == (4, 6)
+    assert (sampled_tokens(6, segments), sampled_tokens(6, None)) == (4, 6)
 
 
 def test_a_run_s_rewards_have_it_and_its_evaluations_do_not(tiny_assets: Path, tmp_path: Path) -> None:
@@ -70,3 +71,35 @@ def test_options_without_effect_or_sense_are_refused(tiny_assets: Path) -> None:
         RewardConfig(overlong_penalty_factor=2.0)
     with pytest.raises(Exception, match=r"overlong_buffer_len \(99\) is above rollout\.rollout_max_response_len"):
         tiny_config(tiny_assets, reward={"overlong_buffer_len": 99})
+
+
+def test_filters_curricula_and_metrics_go_by_what_the_grader_said(tiny_assets: Path, tmp_path: Path) -> None:
+    """All answers of a prompt are right, some of them long: nothing to learn, though the shaped rewards differ."""
+    (tmp_path / "one.py").write_text(
+        "def grade(response, label, metadata):\n    return float(int(label) % 2)\n\n\n"
+        "def keep(samples):\n    assert {sample.reward for sample in samples} in ({0.0}, {1.0})\n    return True\n"
+    )
+    config = tiny_config(
+        tiny_assets,
+        reward={"custom_rm_path": f"{tmp_path}/one.py:grade", "overlong_buffer_len": 4},
+        rollout={"num_rollout": 1, "dynamic_sampling_filter": "check_reward_nonzero_std_with_fallback"},
+    )
+    own = {"dynamic_sampling_filter": f"{tmp_path}/one.py:keep"}
+    for number, rollout in enumerate(({}, own)):
+        again = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+        with tiny_context(str(tmp_path / f"store{number}"), again) as (run, _):
+            iteration(run, DirectSteps(run), 0)
+            judged = [commit for commit in run.ledger.commits(0) if commit.step is Step.FILTER]
+            rewards = pa.concat_tables(
+                run.read(commit) for commit in run.ledger.commits(0) if commit.step is Step.REWARD
+            )
+            trained = run.committed(0, Step.ADVANTAGE).metrics["raw_reward"]
+        said = rewards.column("raw_reward").to_pylist()
+        assert set(said) == {0.0, 1.0}
+        assert min(rewards.column("reward").to_pylist()) < 0, "the witness that some are long"
+        assert judged[-1].metrics["raw_reward"] == pytest.approx(sum(said) / len(said))
+        assert 0 <= trained <= 1
+        rows = run.read(judged[-1]).to_pylist()
+        assert {row["std_reward"] for row in rows} == {0.0}
+        assert {row["mean_reward"] for row in rows} <= {0.0, 1.0}
+        assert all((row["reason"] or "").startswith("zero_std") for row in rows) == (not number)

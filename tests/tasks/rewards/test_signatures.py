@@ -18,7 +18,7 @@ from cairn.tasks.rewards.sample import Sample
 from tests.tiny_run import DirectSteps, tiny_config, tiny_context
 
 GRADERS = """
-import asyncio, os, time
+import asyncio, functools, os, time
 
 under_way = []
 
@@ -76,6 +76,38 @@ async def texts_and_waiting(response, label, metadata):
     return float(response == label) + len(metadata)
 
 
+def logged(function):
+    @functools.wraps(function)
+    def call(*given):
+        return function(*given)
+
+    return call
+
+
+@logged
+async def behind_a_decorator(sample):
+    await asyncio.sleep(0)
+    return 1.0
+
+
+def in_numpy(sample):
+    import numpy as np
+
+    told = {"acc": np.bool_(True), "n": np.int64(3), "each": np.arange(2), "nan": float("nan"), "object": {(1, 2): 3}}
+    return {"reward": np.float32(1), **told}
+
+
+def twice(x):
+    return 2 * x
+
+
+def spawning(sample):
+    import multiprocessing
+
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return float(pool.map(twice, [1])[0])
+
+
 def several(sample):
     return {"score": 0.5, "reward": 1.0, "format": 0}
 """
@@ -120,6 +152,19 @@ def test_calls_of_a_coroutine_function_run_side_by_side_up_to_the_bound_and_answ
 def test_a_coroutine_function_may_take_texts(pool_of: Any) -> None:
     samples = [Sample("a", "a"), Sample("b", "a", {"more": 1})]
     assert [one.reward for one in pool_of("texts_and_waiting").grade(samples)] == [1.0, 1.0]
+
+
+def test_what_a_plain_function_returns_to_be_awaited_is_awaited(pool_of: Any) -> None:
+    assert rewards(pool_of("behind_a_decorator"), "a", "b") == [1.0, 1.0]
+
+
+def test_a_component_that_is_no_json_costs_no_reward(pool_of: Any) -> None:
+    components = {"acc": True, "n": 3, "each": [0, 1], "nan": None, "object": "{(1, 2): 3}"}
+    assert grade(pool_of("in_numpy"), "") == [Graded(1.0, components)]
+
+
+def test_a_grader_may_spawn_processes_with_functions_of_its_own_file(pool_of: Any) -> None:
+    assert rewards(pool_of("spawning", rm_timeout=60), "") == [2.0]
 
 
 @pytest.mark.proof
@@ -219,6 +264,29 @@ def test_another_entry_of_a_mapping_may_be_the_reward(pool_of: Any) -> None:
     assert grade(pool_of("several", reward_key="score"), "") == [Graded(0.5, {"reward": 1.0, "format": 0})]
     (lacking,) = grade(pool_of("several", reward_key="acc"), "")
     assert "lacks 'acc', it has 'format', 'reward', 'score': set reward.reward_key" in (lacking.error or "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "data_source, solution_str, ground_truth, extra_info=None",
+        "prompt, response, label",
+        "prompts, completions",
+        "completions, **kwargs",
+    ],
+)
+def test_arguments_of_another_librarys_signature_are_not_bound_by_their_places(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "foreign.py").write_text(f"def grade({arguments}):\n    return 1.0\n")
+    with pytest.raises(BadPlugin, match=r"takes \(.*\): let it take .*\(response, label, metadata\).* by these names"):
+        get_grader(RewardConfig(custom_rm_path=f"{tmp_path}/foreign.py:grade"))
+
+
+@pytest.mark.parametrize(
+    "arguments", ["response, _, _metadata", "*args", "response, *others", "response, label, metadata=None"]
+)
+def test_arguments_without_names_are_bound_by_their_places(tmp_path: Path, arguments: str) -> None:
+    (tmp_path / "own.py").write_text(f"def grade({arguments}):\n    return 1.0\n")
+    assert get_grader(RewardConfig(custom_rm_path=f"{tmp_path}/own.py:grade")).takes is Takes.TEXTS
 
 
 def test_group_rewards_need_a_grader_of_samples(tmp_path: Path) -> None:

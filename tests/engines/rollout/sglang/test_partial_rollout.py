@@ -88,6 +88,7 @@ def test_long_responses_are_continued_over_iterations_and_a_kill(
             "rollout_max_response_len": LENGTH,
             "rollout_stop_token_ids": (3, 4),  # so that responses end at different times
             "partial_rollout": True,
+            "max_age": 1,
         },
     )
     models = {}

@@ -1,0 +1,143 @@
+r"""Which letter of a multiple-choice question a text says is the answer.
+
+| a text says | letter |
+|---|---|
+| `the answer is C`, `Answer: (C)`, `option C is correct` | C: the last of these sentences goes before all others |
+| `the answer is A or B`, `the answer is either A or B` | none, and nothing before it counts |
+| `the answer is not B`, `(B) is wrong` | not B, whatever else says B |
+| `Not A, so C`, `I choose C`, `**C**`, `C. water` | C, where no sentence is of these |
+| `A and B fail`, `Let A be a set` | none |
+"""
+
+import re
+from collections.abc import Collection, Iterator
+
+_LONGEST, _MOST = 500, 200
+"""Characters of a sentence, and sentences, that are looked at."""
+_WRAPPED = re.compile(
+    r"\\(?:boxed|fbox|text\w*|math\w+)\s{0,9}\{|[*_${}\"“”‘`]|(?<![A-Za-z])['’]|['’](?![A-Za-z])|\\[,;! ]"
+)
+_SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
+_ARTICLE = r"(?<=[AI]) (?!(?:is|or|and|nor|with|as|because|since)\b)[a-z]"
+_LETTER = rf"(?:\(([A-Z])\)|(?<![\w'’-])([A-Z])(?![\w'’]|-\w|{_ARTICLE}))"
+_MENTIONED = re.compile(_LETTER)
+_STATED = re.compile(
+    r"(.*)\b(?:answer|option|choice)s?\b[^:]*?(?:\bis\b|\b(?:must|should|has to|would) be\b|:)(.*)", re.IGNORECASE
+)
+_CORRECT = re.compile(r"(.*?)\b(?:is|must be|would be)(?: \w+ly)?(?: the)? (?:correct|right|best)\b.*", re.IGNORECASE)
+_BEFORE = r"(?:\W|\b(?:{words})\b)*?"
+_HEAD = re.compile(
+    rf"(?i:{_BEFORE.format(words='the|clearly|definitely|indeed|therefore|thus|option|choice|letter|answer|again')})"
+    rf"{_LETTER}(.*)"
+)
+_ALONE = re.compile(
+    "(?i:"
+    + _BEFORE.format(
+        words="i|it|is|must|be|choose|pick|mean|say|select|would|go|with|going|option|choice|final|answer|my|we|get"
+    )
+    + rf"){_LETTER}\W*"
+)
+_SMALL = re.compile(r"\W*(?:option |choice )?([a-z])\W*")
+_JOINED = re.compile(rf"\W*(?:or|and|nor|/|&|but)?\W*{_LETTER}")
+_DENIED = re.compile(
+    r"\b(?:not|never|no|neither|nor|none|cannot|wrong|incorrect|false|untrue|unless|if|except|eliminate\w*|exclude\w*)\b"
+    r"|n['’]t\b",
+    re.IGNORECASE,
+)
+_BEFORE_STATED = re.compile(
+    r"(?:\W|\b(?:the|correct|right|best|final|my|our|this|that|it|which|means|gives|and|i|we|think|believe|conclude|see|"
+    r"finally|overall|clearly|clear|is|in|conclusion|single|only|to|question|now)\b)*",
+    re.IGNORECASE,
+)
+_BEHIND_LETTER = re.compile(r"\W*|\s*[:).,;(–-].*|\s+(?:because|since|as|with|for|where|due)\b.*")
+_CLAUSE = re.compile(r"[,:]|\b(?:so|(?<!ll )(?<!ng )(?<!ne )but|thus|hence|therefore|then|rather)\b", re.IGNORECASE)
+
+
+def letter_of(text: str, letters: Collection[str], loose: bool = True) -> str | None:
+    """The letter, one of `letters`; empty where the text names several or denies it, None where it names none. `loose`:
+    also without a sentence that says so."""
+    denied: set[str] = set()
+    alone: str | None = None
+    for sentence in _sentences(text):
+        stated = _stated(sentence, letters)
+        if stated is not None:
+            return "" if stated in denied else stated
+        named = _named(sentence, letters)
+        if named and alone is None:
+            alone = _alone(sentence, letters)
+            named -= {alone}
+        if _DENIED.search(sentence):
+            denied |= named
+    return None if not loose or alone is None else "" if alone in denied else alone
+
+
+def choice_in_box(box: str, letters: Collection[str], texts: Collection[str]) -> str | None:
+    r"""The letter that stands in a box, alone, as in `\textbf{C}`, or before the text of its choice, as in `C. water`;
+    None where there is anything else. `texts`: those of the choices in the order of their letters, where known."""
+    found = re.fullmatch(
+        r"\(?\s*([A-Z])\s*(?:\)?\s*\.?|(?:\)\s?[.:]?|[.:,])\s*(\w.*))", _WRAPPED.sub("", box[:_LONGEST]).strip()
+    )
+    if found is None or found[1] not in letters:
+        return None
+    said = found[2] or ""
+    if texts and said:
+        text = dict(zip(letters, texts, strict=False)).get(found[1], "")
+        return found[1] if plain(text) == plain(said) else None
+    joined = re.match(r"(?:or|and)\b", said) or _named(said, letters)
+    return None if joined or denies(said) else found[1]
+
+
+def denies(text: str) -> bool:
+    """Whether a text has a word that turns what it says around."""
+    return _DENIED.search(text) is not None
+
+
+def plain(text: str) -> str:
+    """Its words and numbers, in small letters."""
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """From the last one, without what only sets them; no questions."""
+    for sentence in _SENTENCE.split(re.sub(r":\s{1,9}", ": ", text))[: -_MOST - 1 : -1]:
+        clean = _WRAPPED.sub("", sentence[-_LONGEST:]).strip()
+        if not clean.endswith("?"):
+            yield clean
+
+
+def _named(text: str, letters: Collection[str]) -> set[str]:
+    return {letter for found in _MENTIONED.findall(text) if (letter := "".join(found)) in letters}
+
+
+def _stated(sentence: str, letters: Collection[str]) -> str | None:
+    """What a sentence says the answer is; empty where it names several; None where it says nothing of it."""
+    found = _STATED.fullmatch(sentence)
+    if found and _named(found[2].upper() if _SMALL.fullmatch(found[2]) else found[2], letters):
+        if not _BEFORE_STATED.fullmatch(_CLAUSE.split(found[1])[-1]):
+            return None if denies(sentence) else ""
+        for tail in (found[2], found[2].rpartition(":")[2]):
+            if small := _SMALL.fullmatch(tail):
+                return small[1].upper()
+            if head := _HEAD.fullmatch(tail):
+                letter, rest = head[1] or head[2], head[3]
+                joined = _JOINED.match(rest)
+                if letter not in letters:
+                    return None
+                several = joined is not None and _named(joined[0], letters)
+                return "" if several or not _BEHIND_LETTER.fullmatch(rest) else letter
+        if not denies(found[2]):
+            return ""
+    correct = _CORRECT.fullmatch(sentence)
+    named = _named(correct[1], letters) if correct and not denies(sentence) else set()
+    return named.pop() if len(named) == 1 else None
+
+
+def _alone(sentence: str, letters: Collection[str]) -> str:
+    """The letter that stands alone in the last clause that names one, and in no list; empty where it does not, or where
+    what follows it denies it."""
+    clauses = [clause for clause in _CLAUSE.split(sentence) if _named(clause, letters)]
+    found = [_ALONE.fullmatch(clause) for clause in clauses[-2:]]
+    last = found[-1] if found else None
+    if last is None or (len(found) == 2 and found[0]) or denies(sentence.rpartition(last[1] or last[2])[2]):
+        return ""
+    return last[1] or last[2]

@@ -1,0 +1,145 @@
+"""Options that say where something is take no password, and no message repeats one."""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from cairn.configs.loader import ConfigError, from_manifest, load, parse
+from cairn.configs.schema.benchmark import Benchmark
+from cairn.configs.schema.location import has_credentials
+from cairn.configs.schema.run import RunConfig
+from cairn.flows.driver import trust
+from tests.flows.written_runs import RECIPE
+
+KEY = "SECRETKEY123"
+SECRET = [
+    f"https://user:{KEY}@host/x",
+    f"https://{KEY}@host/x",
+    f"https://user%3A{KEY}%40host/x",
+    f"postgresql://user:{KEY}@host/db",
+    f"postgresql+psycopg2://host/db?user=a&password={KEY}",
+    f"jdbc:sqlserver://host;pwd={KEY};",
+    f"http://host/v1?api_key={KEY}",
+    f"http://host/v1?api%5Fkey={KEY}",
+    f"http://host/v1#access_token={KEY}",
+    f"//user:{KEY}@host/x",
+    f"user:{KEY}@host:8000",
+    f"simplecache::https://user:{KEY}@host/x",
+    f"ray://user:{KEY}@host:10001",
+]
+PLAIN = [
+    "http://host:30000/v1",
+    "host:6379",
+    "127.0.0.1",
+    "auto",
+    "sqlite:///mlflow.db",
+    "/data/my:rows.jsonl@[0:100]",
+    "s3://bucket/train.parquet@[-50:]",
+    "~/models/a@b",
+    "hf://datasets/org/name@main/train.parquet",
+]
+NAMED = re.compile(r"(^|[._])(url|urls|uri|host|address|dir|corpus|path|data)$")
+
+
+@pytest.mark.parametrize("address", SECRET)
+def test_an_address_with_a_secret_is_recognised(address: str) -> None:
+    assert has_credentials(address)
+
+
+@pytest.mark.parametrize("address", PLAIN[:-1])
+def test_an_address_without_is_not(address: str) -> None:
+    assert not has_credentials(address)
+
+
+def fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in section.model_fields.items():
+        yield f"{prefix}{name}", field
+        for below in trust._sections_in(field.annotation):
+            yield from fields(below, f"{prefix}{name}.")
+
+
+def test_every_option_that_is_an_address_is_of_the_one_type() -> None:
+    texts = {*trust.free_options(RunConfig), *trust.free_options(Benchmark)}
+    said = {
+        option: repr(field.annotation) + repr(field.metadata)
+        for schema in (RunConfig, Benchmark)
+        for option, field in fields(schema)
+        if option in texts and NAMED.search(option)
+    }
+    found = {option: text for option, text in said.items() if "_unchecked" not in text}  # those that name code
+    assert len(found) > 15
+    assert [option for option, text in found.items() if "_without_credentials" not in text] == []
+
+
+SEARCH = {"search": {"corpus": "{}"}}
+BENCHMARK = {"name": "b", "path": "{}", "max_response_len": 8}
+ADDRESSES: list[tuple[str, dict[str, Any]]] = [
+    ("tracking.mlflow_tracking_uri", {"tracking": {"use_mlflow": True, "mlflow_tracking_uri": "{}"}}),
+    ("tracking.wandb_host", {"tracking": {"use_wandb": True, "wandb_host": "{}"}}),
+    ("tracking.tensorboard_dir", {"tracking": {"tensorboard_dir": "{}"}}),
+    ("tracking.prometheus_host", {"tracking": {"prometheus_port": 1, "prometheus_host": "{}"}}),
+    ("rollout.external_urls.0", {"rollout": {"engine": "sglang", "external_urls": ["{}"]}}),
+    ("model.teacher_url", {"model": {"teacher_url": "{}", "teacher_name": "t"}}),
+    ("reward.rm_url", {"reward": {"rm_type": "remote_rm", "rm_url": "{}"}}),
+    ("reward.judge.url", {"reward": {"rm_type": "judge", "judge": {"url": "{}", "model": "m"}}}),
+    ("data.path", {"data": {"path": "{}"}}),
+    ("fleet.ray_address", {"fleet": {"ray_address": "{}"}}),
+    (
+        "rollout.tool_options.search.corpus",
+        {"rollout": {"tools": ["search"], "tool_options": {"search": {"corpus": "{}"}}}},
+    ),
+    (
+        "eval.benchmarks.0.path",
+        {"eval": {"eval_interval": 1, "benchmarks": [{"name": "b", "path": "{}", "max_response_len": 8}]}},
+    ),
+    ("model.path", {"model": {"path": "{}"}}),
+]
+
+
+def filled(value: Any, address: str) -> Any:
+    if isinstance(value, dict):
+        return {name: filled(inner, address) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [filled(inner, address) for inner in value]
+    return address if value == "{}" else value
+
+
+@pytest.mark.parametrize(("option", "sections"), ADDRESSES, ids=[option for option, _ in ADDRESSES])
+def test_an_option_refuses_a_secret_without_repeating_it(option: str, sections: dict[str, Any]) -> None:
+    for address in SECRET:
+        values = copy.deepcopy(RECIPE)
+        for section, given in filled(sections, address).items():
+            values[section] = values.get(section, {}) | given
+        with pytest.raises(ConfigError) as refused:
+            parse(values)
+        assert KEY not in str(refused.value)
+        assert f"{option} holds credentials" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"tracking.wandb_hosts=https://u:{KEY}@h",
+        f"tracking.wandb_host=[https://u:{KEY}@h]",
+        f"rollout.external_urls=http://u:{KEY}@h",
+        f"tracking.wandb_mode=https://u:{KEY}@h",
+        f"tracking.wandb_host.x.y=https://u:{KEY}@h",
+        f"data.path.0.x=https://u:{KEY}@h",
+        f"https://u:{KEY}@h",
+    ],
+)
+def test_no_message_about_an_override_repeats_one(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load("configs/recipes/quickstart.yaml", [override])
+    assert KEY not in str(refused.value)
+
+
+def test_a_run_that_began_with_one_is_read() -> None:
+    values = parse(RECIPE).model_dump(mode="json")
+    values["tracking"]["mlflow_tracking_uri"] = SECRET[0]
+    assert from_manifest(values).tracking.mlflow_tracking_uri == SECRET[0]
