@@ -8,7 +8,7 @@ In FOLDER it notes the faults (witness.jsonl), the groups that it asks rollout e
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,8 @@ def note_what_is_generated(file: Path) -> None:
         note(step.iteration, step.shard, asked=[sample.key for sample in samples])
         yield from generate(step, engine, weights, samples, *args, **options)
 
-    def writing(log: WriteAhead, number: int, table: pa.Table) -> None:
-        write(log, number, table)
+    def writing(log: WriteAhead, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
+        write(log, table, metadata)
         attempt = log._attempt
         keys = zip(table["group_id"].to_pylist(), table["sample_index"].to_pylist(), strict=True)
         note(attempt.iteration, attempt.shard, finished=list(keys))
@@ -133,8 +133,8 @@ def note_what_is_recorded(file: Path) -> None:
             with file.open("a") as notes:
                 notes.write(json.dumps(noted) + "\n")
 
-    def writing(log: CallLog, number: int, table: pa.Table) -> None:
-        write(log, number, table)
+    def writing(log: CallLog, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
+        write(log, table, metadata)
         note(table)
 
     def recovering(log: CallLog, found: dict[str, list[tuple[int, int, str]]]) -> pa.Table:

@@ -15,12 +15,22 @@ from tests.linear import shapes, too_slow
 TAGS = ["tool_call", "function", "arg_key", "arg_value", "parameter", "think"]
 PIECES = [*(f"<{tag}>" for tag in TAGS), *(f"</{tag}>" for tag in TAGS), "<function=f>", "<parameter=a>", "<parameter="]
 PIECES += ["<arg_key>a</arg_key>", "<arg_key>a</arg_key><arg_value>", "<function=", " ", "\n", "a", "{", '{"a":', "[1,"]
-PIECES += ["[TOOL_CALLS]", "<|python_tag|>", '"', "\\"]
+PIECES += ["[TOOL_CALLS]", "<|python_tag|>", '"', "\\", "<|start|>assistant", "<|message|>", " to=f"]
+PIECES += [f"<｜tool▁{tag}｜>" for tag in ("call▁begin", "sep", "call▁end")]
+PIECES += [f"<|tool_call_{tag}|>" for tag in ("begin", "argument_begin", "end")]
 INNER = [f"<{close}{tag}>" for tag in ("tool_call", "arg_key", "arg_value", "parameter") for close in ("", "/")]
 PAIRED = [*INNER, "<parameter=a>", "a", "\n", " "]
 PROPERTIES = {"a": {"type": "string"}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}]
-TEMPLATES = ["", "<arg_key></think>", "[TOOL_CALLS]", "<|python_tag|>"]
+TEMPLATES = [
+    "",
+    "<arg_key></think>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<｜tool▁call▁begin｜>",
+    "<|tool_call_begin|>",
+    "<|channel|><|call|>",
+]
 AROUND = [("", ""), ("<tool_call>f\n", "</tool_call>"), ("<tool_call><function=f>", "</function></tool_call>")]
 
 

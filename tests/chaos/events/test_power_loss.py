@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,8 +41,8 @@ def acknowledged(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     groups: Counter[int] = Counter()
     write = WriteAhead._write_part
 
-    def writing(log: WriteAhead, number: int, table: pa.Table) -> None:
-        write(log, number, table)
+    def writing(log: WriteAhead, table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> None:
+        write(log, table, metadata)
         groups.update(table["group_id"].to_pylist())
 
     monkeypatch.setattr(WriteAhead, "_write_part", writing)

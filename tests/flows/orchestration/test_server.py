@@ -23,6 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from cairn.flows.orchestration.server import (
+    CHILD,
     MOST_RESTARTS,
     Server,
     ServerFailed,
@@ -236,7 +237,7 @@ def test_a_server_that_nobody_tells_to_serve_makes_no_database(tmp_path: Path) -
     environment = os.environ | {"PREFECT_HOME": str(tmp_path)}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", "cairn.flows.orchestration.server_process", str(descriptor), str(os.getpid())]
+        command = [sys.executable, "-m", CHILD, str(descriptor), str(os.getpid()), "127.0.0.1"]
         nobody = subprocess.DEVNULL
         ended = subprocess.run(command, env=environment, pass_fds=[descriptor], stdin=nobody, timeout=120)
     assert ended.returncode == 1
@@ -253,7 +254,7 @@ def test_a_server_whose_driver_is_gone_before_it_serves_ends_without_a_database(
     }
     with socket.create_server(("127.0.0.1", 0)) as listener:
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", "cairn.flows.orchestration.server_process", str(descriptor), str(gone.pid)]
+        command = [sys.executable, "-m", CHILD, str(descriptor), str(gone.pid), "127.0.0.1"]
         ended = subprocess.run(command, env=environment, pass_fds=[descriptor], timeout=120)
     assert ended.returncode == 1
     assert not database.exists()
