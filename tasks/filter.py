@@ -58,6 +58,8 @@ AGES = SURPLUS, TOO_OLD = "surplus", "too_old"
 """Reasons for which groups that the filter kept are dropped."""
 
 
+_OF_A_LOSS = ("generate: UncertainEffect", "EngineTimeout")
+"""What errors begin with that come of the loss of a process or an engine."""
 _FAILED = "failed_sample"
 """The reason of a group with a sample that failed."""
 
@@ -116,7 +118,7 @@ def filter_groups(
     missing = config.rollout_batch_size - dispositions[Disposition.TRAIN]
     reasons = Counter(g.reason for g in groups if g.reason and g.disposition == Disposition.DROP)
     failed = _failures(step.run, rewards) if missing and reasons[_FAILED] else None
-    if failed is not None and failed.are_all and len(groups) > 1:
+    if failed is not None and failed.will_recur and len(groups) > 1:
         raise BatchNotFilled(f"iteration {step.iteration}: {failed}")
     if missing and last_round:
         advice = (
@@ -314,8 +316,9 @@ class _Failures:
     errors: Counter[str]
 
     @property
-    def are_all(self) -> bool:
-        return self.samples == self.errors.total()
+    def will_recur(self) -> bool:
+        """Whether code failed over all samples, which it would do again; a process that was lost may not be."""
+        return self.samples == self.errors.total() and not any(error.startswith(_OF_A_LOSS) for error in self.errors)
 
     def __str__(self) -> str:
         ((error, count),) = self.errors.most_common(1)
