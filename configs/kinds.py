@@ -40,7 +40,7 @@ class Declaration:
     cached: bool = False
     """Of a grader: its answers are kept in the store, and none is asked for twice."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Of a loss of ours: values of options that are left out, where its paper has others than PPO's."""
+    """Values of options that are left out, of a loss of ours whose paper has others than PPO's."""
 
 
 def plugin(

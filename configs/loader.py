@@ -164,8 +164,8 @@ def from_manifest(values: Mapping[str, Any]) -> RunConfig:
 
 
 def released(config: RunConfig) -> RunConfig:
-    """The same configuration with names of code that may be imported. For `cairn.flows.driver.trust`, which has held
-    them against what a store may set."""
+    """Return a configuration whose names of code may be imported. For `cairn.flows.driver.trust`, which has held them
+    against what a store may set."""
     return RunConfig.model_validate(config.model_dump(mode="json"), context=RECORDED)
 
 

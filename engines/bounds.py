@@ -32,7 +32,7 @@ _OWN = 4
 
 
 class Bounds(Protocol):
-    """Those of one program."""
+    """Bounds on one program."""
 
     enter: str
     """What the shell that becomes its first process does before, as root or whoever runs it."""

@@ -209,7 +209,7 @@ def _in_sections(text: str, pattern: "re.Pattern[str]", end: str) -> Reply:
 
 
 def _in_messages(text: str, has_tools: bool, cut: bool) -> Reply:
-    """Of gpt-oss: messages, of which each says for whom or in which channel it is."""
+    """Read the messages of gpt-oss, each of which says for whom or in which channel it is."""
     thoughts, told, calls = list[str](), list[str](), list[ToolCall]()
     for piece in text.split("<|start|>assistant"):
         found = _MESSAGE.match(piece)

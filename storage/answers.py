@@ -49,7 +49,7 @@ _SCHEMA = pa.schema(
     ]
 )
 _BEFORE = _SCHEMA.remove(_SCHEMA.get_field_index("prompt"))
-"""Of files of earlier versions."""
+"""Schema of the files that earlier versions wrote."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def mixed_histories(store: Store, commit: Commit) -> Iterator[Finding]:
 
 
 def _calls(store: Store, run: str, output: OutputFile) -> dict[tuple[int, int, str], dict[str, Any]]:
-    """Those of the policy that were answered."""
+    """Return the answered calls of the policy, by (group, sample, call)."""
     table = read_table(store, run, output)
     table = table.filter(pc.field("order").is_valid() & (pc.field("kind") == "sample"))
     rows = table.select(["group_id", "sample_index", "call", "given_tokens", "arguments"]).to_pylist()

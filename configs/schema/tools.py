@@ -65,7 +65,7 @@ class SearchTool(Section):
 
 
 class ToolOptions(Section):
-    """Of tools: what those of ours are given that `rollout.tools` names, and what those of yours may do."""
+    """Options of the tools of ours that `rollout.tools` names, and what tools of yours may do."""
 
     network: bool = False
     """Whether tools of yours that are called in processes of their own may reach a network: plain functions of modules.

@@ -13,7 +13,7 @@ from cairn.engines.tools.tool import Tool
 _QUESTION = {"role": "user", "content": "2+2?"}
 _CALL = ToolCall("cairn_add", {"a": 2})
 _IDS = ("functions.cairn_add:0", "abcdefghi")
-"""Of a call: as Kimi K2 has the tool's name in it, and of the nine letters that Mistral asks for."""
+"""Ids of the rendered call: with the tool's name in it, as Kimi K2 has it, and the nine letters that Mistral wants."""
 
 
 def _add(a: int) -> int:

@@ -12,9 +12,9 @@ from cairn.engines.tools.tool import Tool
 _LONGEST = 1000
 """Characters of an expression."""
 _MOST_BITS = 4096
-"""Of a whole number."""
+"""Largest whole number, in bits."""
 _MOST_DIGITS = 1000
-"""That a number is rounded to, before or behind the point."""
+"""Most digits that a number is rounded to, before or behind the point."""
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
 

@@ -15,7 +15,7 @@ from cairn.engines.tools.errors import Reason, ToolFailed, storable
 
 _DEEPEST = 64
 _MOST_BITS = 4096
-"""Of a whole number: Python prints none of more than 4,300 digits."""
+"""Largest whole number, in bits: Python prints none of more than 4,300 digits."""
 
 
 def json_value(tool: str, value: Any, max_output: int) -> Any:

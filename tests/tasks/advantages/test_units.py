@@ -1,7 +1,6 @@
 """A sample has one advantage, however many trajectories it went through: every estimator of ours, any batch."""
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -134,7 +133,6 @@ def test_every_token_comes_back_to_its_place_where_what_is_one_does_not_lie_toge
     units = compared(batch, episodes)
     assert units.batch.rewards.tolist() == [1, 0, 0]
     values = [np.array([0, 1, 3, 4, 5]), np.array([2]), np.array([6])]
-    spans = list(pairwise([0, *accumulate(sample.lengths)]))
-    assert [own.tolist() for own in units.of_samples(values)] == [[0, 1, 2, 3, 4, 5], [6]], spans
+    assert [own.tolist() for own in units.of_samples(values)] == [[0, 1, 2, 3, 4, 5], [6]]
     roles = replace(episodes, roles=[["a", "b", "a"], ["a"]])
     assert roles.role_rewards([1.0, 0.0]) == {"a": 0.5, "b": 0.0}
