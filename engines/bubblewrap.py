@@ -26,7 +26,7 @@ _STAGE = "/sys"
 """Nobody else in that namespace has a use for it."""
 _DESCRIPTORS = 256
 """Files that a process may have open."""
-_PROBE = 20.0
+_PROBE = 120.0
 """Seconds that a look at the sandbox may take."""
 _COUNTS_BY_NAMESPACE = (5, 14)
 """Version of Linux from which `RLIMIT_NPROC` counts the processes of a user in their namespace alone."""
