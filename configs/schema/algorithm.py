@@ -27,7 +27,9 @@ class AlgorithmConfig(Section):
 
     loss_type: Code = "policy_loss"
     """`policy_loss` is the clipped surrogate of PPO and GRPO, `gspo` the same with the ratio of a whole response,
-    `cispo` the policy gradient with clipped weights, `sft_loss` the likelihood of demonstrations, which the rows of
+    `cispo` the policy gradient with clipped weights, `dppo_tv` and `dppo_kl` that with the ratio to what sampled, and
+    without the tokens that have moved further than a divergence, `clip_cov` and `kl_cov` hold back the tokens whose
+    learning takes the most entropy, `sft_loss` the likelihood of demonstrations, which the rows of
     `data.path` then hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`.
     slime: `--loss-type`."""
 
@@ -85,13 +87,32 @@ class AlgorithmConfig(Section):
 
     eps_clip: float = Field(0.2, ge=0)
     """Lower clip range of the probability ratio. Where it and `eps_clip_high` are left out, `gspo` has its paper's 3e-4
-    and 4e-4, since the ratios of whole responses stay near 1, and `cispo` 1 and 4. slime: `--eps-clip`, 0.2 for all."""
+    and 4e-4, since the ratios of whole responses stay near 1, and `cispo` 1 and 4. Of `dppo_tv` and `dppo_kl` it is the
+    divergence from which on a token is left out that becomes less probable, by default their paper's 0.15 and 0.05
+    nats. slime: `--eps-clip`, 0.2 for all."""
 
     eps_clip_high: float | None = Field(None, ge=0)
     """Upper clip range; `eps_clip` by default. slime: `--eps-clip-high`."""
 
     eps_clip_c: float | None = Field(None, gt=1)
     """Dual-clip bound on the loss where the advantage is negative. slime: `--eps-clip-c`."""
+
+    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """`clip_cov`: the share of an optimizer step's tokens that have no gradient, of those with a covariance of
+    advantage and log-prob between `clip_cov_lb` and `clip_cov_ub`; one at least. verl: `policy_loss.clip_cov_ratio`."""
+
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: verl: `policy_loss.clip_cov_lb`."""
+
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: verl: `policy_loss.clip_cov_ub`."""
+
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """`kl_cov`: the share of an optimizer step's tokens, those of the highest covariance of advantage and log-prob,
+    that pay for how far they move; one at least. verl: `policy_loss.kl_cov_ratio`."""
+
+    ppo_kl_coef: float = Field(1.0, ge=0)
+    """`kl_cov`: what they pay, for each nat of the log-ratio. verl: `policy_loss.ppo_kl_coef`."""
 
     use_opsm: bool = False
     """Off-policy sequence masking: responses with a negative advantage do not count once they have become less probable
@@ -224,6 +245,20 @@ class AlgorithmConfig(Section):
         return "demonstrations" if self.loss_type == "sft_loss" else "responses"
 
     @property
+    def corrects_for_lag(self) -> bool:
+        """Whether something makes up for weights that are older than those that are trained: a correction, or a ratio
+        to the policy that sampled."""
+        return self.use_tis or self.use_rollout_logprobs or self.ratio_to_behaviour
+
+    @property
+    def ratio_to_behaviour(self) -> bool:
+        """Whether the loss, one of ours, takes its ratio to the policy that sampled, and none to the proximal one."""
+        if self.names_user_code or self.loss == type(self).model_fields["loss_type"].default:
+            return False
+        ours = LOSS.declaration_of_ours(self.loss)
+        return ours is not None and "rollout_log_probs" in ours.needs and "old_log_probs" not in ours.needs
+
+    @property
     def reads_kl(self) -> bool:
         """Whether the KL divergence from the reference model is computed, in the loss or in the rewards."""
         return self.use_kl_loss or self.kl_coef > 0
@@ -303,6 +338,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"loss_scale_factor ({self.loss_scale_factor}) and calculate_per_token_loss (true) exclude each other: "
                 "both say what the sum over tokens is divided by; leave one of them out"
+            )
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError(
+                f"clip_cov_lb ({self.clip_cov_lb}) is not below clip_cov_ub ({self.clip_cov_ub}): no token would be "
+                "between them"
             )
         if self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")

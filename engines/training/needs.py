@@ -58,8 +58,10 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
 
 def stands_in(algorithm: AlgorithmConfig, num_steps: int) -> bool:
     """Whether the policy that is trained stands in for the old one in the loss: in the only optimizer step of a batch
-    they are the same. A mean over the step is to be known before, so that it asks for scores."""
-    return num_steps == 1 and not algorithm.use_rollout_logprobs and not algorithm.tis_batch_normalize
+    they are the same. What follows from the whole step is to be known before, so that it asks for scores."""
+    if num_steps > 1 or algorithm.use_rollout_logprobs or algorithm.tis_batch_normalize:
+        return False
+    return declared(LOSS.load(algorithm.loss)).picks is None
 
 
 def is_policy_gradient(algorithm: AlgorithmConfig) -> bool:
