@@ -217,7 +217,7 @@ ESTIMATOR = Kind(
     "cairn.tasks.advantages",
     "estimate",
     (("batch", "config"),),
-    frozenset({"old_log_probs", "ref_log_probs", "teacher_log_probs", "values"}),
+    frozenset({"old_log_probs", "ref_log_probs", "teacher_log_probs", "values", "components"}),
 )
 LOSS = Kind(
     "loss",

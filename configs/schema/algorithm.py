@@ -36,11 +36,12 @@ class AlgorithmConfig(Section):
     advantage_estimator: Code = "grpo"
     """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
     `loss_type` is left out; `grpo_turns` compares the rewards of its turns with those of its group's (docs/agents.md);
-    `rloo` compares it with the others of its group; `maxrl` divides by the group's mean reward; `ppo` trains a critic
-    beside the actor and estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole
-    batch, `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of
-    which one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
-    `package.module.function` or `file.py:function`. slime: `--advantage-estimator`."""
+    `gdpo` compares each of several rewards by itself; `rloo` compares a sample with the others of its group; `maxrl`
+    divides by the group's mean reward; `ppo` trains a critic beside the actor and estimates advantages from its values;
+    `reinforce_plus_plus` compares a token with the whole batch, `reinforce_plus_plus_baseline` after its group's mean
+    is taken off; `dpo` learns from pairs of responses of which one is preferred, which the rows of `data.path` then
+    hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`. slime:
+    `--advantage-estimator`."""
 
     rewards_normalization: bool = True
     """`grpo`, `grpo_turns`, `gspo`, `cispo`, `reinforce_plus_plus_baseline`: subtract the group's mean reward. slime:
@@ -84,6 +85,14 @@ class AlgorithmConfig(Section):
 
     dpo_label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """`dpo`: the share of pairs of which the other response is taken to be the better one. TRL: `label_smoothing`."""
+
+    gdpo_reward_keys: tuple[str, ...] = ()
+    """`gdpo`: the rewards that are normalised apart, by their names in the mapping that the grader returns; `reward` is
+    the sample's reward, and `overlong_penalty` what its length costs it (docs/rewards.md). A sample without a number
+    under each of them fails. verl: `gdpo_reward_keys`."""
+
+    gdpo_reward_weights: tuple[float, ...] | None = None
+    """`gdpo`: what each of these rewards counts for; 1 each by default. verl: `gdpo_reward_weights`."""
 
     eps_clip: float = Field(0.2, ge=0)
     """Lower clip range of the probability ratio. Where it and `eps_clip_high` are left out, `gspo` has its paper's 3e-4
@@ -377,6 +386,19 @@ class AlgorithmConfig(Section):
                 value = changed[name]
                 shown = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(f"{name} ({shown}) has no effect while {why}; {way_out}, or leave it out")
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if self.advantage_estimator == "gdpo" and not keys:
+            raise ValueError(
+                "advantage_estimator (gdpo) normalises several rewards apart, and gdpo_reward_keys names none; set it "
+                "to their names in what the grader returns"
+            )
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"gdpo_reward_keys ({', '.join(keys)}) names a reward twice; name each once")
+        if weights is not None and len(weights) != len(keys):
+            raise ValueError(
+                f"gdpo_reward_weights has {len(weights)} numbers and gdpo_reward_keys {len(keys)} names; give one "
+                "number for each name"
+            )
         if self.advantage_estimator in WHITENED and not self.normalize_advantages:
             raise ValueError(
                 f"advantage_estimator ({self.advantage_estimator}) compares a token with all others of the batch, and "

@@ -203,6 +203,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _what_length_costs_is_learned(self, info: ValidationInfo) -> "RunConfig":
+        algorithm = self.algorithm
+        shaped = self.reward.overlong_buffer_len is not None and algorithm.advantage_estimator == "gdpo"
+        if shaped and not {"reward", "overlong_penalty"} & {*algorithm.gdpo_reward_keys} and not is_recorded(info):
+            raise ValueError(
+                f"reward.overlong_buffer_len ({self.reward.overlong_buffer_len}) lowers the reward, and "
+                "algorithm.gdpo_reward_keys names neither reward nor overlong_penalty, so that nothing would learn it; "
+                "name one of them, or leave the buffer out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _older_tokens_are_corrected_for(self) -> "RunConfig":
         rollout = self.rollout
         if rollout.oldest_trained > 0 and not self.algorithm.corrects_for_lag:
@@ -285,10 +297,10 @@ class RunConfig(Section):
         algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
         if not self.samples_responses:
             return self
-        if n == 1 and algorithm.advantage_estimator == "rloo":
+        if n == 1 and algorithm.advantage_estimator in ("rloo", "gdpo"):
             raise ValueError(
-                "algorithm.advantage_estimator is rloo but rollout.n_samples_per_prompt is 1: a sample is compared "
-                "with the others of its group, and there is none; raise n_samples_per_prompt"
+                f"algorithm.advantage_estimator is {algorithm.advantage_estimator} but rollout.n_samples_per_prompt is "
+                "1: a sample is compared with the others of its group, and there is none; raise n_samples_per_prompt"
             )
         if n > 1 or not algorithm.rewards_normalization:
             return self

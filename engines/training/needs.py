@@ -29,7 +29,13 @@ def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
     if algorithm.use_opd:
         needs |= dict.fromkeys(("old_log_probs", "teacher_log_probs"), "use_opd")
     name = algorithm.advantage_estimator
-    return needs | dict.fromkeys(declared(ESTIMATOR.load(name)).needs, f"advantage_estimator={name}")
+    scored = declared(ESTIMATOR.load(name)).needs & SCORES.keys()
+    return needs | dict.fromkeys(scored, f"advantage_estimator={name}")
+
+
+def needs_components(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage step reads what graders said beside the reward."""
+    return "components" in declared(ESTIMATOR.load(algorithm.advantage_estimator)).needs
 
 
 def loss_needs(algorithm: AlgorithmConfig) -> Needs:

@@ -22,7 +22,7 @@ from cairn.engines.types import TrainBatch
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.advantages.distillation import distil, reverse_kl
 from cairn.tasks.advantages.normalization import normalise
-from tests.parity.recording import OWN
+from tests.parity.recording import OWN, SEVERAL
 
 HERE = Path(__file__).parent
 DATA: dict[str, Any] = json.loads((HERE / "batch.json").read_text())
@@ -115,7 +115,11 @@ def _advantages(peer: str) -> dict[str, Case]:
             config = AlgorithmConfig(**options)
             rewards = np.array(DATA["rewards"], np.float32)
             lowered = kl if config.kl_coef > 0 else None
-            batch = ScoredBatch(rewards, DATA["group_sizes"], masks, values=_fields("values"), kl=lowered)
+            columns = zip(*(DATA[name] for name in SEVERAL), strict=True)
+            several = [dict(zip(SEVERAL, values, strict=True)) for values in columns]
+            batch = ScoredBatch(
+                rewards, DATA["group_sizes"], masks, values=_fields("values"), kl=lowered, components=several
+            )
             found = estimate(batch, config)[part]
             found = normalise(found, masks) if whiten else found
             return flat([field * mask for field, mask in zip(found, masks, strict=True)])
@@ -132,6 +136,7 @@ def _advantages(peer: str) -> dict[str, Case]:
     plus: dict[str, Any] = {"advantage_estimator": "reinforce_plus_plus", "gamma": OWN["gamma"], **whitened}
     baseline: dict[str, Any] = {"advantage_estimator": "reinforce_plus_plus_baseline", **whitened}
     gae: dict[str, Any] = {"advantage_estimator": "ppo", "gamma": OWN["gamma"], "lambd": OWN["lambd"]}
+    several: dict[str, Any] = {"gdpo_reward_keys": [*SEVERAL], "gdpo_reward_weights": [*SEVERAL.values()], **whitened}
     every = [np.ones_like(mask) for mask in MASKS]
     found = {
         "verl": {
@@ -139,6 +144,7 @@ def _advantages(peer: str) -> dict[str, Case]:
             "dr_grpo": case(grpo_std_normalization=False),
             "rloo": case(advantage_estimator="rloo"),
             "rloo_kl": case(advantage_estimator="rloo", **penalty),
+            "gdpo": case(whiten=True, advantage_estimator="gdpo", **several),  # verl whitens over tokens
             "reinforce_plus_plus": case(whiten=True, **plus),
             "reinforce_plus_plus_returns": case(part=1, **plus),
             "reinforce_plus_plus_kl": case(whiten=True, **plus, **penalty),

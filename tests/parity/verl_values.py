@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import verl
-from recording import OWN, Batch, Fields, record
+from recording import OWN, SEVERAL, Batch, Fields, record
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as core
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
@@ -63,6 +63,15 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor | Fields]:
         "rloo_kl": core.compute_rloo_outcome_advantage(lowered.clone(), mask, index)[0],
         "reinforce_plus_plus_baseline": core.compute_reinforce_plus_plus_baseline_outcome_advantage(
             rewards.clone(), mask, index
+        )[0],
+        "gdpo": core.compute_gdpo_outcome_advantage(
+            rewards.clone(),
+            mask,
+            index,
+            config=AlgoConfig(gdpo_reward_keys=list(SEVERAL), gdpo_reward_weights=list(SEVERAL.values())),
+            non_tensor_batch={name: batch.of_samples(name).numpy() for name in SEVERAL},
+            # A prompt of no token: verl puts each reward at a response's last one.
+            batch={"prompts": mask[:, :0], "attention_mask": (mask * 0 + 1).long()},
         )[0],
     }
     for name, given in {"": rewards, "_kl": lowered}.items():
