@@ -41,6 +41,10 @@ class Declaration:
     """Of a grader: its answers are kept in the store, and none is asked for twice."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of options that are left out, of a loss of ours whose paper has others than PPO's."""
+    picks: Callable[..., Any] | None = None
+    """Of a loss that treats some tokens of an optimizer step apart: `picks(advantages, log_probs, config)`, from [M] of
+    the step's trained tokens, log-probs those of the policy before the update, to [M] bool, which tokens these are. It
+    is asked once a step, on every rank, and the loss finds the answer in `tokens.picked`."""
 
 
 def plugin(
@@ -50,13 +54,14 @@ def plugin(
     loss: str | None = None,
     cached: bool = False,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    picks: Callable[..., Any] | None = None,
 ) -> Callable[[Function], Function]:
-    """Declare what a function needs, which options it reads, which loss goes with it, whether its answers are kept, and
-    what options default to: see `Declaration`."""
+    """Declare what a function needs, which options it reads, which loss goes with it, whether its answers are kept,
+    what options default to, and which tokens it treats apart: see `Declaration`."""
     for name, names in (("needs", needs), ("reads", reads)):
         if isinstance(names, str):  # whose letters would be taken for names
             raise TypeError(f"plugin({name}={names!r}) takes a set of names: write {name}={{{names!r}}}")
-    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached, defaults)
+    declaration = Declaration(frozenset(needs), frozenset(reads), loss, cached, defaults, picks)
 
     def declare(function: Function) -> Function:
         function.declaration = declaration  # type: ignore[attr-defined]
@@ -212,7 +217,7 @@ ESTIMATOR = Kind(
     "cairn.tasks.advantages",
     "estimate",
     (("batch", "config"),),
-    frozenset({"old_log_probs", "ref_log_probs", "teacher_log_probs", "values"}),
+    frozenset({"old_log_probs", "ref_log_probs", "teacher_log_probs", "values", "components"}),
 )
 LOSS = Kind(
     "loss",

@@ -267,6 +267,9 @@ class TrainBatch:
     None for samples, or all of them, for which it chooses by itself."""
     images: list[tuple[Image, ...]] | None = None
     """Of each prompt, in the order of their placeholders; None where none has any."""
+    picked: list[np.ndarray] | None = None
+    """[R_i] bool, of an optimizer step, for the engine's own use: the tokens that its loss treats apart
+    (`cairn.configs.kinds.Declaration.picks`)."""
     mean_correction: float | None = None
     """Of an optimizer step, for the engine's own use: by which the weights that correct for off-policy tokens are
     divided, see `cairn.engines.training.corrections.normalization`."""

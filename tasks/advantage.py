@@ -11,7 +11,8 @@ import torch
 from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
 from cairn.engines.training.batching import split_steps
 from cairn.engines.training.losses.kl import kl_divergence
-from cairn.engines.training.needs import advantage_needs
+from cairn.engines.training.needs import advantage_needs, needs_components
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import (
     ADVANTAGE,
@@ -30,6 +31,7 @@ from cairn.tasks.advantages.normalization import normalise
 from cairn.tasks.advantages.trajectories import Episodes, compared
 from cairn.tasks.batch import age_weights, arrays, mean_of_trained, rows_of_groups, trained_tokens
 from cairn.tasks.recorded_run import RecordedRun
+from cairn.tasks.rewards.components import by_name
 from cairn.tasks.rewards.overlong import as_graded
 from cairn.tasks.sample_filters import NothingLeft
 from cairn.tasks.sample_metrics import sample_metrics, sampled_lengths
@@ -46,6 +48,8 @@ from cairn.tasks.step import Outcome, StepCall, durable
         "algorithm.normalize_advantages",
         "algorithm.dpo_beta",
         "algorithm.dpo_label_smoothing",
+        "algorithm.gdpo_reward_keys",
+        "algorithm.gdpo_reward_weights",
         "algorithm.gamma",
         "algorithm.lambd",
         "algorithm.bootstrap_truncated",
@@ -90,6 +94,8 @@ def estimated(
     if algorithm.kl_coef > 0:
         fields["kl"] = _divergences(fields["old_log_probs"], fields["ref_log_probs"], algorithm.kl_estimator)
         found["kl"] = mean_of_trained(fields["kl"], masks)
+    if needs_components(algorithm):
+        fields["components"] = _components(run, selection, rewards)
     truncated = np.array([status == Status.TRUNCATED for status in statuses])
     sizes = list(map(len, rewards_per_group))
     episodes = _episodes(samples, own_rewards)
@@ -164,6 +170,13 @@ def _rewards(
     pairs = list(rows_of_groups(run, selection, rollouts, []))
     own = [None for pair in pairs for _ in range(pair.num_rows)]
     return [(pair.column("sample_index").to_numpy() == 0).astype(np.float32) for pair in pairs], own, np.zeros(0)
+
+
+def _components(run: RecordedRun, selection: Commit, rewards: list[Commit]) -> list[dict[str, Any]]:
+    """Of each sample; none where nobody grades."""
+    graded = pa.concat_tables(rows_of_groups(run, selection, rewards, ["reward", "components"]))
+    rows = zip(graded.column("reward").to_pylist(), graded.column("components").to_pylist(), strict=True)
+    return [by_name(reward, from_json(said) if said else None) for reward, said in rows]
 
 
 def _episodes(samples: pa.Table, own_rewards: Sequence[Sequence[float] | None]) -> Episodes:

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -24,8 +24,9 @@ from cairn.storage.schemas import (
 from cairn.tasks.batch import arrays, with_optional
 from cairn.tasks.data import BadData, Data, MixedData, PromptData, PromptRow
 from cairn.tasks.rewards import share_of_right
+from cairn.tasks.rewards.components import with_rewards
 from cairn.tasks.rewards.grading import GRADER_OPTIONS, Grading
-from cairn.tasks.rewards.overlong import Overlong, sampled_tokens
+from cairn.tasks.rewards.overlong import SHAPED, Overlong, sampled_tokens
 from cairn.tasks.rewards.pool import Graded
 from cairn.tasks.rewards.sample import ResponseSegment, Sample
 from cairn.tasks.rewards.trajectories import with_own_rewards
@@ -41,6 +42,7 @@ from cairn.tasks.step import Outcome, StepCall, durable
         "reward.overlong_penalty_factor",
         "rollout.rollout_max_response_len",
         "reward.reward_model",
+        "algorithm.gdpo_reward_keys",
     ),
     externals=("reward_model",),
 )
@@ -50,7 +52,8 @@ def reward(step: StepCall, rollout: Commit) -> Outcome:
     when it is."""
     overlong = Overlong.of(step.run.config)
     row = prompt_rows(step.run.data) if step.run.grader.sees_messages else None
-    shard = graded_shard(step.run.grader, step.run.tokenizer, step.run.read(rollout), overlong, row)
+    keys = step.run.config.algorithm.gdpo_reward_keys
+    shard = graded_shard(step.run.grader, step.run.tokenizer, step.run.read(rollout), overlong, row, keys)
     graded = [one for one in shard.results if one is not None]
     return Outcome(
         tables={"rewards.parquet": shard.table},
@@ -94,6 +97,7 @@ def graded_shard(
     rollout: pa.Table,
     overlong: Overlong | None = None,
     row: Callable[[int], PromptRow] | None = None,
+    reward_keys: Collection[str] = (),
 ) -> GradedShard:
     """Grade the rows of a rollout table as the step does. The tokenizer is asked only where the grader sees whole
     samples, `row` of the data only where it sees messages. `overlong` is added to what the grader says. Raises as
@@ -102,6 +106,7 @@ def graded_shard(
     Args:
         tokenizer: None where the grader sees no whole samples, or no tokens and the special ones make no tags of
             thoughts: it then gets whole samples without tokens.
+        reward_keys: names of rewards without which a sample fails (`cairn.tasks.rewards.components`).
     """
     columns = graded_columns(grader, overlong, tokens=tokenizer is not None)
     table = with_optional(rollout, columns)
@@ -123,8 +128,9 @@ def graded_shard(
         )
     )
     counts = [len(lengths or (0,)) for lengths in samples[TRAJECTORIES.name]]
+    required = [key for key in reward_keys if overlong is None or key not in SHAPED]  # which shaping adds
     found = [
-        (None, None) if later else with_own_rewards(next(ready), count)
+        (None, None) if later else with_own_rewards(with_rewards(next(ready), required, grader.name), count)
         for later, count in zip(waits, counts, strict=True)
     ]
     results, own = tuple(one for one, _ in found), [rewards for _, rewards in found]

@@ -27,18 +27,21 @@ class AlgorithmConfig(Section):
 
     loss_type: Code = "policy_loss"
     """`policy_loss` is the clipped surrogate of PPO and GRPO, `gspo` the same with the ratio of a whole response,
-    `cispo` the policy gradient with clipped weights, `sft_loss` the likelihood of demonstrations, which the rows of
+    `cispo` the policy gradient with clipped weights, `dppo_tv` and `dppo_kl` that with the ratio to what sampled, and
+    without the tokens that have moved further than a divergence, `clip_cov` and `kl_cov` hold back the tokens whose
+    learning takes the most entropy, `sft_loss` the likelihood of demonstrations, which the rows of
     `data.path` then hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`.
     slime: `--loss-type`."""
 
     advantage_estimator: Code = "grpo"
     """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
     `loss_type` is left out; `grpo_turns` compares the rewards of its turns with those of its group's (docs/agents.md);
-    `rloo` compares it with the others of its group; `maxrl` divides by the group's mean reward; `ppo` trains a critic
-    beside the actor and estimates advantages from its values; `reinforce_plus_plus` compares a token with the whole
-    batch, `reinforce_plus_plus_baseline` after its group's mean is taken off; `dpo` learns from pairs of responses of
-    which one is preferred, which the rows of `data.path` then hold (docs/sft.md); or a function of your own,
-    `package.module.function` or `file.py:function`. slime: `--advantage-estimator`."""
+    `gdpo` compares each of several rewards by itself; `rloo` compares a sample with the others of its group; `maxrl`
+    divides by the group's mean reward; `ppo` trains a critic beside the actor and estimates advantages from its values;
+    `reinforce_plus_plus` compares a token with the whole batch, `reinforce_plus_plus_baseline` after its group's mean
+    is taken off; `dpo` learns from pairs of responses of which one is preferred, which the rows of `data.path` then
+    hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`. slime:
+    `--advantage-estimator`."""
 
     rewards_normalization: bool = True
     """`grpo`, `grpo_turns`, `gspo`, `cispo`, `reinforce_plus_plus_baseline`: subtract the group's mean reward. slime:
@@ -83,15 +86,42 @@ class AlgorithmConfig(Section):
     dpo_label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """`dpo`: the share of pairs of which the other response is taken to be the better one. TRL: `label_smoothing`."""
 
+    gdpo_reward_keys: tuple[str, ...] = ()
+    """`gdpo`: the rewards that are normalised apart, by their names in the mapping that the grader returns; `reward` is
+    the sample's reward, and `overlong_penalty` what its length costs it (docs/rewards.md). A sample without a number
+    under each of them fails. verl: `gdpo_reward_keys`."""
+
+    gdpo_reward_weights: tuple[float, ...] | None = None
+    """`gdpo`: what each of these rewards counts for; 1 each by default. verl: `gdpo_reward_weights`."""
+
     eps_clip: float = Field(0.2, ge=0)
     """Lower clip range of the probability ratio. Where it and `eps_clip_high` are left out, `gspo` has its paper's 3e-4
-    and 4e-4, since the ratios of whole responses stay near 1, and `cispo` 1 and 4. slime: `--eps-clip`, 0.2 for all."""
+    and 4e-4, since the ratios of whole responses stay near 1, and `cispo` 1 and 4. Of `dppo_tv` and `dppo_kl` it is the
+    divergence from which on a token is left out that becomes less probable, by default their paper's 0.15 and 0.05
+    nats. slime: `--eps-clip`, 0.2 for all."""
 
     eps_clip_high: float | None = Field(None, ge=0)
     """Upper clip range; `eps_clip` by default. slime: `--eps-clip-high`."""
 
     eps_clip_c: float | None = Field(None, gt=1)
     """Dual-clip bound on the loss where the advantage is negative. slime: `--eps-clip-c`."""
+
+    clip_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """`clip_cov`: the share of an optimizer step's tokens that have no gradient, of those with a covariance of
+    advantage and log-prob between `clip_cov_lb` and `clip_cov_ub`; one at least. verl: `policy_loss.clip_cov_ratio`."""
+
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: verl: `policy_loss.clip_cov_lb`."""
+
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: verl: `policy_loss.clip_cov_ub`."""
+
+    kl_cov_ratio: float = Field(2e-4, gt=0, le=1)
+    """`kl_cov`: the share of an optimizer step's tokens, those of the highest covariance of advantage and log-prob,
+    that pay for how far they move; one at least. verl: `policy_loss.kl_cov_ratio`."""
+
+    ppo_kl_coef: float = Field(1.0, ge=0)
+    """`kl_cov`: what they pay, for each nat of the log-ratio. verl: `policy_loss.ppo_kl_coef`."""
 
     use_opsm: bool = False
     """Off-policy sequence masking: responses with a negative advantage do not count once they have become less probable
@@ -224,6 +254,20 @@ class AlgorithmConfig(Section):
         return "demonstrations" if self.loss_type == "sft_loss" else "responses"
 
     @property
+    def corrects_for_lag(self) -> bool:
+        """Whether something makes up for weights that are older than those that are trained: a correction, or a ratio
+        to the policy that sampled."""
+        return self.use_tis or self.use_rollout_logprobs or self.ratio_to_behaviour
+
+    @property
+    def ratio_to_behaviour(self) -> bool:
+        """Whether the loss, one of ours, takes its ratio to the policy that sampled, and none to the proximal one."""
+        if self.names_user_code or self.loss == type(self).model_fields["loss_type"].default:
+            return False
+        ours = LOSS.declaration_of_ours(self.loss)
+        return ours is not None and "rollout_log_probs" in ours.needs and "old_log_probs" not in ours.needs
+
+    @property
     def reads_kl(self) -> bool:
         """Whether the KL divergence from the reference model is computed, in the loss or in the rewards."""
         return self.use_kl_loss or self.kl_coef > 0
@@ -304,6 +348,11 @@ class AlgorithmConfig(Section):
                 f"loss_scale_factor ({self.loss_scale_factor}) and calculate_per_token_loss (true) exclude each other: "
                 "both say what the sum over tokens is divided by; leave one of them out"
             )
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError(
+                f"clip_cov_lb ({self.clip_cov_lb}) is not below clip_cov_ub ({self.clip_cov_ub}): no token would be "
+                "between them"
+            )
         if self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low ({self.tis_clip_low}) is above tis_clip ({self.tis_clip})")
         low, high = self.rs_bounds
@@ -337,6 +386,19 @@ class AlgorithmConfig(Section):
                 value = changed[name]
                 shown = str(value).lower() if isinstance(value, bool) else value
                 raise ValueError(f"{name} ({shown}) has no effect while {why}; {way_out}, or leave it out")
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if self.advantage_estimator == "gdpo" and not keys:
+            raise ValueError(
+                "advantage_estimator (gdpo) normalises several rewards apart, and gdpo_reward_keys names none; set it "
+                "to their names in what the grader returns"
+            )
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"gdpo_reward_keys ({', '.join(keys)}) names a reward twice; name each once")
+        if weights is not None and len(weights) != len(keys):
+            raise ValueError(
+                f"gdpo_reward_weights has {len(weights)} numbers and gdpo_reward_keys {len(keys)} names; give one "
+                "number for each name"
+            )
         if self.advantage_estimator in WHITENED and not self.normalize_advantages:
             raise ValueError(
                 f"advantage_estimator ({self.advantage_estimator}) compares a token with all others of the batch, and "

@@ -93,8 +93,8 @@ class RolloutConfig(Section):
 
     lag: int | None = Field(None, ge=1)
     """Of the lagged pipeline, 1 by default: so many iterations older than the newest are the weights that an iteration
-    is collected with. Needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which correct for the
-    difference."""
+    is collected with. Needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which correct for the difference,
+    or a loss that does (`dppo_tv`, `dppo_kl`)."""
 
     partial_rollout: bool = False
     """Once a shard has finished its share of the groups that are needed, abort the others: they are kept as far as they
@@ -121,8 +121,7 @@ class RolloutConfig(Section):
     that are trained. By default 1 in the `streaming` pipeline, which begins samples only as fast as that allows, and
     the lag of the rollout in the others, which is 0 in the `sync` pipeline: what over-sampling leaves
     over is then dropped. A larger bound carries
-    surplus groups over until they are too old, and needs `algorithm.use_tis` or `algorithm.use_rollout_logprobs`, which
-    correct for the difference."""
+    surplus groups over until they are too old, and needs a correction as `lag` does."""
 
     async_buffer_size: int | None = Field(None, ge=1)
     """Of the streaming pipeline: complete groups that may wait to be learned from before no more prompts are admitted,

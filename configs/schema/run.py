@@ -203,17 +203,29 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _what_length_costs_is_learned(self, info: ValidationInfo) -> "RunConfig":
+        algorithm = self.algorithm
+        shaped = self.reward.overlong_buffer_len is not None and algorithm.advantage_estimator == "gdpo"
+        if shaped and not {"reward", "overlong_penalty"} & {*algorithm.gdpo_reward_keys} and not is_recorded(info):
+            raise ValueError(
+                f"reward.overlong_buffer_len ({self.reward.overlong_buffer_len}) lowers the reward, and "
+                "algorithm.gdpo_reward_keys names neither reward nor overlong_penalty, so that nothing would learn it; "
+                "name one of them, or leave the buffer out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _older_tokens_are_corrected_for(self) -> "RunConfig":
-        corrects = self.algorithm.use_tis or self.algorithm.use_rollout_logprobs
         rollout = self.rollout
-        if rollout.oldest_trained > 0 and not corrects:
+        if rollout.oldest_trained > 0 and not self.algorithm.corrects_for_lag:
             aged = rollout.max_age or rollout.pipeline == "streaming"
             option, value = ("max_age", rollout.oldest_trained) if aged else ("lag", rollout.weights_lag)
             leaves = option == "max_age" and rollout.pipeline != "streaming"
             out = "leave rollout.max_age out" if leaves else "set rollout.pipeline=sync"
             raise ValueError(
                 f"rollout.{option} is {value}: tokens that older weights sampled are trained on, and nothing corrects "
-                f"for the difference; set algorithm.use_tis=true or algorithm.use_rollout_logprobs=true, or {out}"
+                "for the difference; set algorithm.use_tis=true or algorithm.use_rollout_logprobs=true, choose a loss "
+                f"whose ratio is to the policy that sampled, such as algorithm.loss_type=dppo_tv, or {out}"
             )
         return self
 
@@ -285,10 +297,10 @@ class RunConfig(Section):
         algorithm, n = self.algorithm, self.rollout.n_samples_per_prompt
         if not self.samples_responses:
             return self
-        if n == 1 and algorithm.advantage_estimator == "rloo":
+        if n == 1 and algorithm.advantage_estimator in ("rloo", "gdpo"):
             raise ValueError(
-                "algorithm.advantage_estimator is rloo but rollout.n_samples_per_prompt is 1: a sample is compared "
-                "with the others of its group, and there is none; raise n_samples_per_prompt"
+                f"algorithm.advantage_estimator is {algorithm.advantage_estimator} but rollout.n_samples_per_prompt is "
+                "1: a sample is compared with the others of its group, and there is none; raise n_samples_per_prompt"
             )
         if n > 1 or not algorithm.rewards_normalization:
             return self
@@ -303,8 +315,15 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _ratios_can_be_clipped(self, info: ValidationInfo) -> "RunConfig":
         algorithm, training = self.algorithm, self.training
-        if is_recorded(info) or algorithm.use_rollout_logprobs or training.num_steps_per_rollout > 1:
+        of_another_policy = algorithm.use_rollout_logprobs or algorithm.ratio_to_behaviour
+        if is_recorded(info) or of_another_policy or training.num_steps_per_rollout > 1:
             return self
+        if algorithm.loss_type == "kl_cov":
+            raise ValueError(
+                "algorithm.loss_type (kl_cov) has no effect while training.num_steps_per_rollout is 1: the tokens that "
+                "it picks pay for how far they have moved from the policy before the update, which is nowhere in the "
+                "only step; raise num_steps_per_rollout, or choose clip_cov"
+            )
         for name in ("eps_clip", "eps_clip_high", "eps_clip_c"):
             value = getattr(algorithm, name)
             if value != algorithm.usual(name):

@@ -26,7 +26,7 @@ _NOT_OF_PAIRS = (
 def unread(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """Options that nothing of ours reads in this combination, why, and what would have them read. `changed`: those
     that are not left at their defaults."""
-    yield from _by_the_loss(algorithm)
+    yield from _by_the_loss(algorithm, changed)
     yield from _by_the_estimator(algorithm)
     yield from _by_the_correction(algorithm, changed)
     if not algorithm.rewards_normalization:
@@ -48,23 +48,27 @@ def unread(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iterator[t
         yield "opsm_delta", "use_opsm is false", "set use_opsm=true"
 
 
-def _by_the_loss(algorithm: "AlgorithmConfig") -> Iterator[tuple[str, str, str]]:
-    if algorithm.loss == type(algorithm).model_fields["loss_type"].default:  # which reads all
-        return
+def _by_the_loss(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iterator[tuple[str, str, str]]:
+    usual = algorithm.loss == type(algorithm).model_fields["loss_type"].default
+    if usual and not any(name.startswith(("clip_cov_", "kl_cov_", "ppo_kl_")) for name in changed):
+        return  # it reads all others, and what ours declare takes long to import
     ours = LOSS.declaration_of_ours(algorithm.loss)
     if ours is None:
         return
     why = f"loss_type is {algorithm.loss}"
-    if not algorithm.names_a_loss:
+    if not algorithm.names_a_loss and not usual:
         why = f"advantage_estimator is {algorithm.advantage_estimator}, trained with the loss {algorithm.loss}"
     if "advantages" not in ours.needs:
         aggregated = {"custom_pg_loss_reducer_function_path", "calculate_per_token_loss"}
         for name in type(algorithm).model_fields.keys() - {"loss_type", *aggregated}:
             yield name, why, "choose a loss that follows advantages"
+    if algorithm.ratio_to_behaviour:
+        for name in ("use_tis", "use_rollout_logprobs"):
+            yield name, f"{why}, whose ratio is to the policy that sampled", "choose another loss"
     for name, losses in readers(LOSS).items():
         if algorithm.loss not in losses:
             named = f"set loss_type={' or '.join(losses)}"
-            yield name, why, named if algorithm.names_a_loss else "choose another estimator"
+            yield name, why, named if algorithm.names_a_loss or usual else "choose another estimator"
 
 
 def _by_the_correction(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iterator[tuple[str, str, str]]:

@@ -43,6 +43,8 @@ class Tokens:
     teacher_log_probs: torch.Tensor | None = None
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    picked: torch.Tensor | None = None
+    """1 at the tokens that the loss treats apart, 0 at the others; None for a loss that picks none."""
     kept: Kept | None = None
     """What the tokens were drawn from; None where that is the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
@@ -122,6 +124,7 @@ def collate_trained(
         teacher_log_probs=pick(batch.teacher_log_probs),
         values=pick(batch.values),
         returns=pick(batch.returns),
+        picked=pick(batch.picked),
         kept=_kept(batch, samples, [np.flatnonzero(mask) for mask in chosen], device),
         routed_experts=_routed(batch, samples, device),
         mean_correction=batch.mean_correction,

@@ -22,6 +22,7 @@ from cairn.engines.training.errors import NotFinite
 from cairn.engines.training.losses.metrics import over_steps
 from cairn.engines.training.needs import has_critic, scores_needed
 from cairn.engines.training.optimizer import learning_rate, weight_decay
+from cairn.engines.training.picked import with_picked
 from cairn.engines.training.validate import check_batch, check_trainable
 from cairn.engines.types import ModelRole, Position, TrainBatch, TrainResult
 from cairn.storage.commits import Environment
@@ -221,6 +222,7 @@ class ExactlyOnceEngine(ABC):
         lengths = {i: len(batch.input_ids[i]) for i, count in zip(samples, trained, strict=True) if count}
         if self._algorithm.tis_batch_normalize:
             batch = replace(batch, mean_correction=mean_weight(batch, [*lengths], self._algorithm))
+        batch = with_picked(batch, [*lengths], self._algorithm)
         micro_batches = self._plan(lengths)
         metrics: dict[str, float] = {}
         for role in roles:

@@ -29,7 +29,13 @@ def advantage_needs(algorithm: AlgorithmConfig) -> Needs:
     if algorithm.use_opd:
         needs |= dict.fromkeys(("old_log_probs", "teacher_log_probs"), "use_opd")
     name = algorithm.advantage_estimator
-    return needs | dict.fromkeys(declared(ESTIMATOR.load(name)).needs, f"advantage_estimator={name}")
+    scored = declared(ESTIMATOR.load(name)).needs & SCORES.keys()
+    return needs | dict.fromkeys(scored, f"advantage_estimator={name}")
+
+
+def needs_components(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantage step reads what graders said beside the reward."""
+    return "components" in declared(ESTIMATOR.load(algorithm.advantage_estimator)).needs
 
 
 def loss_needs(algorithm: AlgorithmConfig) -> Needs:
@@ -58,8 +64,10 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
 
 def stands_in(algorithm: AlgorithmConfig, num_steps: int) -> bool:
     """Whether the policy that is trained stands in for the old one in the loss: in the only optimizer step of a batch
-    they are the same. A mean over the step is to be known before, so that it asks for scores."""
-    return num_steps == 1 and not algorithm.use_rollout_logprobs and not algorithm.tis_batch_normalize
+    they are the same. What follows from the whole step is to be known before, so that it asks for scores."""
+    if num_steps > 1 or algorithm.use_rollout_logprobs or algorithm.tis_batch_normalize:
+        return False
+    return declared(LOSS.load(algorithm.loss)).picks is None
 
 
 def is_policy_gradient(algorithm: AlgorithmConfig) -> bool:

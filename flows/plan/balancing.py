@@ -80,8 +80,7 @@ def _is_sound(recorded: Mapping[str, Any], change: Change) -> bool:
 
 def _changes(balance: Balance, config: RunConfig) -> Iterator[Change]:
     if takes_turns(config) and not shares_gpus(config) and balance.overlap > 1 + NOTABLE:
-        algorithm = config.algorithm
-        corrects = algorithm.use_tis or algorithm.use_rollout_logprobs
+        corrects = config.algorithm.corrects_for_lag
         yield {"rollout.pipeline": "lagged", **({} if corrects else {"algorithm.use_tis": True})}
     match balance.bottleneck:
         case Bottleneck.ROLLOUT:
@@ -106,11 +105,10 @@ def _for_rollout(balance: Balance, config: RunConfig) -> Iterator[Change]:
         yield {"rollout.max_running_requests": 2 * rollout.max_running_requests}
     if balance.engines_apart >= NOTABLE and not rollout.partial_rollout:
         lag = rollout.weights_lag
-        corrected = config.algorithm.use_tis or config.algorithm.use_rollout_logprobs
         yield (
             {"rollout.partial_rollout": True}
             | ({"rollout.max_age": lag + 1} if rollout.oldest_trained <= lag else {})
-            | ({} if corrected else {"algorithm.use_tis": True})
+            | ({} if config.algorithm.corrects_for_lag else {"algorithm.use_tis": True})
         )
     engines = min(2 * rollout.num_engines, drawn)  # one without a group has nothing to do
     if engines > rollout.num_engines:

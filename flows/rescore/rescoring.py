@@ -70,7 +70,7 @@ def rescore(
     with closing(open_grader(_all_cores(config.reward), config.retry.grader, ledger.store)) as grader:
         tokenizer = _tokenizer(ledger, config, grader) if grader.sees_whole_samples else None
         row = _rows(config, tokenizer) if grader.sees_messages else None
-        again = _Again(ledger, grader, tokenizer, Overlong.of(config), row)
+        again = _Again(ledger, grader, tokenizer, Overlong.of(config), row, config.algorithm.gdpo_reward_keys)
         for shard in _ahead(again.shards(numbers)):
             tell(f"grading {shard.rollout.name}: {shard.samples.num_rows} samples")
             graded = again.graded(shard)
@@ -195,9 +195,10 @@ class _Again:
         tokenizer: Any,
         overlong: Overlong | None,
         row: Callable[[int], PromptRow] | None,
+        reward_keys: Sequence[str],
     ) -> None:
         self._ledger, self._grader, self._tokenizer, self._overlong = ledger, grader, tokenizer, overlong
-        self._row = row
+        self._row, self._reward_keys = row, reward_keys
         self._redacted = redacted_samples(ledger)
         self._columns = graded_columns(grader, overlong, tokens=tokenizer is not None)
         self.passed_over: Counter[str] = Counter()
@@ -230,7 +231,7 @@ class _Again:
 
     def graded(self, shard: _Shard) -> pa.Table:
         """A table RESCORED."""
-        found = graded_shard(self._grader, self._tokenizer, shard.samples, self._overlong, self._row)
+        found = graded_shard(self._grader, self._tokenizer, shard.samples, self._overlong, self._row, self._reward_keys)
         rows = pa.table(
             {
                 "iteration": [shard.rollout.iteration] * shard.samples.num_rows,

@@ -1,9 +1,9 @@
 """What an advantage estimator is given, and what it returns."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -57,6 +57,9 @@ class ScoredBatch:
     siblings: np.ndarray | None = None
     """[N] int: the same number for those that are one sample's, which count as one sample in their group together. None
     where each is a sample by itself."""
+    components: Sequence[Mapping[str, Any]] | None = None
+    """[N]: what the grader said of each, by its names (`cairn.tasks.rewards.components`). None unless the estimator
+    needs them; with them every sample stands here whole, since they are the sample's and not a trajectory's."""
 
     def __post_init__(self) -> None:
         if sum(self.group_sizes) != len(self.rewards) or len(self.loss_masks) != len(self.rewards):

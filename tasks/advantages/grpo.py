@@ -34,8 +34,14 @@ def normalise(rewards: np.ndarray, config: AlgorithmConfig, siblings: np.ndarray
     rewards = rewards.astype(np.float64)
     if not config.rewards_normalization:
         return rewards
+    return standardise(rewards, siblings) if config.grpo_std_normalization else centre(rewards, siblings)
+
+
+def standardise(rewards: np.ndarray, siblings: np.ndarray | None = None) -> np.ndarray:
+    """[G] float64 rewards -> [G]: less their mean, over their unbiased standard deviation and 1e-6; exactly 0 where all
+    are equal."""
     centred = centre(rewards, siblings)
-    if not config.grpo_std_normalization or not centred.any():
+    if not centred.any():
         return centred
     if siblings is None:
         return centred / (rewards.std(ddof=1) + EPSILON)

@@ -6,6 +6,7 @@ A reward belongs to a sample, and so do its baseline and its weight in the group
 |---|---|
 | each sample has one reward | sample with sample, whatever their trajectories and roles |
 | a sample has trajectories of different rewards | trajectory with trajectory of the same role |
+| the estimator goes by `components`, which a sample has one of | sample with sample |
 
 In the second case those trajectories of a sample that share a role and a reward are one response, and all of a sample's
 responses count as one sample (`ScoredBatch.siblings`). So an estimator sees a batch of responses, each with one reward,
@@ -134,7 +135,8 @@ _OF_TOKENS = (
 def _compared_units(batch: ScoredBatch, episodes: Episodes, group: slice) -> list[list[_Unit]]:
     """The units of a prompt's samples, those that are compared with each other together."""
     samples = range(group.start, group.stop)
-    if not any(len(set(episodes.rewards[sample] or ())) > 1 for sample in samples):
+    differ = any(len(set(episodes.rewards[sample] or ())) > 1 for sample in samples)
+    if batch.components is not None or not differ:
         return [[_whole(batch, episodes, sample) for sample in samples]]
     by_role: dict[str | None, list[_Unit]] = {}
     for sample in samples:
@@ -144,9 +146,10 @@ def _compared_units(batch: ScoredBatch, episodes: Episodes, group: slice) -> lis
 
 
 def _whole(batch: ScoredBatch, episodes: Episodes, sample: int) -> _Unit:
-    own = episodes.rewards[sample]
+    own = set(episodes.rewards[sample] or ())
+    reward = own.pop() if len(own) == 1 else float(batch.rewards[sample])
     truncated = batch.truncated is not None and bool(batch.truncated[sample])
-    return _Unit(sample, [(0, len(batch.loss_masks[sample]))], float((own or batch.rewards[[sample]])[0]), truncated)
+    return _Unit(sample, [(0, len(batch.loss_masks[sample]))], reward, truncated)
 
 
 def _parts(batch: ScoredBatch, episodes: Episodes, sample: int) -> Iterator[tuple[str | None, _Unit]]:

@@ -24,6 +24,9 @@ from cairn.configs.schema.run import RunConfig
 from cairn.storage.schemas import RAW_REWARD
 from cairn.tasks.rewards.pool import Graded
 
+SHAPED = ("raw_reward", "overlong_penalty")
+"""What stands beside a shaped reward, among the components."""
+
 
 @dataclass(frozen=True)
 class Overlong:
@@ -51,7 +54,7 @@ class Overlong:
         if graded.reward is None:
             return graded
         penalty = self.penalty(length)
-        told = {**(graded.components or {}), "raw_reward": graded.reward, "overlong_penalty": penalty}
+        told = {**(graded.components or {}), **dict(zip(SHAPED, (graded.reward, penalty), strict=True))}
         return replace(graded, reward=graded.reward + penalty, components=told)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cairn.configs.kinds import CORRECTION, LOSS
+from cairn.configs.kinds import CORRECTION, LOSS, declared
 from cairn.configs.schema.algorithm import AlgorithmConfig, KLType
 from cairn.engines.training.aggregations import token_weights
-from cairn.engines.training.collate import Tokens
+from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.corrections.normalization import mean_weight
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.objective import loss_and_metrics
@@ -22,13 +22,14 @@ from cairn.engines.types import TrainBatch
 from cairn.tasks.advantages import ScoredBatch, estimate
 from cairn.tasks.advantages.distillation import distil, reverse_kl
 from cairn.tasks.advantages.normalization import normalise
-from tests.parity.recording import OWN
+from tests.parity.recording import OWN, SEVERAL
 
 HERE = Path(__file__).parent
 DATA: dict[str, Any] = json.loads((HERE / "batch.json").read_text())
 MASKS = [np.array(mask, np.uint8) for mask in DATA["loss_masks"]]
 COUNTS = [int(mask.sum()) for mask in MASKS]
 CLIPS = {name: OWN[name] for name in ("eps_clip", "eps_clip_high")}
+DPPO = {"eps_clip": OWN["dppo_clip"], "eps_clip_high": OWN["dppo_clip_high"]}
 
 AGGREGATIONS: dict[str, dict[str, Any]] = {
     "mean": {},
@@ -40,9 +41,17 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "dual_clip": ("advantages", {**CLIPS, "eps_clip_c": OWN["eps_clip_c"]}),
     "cispo": ("advantages", {"loss_type": "cispo", **CLIPS}),
     "gspo": ("sample_advantages", {"loss_type": "gspo", **CLIPS}),
+    "dppo_tv": ("advantages", {"loss_type": "dppo_tv", **DPPO}),
+    "dppo_kl": ("advantages", {"loss_type": "dppo_kl", **DPPO}),
+    "clip_cov": (
+        "advantages",
+        {"loss_type": "clip_cov", **CLIPS, **{n: OWN[n] for n in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")}},
+    ),
+    "kl_cov": ("advantages", {"loss_type": "kl_cov", **{n: OWN[n] for n in ("kl_cov_ratio", "ppo_kl_coef")}}),
     "opsm": ("sample_advantages", {"use_opsm": True, "opsm_delta": OWN["opsm_delta"], **CLIPS}),
 }
 """Of each loss, the advantages that it is given and its options."""
+NOT_OF_SLIME = {"dppo_tv", "dppo_kl", "clip_cov", "kl_cov"}
 
 Values = np.ndarray
 """A case's values: of a loss one number, else of all response tokens, 0 at those of the environment."""
@@ -106,7 +115,11 @@ def _advantages(peer: str) -> dict[str, Case]:
             config = AlgorithmConfig(**options)
             rewards = np.array(DATA["rewards"], np.float32)
             lowered = kl if config.kl_coef > 0 else None
-            batch = ScoredBatch(rewards, DATA["group_sizes"], masks, values=_fields("values"), kl=lowered)
+            columns = zip(*(DATA[name] for name in SEVERAL), strict=True)
+            several = [dict(zip(SEVERAL, values, strict=True)) for values in columns]
+            batch = ScoredBatch(
+                rewards, DATA["group_sizes"], masks, values=_fields("values"), kl=lowered, components=several
+            )
             found = estimate(batch, config)[part]
             found = normalise(found, masks) if whiten else found
             return flat([field * mask for field, mask in zip(found, masks, strict=True)])
@@ -123,6 +136,7 @@ def _advantages(peer: str) -> dict[str, Case]:
     plus: dict[str, Any] = {"advantage_estimator": "reinforce_plus_plus", "gamma": OWN["gamma"], **whitened}
     baseline: dict[str, Any] = {"advantage_estimator": "reinforce_plus_plus_baseline", **whitened}
     gae: dict[str, Any] = {"advantage_estimator": "ppo", "gamma": OWN["gamma"], "lambd": OWN["lambd"]}
+    several: dict[str, Any] = {"gdpo_reward_keys": [*SEVERAL], "gdpo_reward_weights": [*SEVERAL.values()], **whitened}
     every = [np.ones_like(mask) for mask in MASKS]
     found = {
         "verl": {
@@ -130,6 +144,7 @@ def _advantages(peer: str) -> dict[str, Case]:
             "dr_grpo": case(grpo_std_normalization=False),
             "rloo": case(advantage_estimator="rloo"),
             "rloo_kl": case(advantage_estimator="rloo", **penalty),
+            "gdpo": case(whiten=True, advantage_estimator="gdpo", **several),  # verl whitens over tokens
             "reinforce_plus_plus": case(whiten=True, **plus),
             "reinforce_plus_plus_returns": case(part=1, **plus),
             "reinforce_plus_plus_kl": case(whiten=True, **plus, **penalty),
@@ -178,7 +193,7 @@ def _losses(peer: str) -> dict[str, Case]:
 
         def compute(dtype: torch.dtype) -> Values:
             log_probs = _trained("log_probs", dtype).requires_grad_()
-            tokens = _tokens(dtype, advantages, config)
+            tokens = _as_verl(_tokens(dtype, advantages, config), log_probs.detach(), config)
             loss, _ = loss_and_metrics(log_probs, torch.zeros_like(log_probs), tokens, config)
             return _spread(torch.autograd.grad(loss, log_probs)[0]) if gradient else loss.detach().double().numpy()
 
@@ -212,7 +227,7 @@ def _losses(peer: str) -> dict[str, Case]:
     found: dict[str, Case] = {}
     for part in ("loss", "gradient"):
         for name in LOSSES:
-            if peer == "slime":
+            if peer == "slime" and name not in NOT_OF_SLIME:
                 found[f"token_{part}/{name}"] = of_tokens(name, part == "gradient")
             if peer == "slime" or name == "opsm":
                 continue
@@ -221,6 +236,17 @@ def _losses(peer: str) -> dict[str, Case]:
         if peer == "verl":
             found[f"{part}/value/half"] = of_values(part == "gradient")
     return found
+
+
+def _as_verl(tokens: Tokens, current: torch.Tensor, config: AlgorithmConfig) -> Tokens:
+    """Its ratios are to the old policy for every loss, and its covariances are of the current one."""
+    if config.ratio_to_behaviour:
+        tokens = replace(tokens, rollout_log_probs=tokens.old_log_probs)
+    picks = declared(LOSS.load(config.loss)).picks
+    if picks is None:
+        return tokens
+    picked = picks(given(tokens.advantages).numpy(), current.numpy(), config)
+    return replace(tokens, picked=torch.tensor(picked, dtype=current.dtype))
 
 
 def _preferences() -> dict[str, Case]:

@@ -12,7 +12,11 @@ Fields = list[torch.Tensor]
 
 OWN = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": 1.5, "gamma": 0.97, "lambd": 0.9, "kl_coef": 0.1}
 OWN |= {"tis_clip": 1.3, "tis_clip_low": 0.8, "opd_kl_coef": 0.5, "value_clip": 0.3, "loss_scale_factor": 16}
+OWN |= {"dppo_clip": 0.05, "dppo_clip_high": 0.08, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0, "clip_cov_ratio": 1.0}
+OWN |= {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.5}
 OWN |= {"opsm_delta": 0.02, "rs_veto_threshold": 0.6, "dpo_beta": 0.3, "dpo_label_smoothing": 0.2}
+SEVERAL = {"rewards": 1.0, "sample_advantages": 0.5}
+"""What stands in the batch for several rewards of a sample, and what each counts for."""
 """Options as they are named here, and the values that all are asked for."""
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import verl
-from recording import OWN, Batch, Fields, record
+from recording import OWN, SEVERAL, Batch, Fields, record
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as core
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
-from verl.workers.config import FSDPActorConfig
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
 AGGREGATIONS = {
     "mean": "seq-mean-token-mean",
@@ -20,15 +20,17 @@ AGGREGATIONS = {
 """Options here, and their names there."""
 
 
-def actor(*, dual_clip: bool = False) -> FSDPActorConfig:
+def actor(clip: str = "eps_clip", bound: float = 1e30) -> FSDPActorConfig:
     """verl always clips doubly; a bound that nothing reaches switches it off."""
+    covariances = {name: OWN[name] for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")}
     config = FSDPActorConfig(
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
-        clip_ratio=OWN["eps_clip"],
-        clip_ratio_low=OWN["eps_clip"],
-        clip_ratio_high=OWN["eps_clip_high"],
-        clip_ratio_c=OWN["eps_clip_c"] if dual_clip else 1e30,
+        clip_ratio=OWN[clip],
+        clip_ratio_low=OWN[clip],
+        clip_ratio_high=OWN[f"{clip}_high"],
+        clip_ratio_c=bound,
+        policy_loss=PolicyLossConfig(ppo_kl_coef=OWN["ppo_kl_coef"], **covariances),
     )
     config.global_batch_info["loss_scale_factor"] = OWN["loss_scale_factor"]
     return config
@@ -62,6 +64,15 @@ def advantages(batch: Batch) -> dict[str, torch.Tensor | Fields]:
         "reinforce_plus_plus_baseline": core.compute_reinforce_plus_plus_baseline_outcome_advantage(
             rewards.clone(), mask, index
         )[0],
+        "gdpo": core.compute_gdpo_outcome_advantage(
+            rewards.clone(),
+            mask,
+            index,
+            config=AlgoConfig(gdpo_reward_keys=list(SEVERAL), gdpo_reward_weights=list(SEVERAL.values())),
+            non_tensor_batch={name: batch.of_samples(name).numpy() for name in SEVERAL},
+            # A prompt of no token: verl puts each reward at a response's last one.
+            batch={"prompts": mask[:, :0], "attention_mask": (mask * 0 + 1).long()},
+        )[0],
     }
     for name, given in {"": rewards, "_kl": lowered}.items():
         found = core.compute_reinforce_plus_plus_outcome_advantage(given, mask, config=config)
@@ -79,9 +90,13 @@ def losses(batch: Batch) -> dict[str, torch.Tensor | Fields]:
     per_token = batch.padded("advantages")
     cases = {
         "policy_loss": (core.compute_policy_loss_vanilla, per_token, actor()),
-        "dual_clip": (core.compute_policy_loss_vanilla, per_token, actor(dual_clip=True)),
+        "dual_clip": (core.compute_policy_loss_vanilla, per_token, actor(bound=OWN["eps_clip_c"])),
         "gspo": (core.compute_policy_loss_gspo, per_sample, actor()),
         "cispo": (core.compute_policy_loss_cispo, per_token, actor()),
+        "dppo_tv": (core.compute_policy_loss_dppo_tv, per_token, actor("dppo_clip", 20.0)),
+        "dppo_kl": (core.compute_policy_loss_dppo_kl, per_token, actor("dppo_clip", 20.0)),
+        "clip_cov": (core.compute_policy_loss_clip_cov, per_token, actor()),
+        "kl_cov": (core.compute_policy_loss_kl_cov, per_token, actor()),
     }
     found: dict[str, torch.Tensor | Fields] = {}
     for name, (function, given, config) in cases.items():

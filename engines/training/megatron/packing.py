@@ -153,6 +153,7 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group:
         teacher_log_probs=pick(tokens.teacher_log_probs),
         values=pick(tokens.values),
         returns=pick(tokens.returns),
+        picked=pick(tokens.picked),
         kept=None if tokens.kept is None else tokens.kept.at(order, len(tokens.targets)),
     )
 

@@ -42,6 +42,15 @@ ALGORITHMS = {
         calculate_per_token_loss=True,
         **SHARED,
     ),
+    "Clip-Cov": AlgorithmConfig(
+        loss_type="clip_cov",
+        eps_clip=0.02,
+        clip_cov_ratio=0.3,
+        clip_cov_lb=-9.0,
+        clip_cov_ub=9.0,
+        tis_clip=1.2,
+        **SHARED,
+    ),
     "PPO, tokens masked": AlgorithmConfig(
         eps_clip_c=3.0,
         custom_tis_function_path="mis",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.engines.training.ragged import Response, batch_of, responses, tokens_
 
 BATCH = make_batch(9, old=True)
 CLIPS = {"eps_clip": 0.1, "eps_clip_high": 0.15}
+Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 OUTSIDE = f"{Path(__file__).parent / 'gspo.py'}:loss"
 """GSPO with advantages averaged over the response and a ratio that is differentiated through all of its tokens."""
 
@@ -61,7 +63,26 @@ def ppo(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) ->
     return -clipped_surrogate(exp(log_probs - old), advantages).mean()
 
 
-FORMULAS = {"gspo": gspo, "cispo": cispo, "policy_loss": ppo}
+def dppo(apart: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Formula:
+    """Equations 9 and 10 of the paper, of one response, the weight bounded as in its section 5.4."""
+
+    def formula(log_probs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        policy, before = log_probs.detach().exp(), behaviour.exp()
+        distance, further = apart(policy, before), (log_probs.detach() - behaviour) * advantages > 0
+        bounds = torch.where(advantages > 0, 0.15, 0.1)
+        weights = exp(log_probs - behaviour).detach().clamp(max=20) * ~(further & (distance > bounds))
+        return -(weights * advantages * log_probs).mean()
+
+    return formula
+
+
+def kl_of_two(policy: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    ours, theirs = (torch.distributions.Bernoulli(probs, validate_args=False) for probs in (policy, before))
+    return torch.distributions.kl_divergence(theirs, ours)
+
+
+PROXIMAL: dict[str, Formula] = {"gspo": gspo, "cispo": cispo, "policy_loss": ppo}
+FORMULAS = PROXIMAL | {"dppo_tv": dppo(lambda policy, before: (policy - before).abs()), "dppo_kl": dppo(kl_of_two)}
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -88,7 +109,7 @@ def test_it_is_its_formula_over_ragged_masks_empty_responses_and_policies_far_ap
     ]
     expected = sum(losses, 0 * current.sum()) / len(samples)
     (right,) = torch.autograd.grad(expected, current)
-    loss, gradient = of(algorithm, current, dataclasses.replace(tokens, rollout_log_probs=None))
+    loss, gradient = of(algorithm, current, dataclasses.replace(tokens, rollout_log_probs=tokens.old_log_probs))
     assert loss == pytest.approx(expected.item(), rel=1e-4, abs=1e-7)
     torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-8)
 
@@ -107,7 +128,7 @@ def test_gspo_follows_tokens_where_their_advantages_differ_and_the_response_wher
         torch.testing.assert_close(tokens.sums(gradient), tokens.sums(other), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", PROXIMAL)
 def test_in_one_optimizer_step_nothing_need_be_scored(name: str) -> None:
     """The ratio is 1 whether old log-probs are those of the policy itself or are left out, in every bit."""
     algorithm = AlgorithmConfig(loss_type=name, **CLIPS)
@@ -129,6 +150,7 @@ def test_a_loss_and_its_gradient_are_finite_however_far_the_policies_are(name: s
     for far in (30.0, 89.0, 1e6):
         signs = torch.where(torch.arange(len(tokens.targets)) % 3 == 0, far, -far)
         log_probs = torch.full_like(signs, -1.0).requires_grad_()
-        found: Any = of(algorithm, log_probs, dataclasses.replace(tokens, old_log_probs=log_probs.detach() + signs))
+        older = log_probs.detach() + signs
+        found: Any = of(algorithm, log_probs, dataclasses.replace(tokens, old_log_probs=older, rollout_log_probs=older))
         assert np.isfinite(found[0]), far
         assert found[1].isfinite().all(), far

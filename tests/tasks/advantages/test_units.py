@@ -36,7 +36,8 @@ class Written:
 
 
 def advantages(samples: list[Written], sizes: list[int], fields: dict[str, Any], name: str) -> list[np.ndarray]:
-    config = AlgorithmConfig(advantage_estimator=name, normalize_advantages=name in WHITENED)
+    several: dict[str, Any] = {"gdpo_reward_keys": ["reward", "other"]} if name == "gdpo" else {}
+    config = AlgorithmConfig(advantage_estimator=name, normalize_advantages=name in WHITENED, **several)
     turns = [
         [
             {"tokens": length, "call": f"{place}", "finish_reason": "stop"}
@@ -61,6 +62,9 @@ def advantages(samples: list[Written], sizes: list[int], fields: dict[str, Any],
         ref_log_probs=fields["values"],
         truncated=np.zeros(len(samples), bool),
         turns=episodes.turns(totals),
+        components=[{"reward": s.reward, "other": x} for s, x in zip(samples, fields["others"], strict=True)]
+        if several
+        else None,
     )
     units = compared(batch, episodes)
     return units.of_samples(estimate(units.batch, config)[0])
@@ -85,6 +89,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Written], list[int], dict[str, Any], 
         "masks": [(random.random(total) < 0.8).astype(np.uint8) for total in totals],
         "values": [random.normal(size=total).astype(np.float32) for total in totals],
         "turns": [[1] * total for total in totals],
+        "others": random.normal(size=len(samples)).tolist(),
     }
     return samples, sizes, fields, chosen, samples[chosen].split(parts)
 

@@ -1,0 +1,47 @@
+"""Clip-Cov (Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", equations
+10 to 12; `clip_cov` in verl): the clipped surrogate of PPO, of which a few tokens of high covariance have no gradient.
+
+Entropy falls where probable tokens have high advantages. Over the M trained tokens of an optimizer step,
+
+    Cov_t = (log π_old(y_t) - mean log π_old) (A_t - mean A)
+
+and of the tokens with clip_cov_lb < Cov_t < clip_cov_ub, max(1, ⌊clip_cov_ratio M⌋) are drawn at random, whose loss is
+0. Paper and verl take the covariance with the current policy over a micro-batch; here it is that of the policy before
+the update over the whole step, the same in the first step, so that who is drawn does not depend on how the step is cut.
+What is drawn follows from the step's numbers alone.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.losses import policy_loss
+from cairn.engines.training.losses.kl_cov import covariances
+from cairn.engines.training.losses.protocol import TokenLosses
+
+
+def drawn(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """[M] bool: the tokens that have no gradient. `log_probs`: [M], as `advantages`, before the update."""
+    found = covariances(advantages, log_probs)
+    candidates = np.flatnonzero((found > config.clip_cov_lb) & (found < config.clip_cov_ub))
+    count = min(max(1, int(config.clip_cov_ratio * len(found))), len(candidates))
+    seed = hashlib.sha256(found.tobytes()).digest()[:8]
+    chosen = np.random.default_rng(int.from_bytes(seed, "little")).choice(candidates, count, replace=False)
+    return np.isin(np.arange(len(found)), chosen)
+
+
+@plugin(
+    needs={"advantages", "old_log_probs"},
+    reads={"eps_clip", "eps_clip_high", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
+    picks=drawn,
+)
+def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
+    """[T]; metrics as those of `policy_loss`, `cov_picked` the share of tokens that were drawn."""
+    losses, metrics = policy_loss.loss(log_probs, tokens, config)
+    picked = given(tokens.picked)
+    left = 1 - picked * (1 - metrics["pg_clipfrac"])  # one that is clipped has no gradient anyway
+    return losses * left, {**metrics, "cov_picked": picked}

@@ -1,0 +1,30 @@
+"""Divergence proximal policy optimization as `dppo_tv`, held by the KL divergence KL(μ ‖ π) of the two-valued
+distributions of "this token" and "another one" (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement
+Learning"; `dppo_kl` in verl):
+
+    μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π))    in nats, μ and π those of y_t
+
+The paper's threshold, 0.05, is the default.
+"""
+
+import torch
+
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens
+from cairn.engines.training.losses.dppo_tv import within_a_divergence
+from cairn.engines.training.losses.protocol import TokenLosses
+
+
+@plugin(needs={"advantages", "rollout_log_probs"}, reads={"eps_clip", "eps_clip_high"}, defaults={"eps_clip": 0.05})
+def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
+    """[T]; metrics as those of `dppo_tv`."""
+    return within_a_divergence(log_probs, tokens, config, binary_kl)
+
+
+def binary_kl(log_probs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    """[T] in nats, of log-probs; finite where a probability is 0 or 1 in its number format."""
+    tiny = torch.finfo(log_probs.dtype).tiny
+    others, others_before = (-torch.expm1(values) for values in (log_probs, behaviour))
+    of_others = torch.special.xlogy(others_before, others_before.clamp(min=tiny) / others.clamp(min=tiny))
+    return behaviour.exp() * (behaviour - log_probs) + of_others

@@ -1,0 +1,44 @@
+"""KL-Cov (Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", equations
+10 and 13; `kl_cov` in verl): the policy gradient, of which the tokens of the highest covariance pay for how far they
+move.
+
+With r_t = π(y_t) / π_old(y_t), and Cov_t the covariance of `clip_cov` over the M trained tokens of an optimizer step,
+
+    L_t = -r_t A_t + ppo_kl_coef |log r_t|    for the max(1, ⌊kl_cov_ratio M⌋) tokens of the highest Cov_t
+    L_t = -r_t A_t                            for the others
+
+No ratio is clipped; its logarithm is held within `limits`.
+"""
+
+import numpy as np
+import torch
+
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.losses.limits import bounded
+from cairn.engines.training.losses.protocol import TokenLosses
+
+
+def covariances(advantages: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+    """[M] float64: of each token, the product of what its advantage and its log-prob have above their means."""
+    advantages, log_probs = advantages.astype(np.float64), log_probs.astype(np.float64)
+    found: np.ndarray = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
+    return found
+
+
+def highest(advantages: np.ndarray, log_probs: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
+    """[M] bool: the tokens that pay. `log_probs`: [M], as `advantages`, before the update."""
+    found = covariances(advantages, log_probs)
+    count = max(1, int(config.kl_cov_ratio * len(found)))
+    order = np.argsort(-found, kind="stable")
+    return np.isin(np.arange(len(found)), order[:count])
+
+
+@plugin(needs={"advantages", "old_log_probs"}, reads={"kl_cov_ratio", "ppo_kl_coef"}, picks=highest)
+def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
+    """[T]; of the metrics, `ppo_kl` is how far the policy has moved, and `cov_picked` the share of tokens that pay."""
+    moved = log_probs - given(tokens.old_log_probs)
+    picked = given(tokens.picked)
+    losses = -torch.exp(bounded(moved)) * given(tokens.advantages)
+    return losses + config.ppo_kl_coef * picked * moved.abs(), {"ppo_kl": -moved, "cov_picked": picked}

@@ -1,0 +1,56 @@
+"""Group reward-decoupled normalization policy optimization (Liu et al. 2026, "GDPO: Group reward-Decoupled
+Normalization Policy Optimization for Multi-reward RL Optimization", arXiv:2601.05242, section 3).
+
+Of a sample with rewards r_1 … r_n, `gdpo_reward_keys`, weighed by w_1 … w_n, `gdpo_reward_weights`,
+
+    A_k = (r_k - mean(r_k)) / (std(r_k) + 1e-6)    over the samples of its group, each reward by itself
+    S   = Σ_k w_k · A_k
+    A   = (S - mean(S)) / sqrt(var(S) + 1e-8)      over all samples of the batch
+
+so that a reward that differs little, or seldom, counts for as much as its weight says beside one that differs a lot,
+whereas the sum of the rewards would drown it. Standard deviations and variances are unbiased.
+
+The batch is normalised over samples, whatever their lengths, as in the paper. verl counts each sample once for every
+trained token; that is this with `normalize_advantages`, which shifts and scales the outcome once more, over tokens.
+
+Rewards belong to a sample, and its trajectories share the advantage. The sample's own `reward` takes part only where it
+is named, as `reward`.
+"""
+
+import numpy as np
+
+from cairn.configs.kinds import plugin
+from cairn.configs.plugins import BadPlugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.tasks.advantages.batch import Advantages, ScoredBatch
+from cairn.tasks.advantages.grpo import standardise
+from cairn.tasks.advantages.normalization import normalise
+from cairn.tasks.rewards.components import is_number
+
+
+@plugin(needs={"components"}, reads={"gdpo_reward_keys", "gdpo_reward_weights"})
+def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
+    """Every token of a sample gets the sample's advantage, which is its return too. Raises BadPlugin where a sample
+    lacks one of the rewards."""
+    sums = np.zeros(len(batch))
+    weights = config.gdpo_reward_weights or [1.0] * len(config.gdpo_reward_keys)
+    for key, weight in zip(config.gdpo_reward_keys, weights, strict=True):
+        rewards = _rewards(batch, key)
+        sums += weight * np.concatenate([standardise(rewards[group]) for group in batch.groups])
+    over_samples = normalise(sums[:, None], np.ones((len(batch), 1)))  # each as one token
+    advantages = batch.spread(np.concatenate(over_samples))
+    return advantages, advantages
+
+
+def _rewards(batch: ScoredBatch, key: str) -> np.ndarray:
+    """[N] float64."""
+    assert batch.components is not None
+    values = [components.get(key) for components in batch.components]
+    missing = sum(not is_number(value) for value in values)
+    if missing:  # of rewards that were committed before the key was named
+        raise BadPlugin(
+            f"advantage_estimator (gdpo) needs the reward {key!r} of gdpo_reward_keys, and {missing} of {len(values)} "
+            "samples were graded without it: name rewards that their grader gave, or fork the run before they were "
+            "graded"
+        )
+    return np.array(values, np.float64)
