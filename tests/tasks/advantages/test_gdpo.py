@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -60,6 +60,7 @@ def estimated(groups: Groups, weights: dict[str, float], lengths: list[int] | No
 rewards = st.fixed_dictionaries({"right": st.sampled_from([0.0, 1.0]), "brief": st.sampled_from([-0.5, 0.1, 0.3, 9.0])})
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(rewards, min_size=1, max_size=5), min_size=1, max_size=4),
     st.sampled_from([1.0, 0.25]),
@@ -75,7 +76,8 @@ def test_advantages_are_the_paper_s_whatever_the_scale_of_a_reward_and_the_lengt
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     assert estimated(groups, weights, lengths) == pytest.approx(expected, abs=1e-4)
     scaled = [[own | {"brief": scale * own["brief"]} for own in group] for group in groups]
-    assert estimated(scaled, weights) == pytest.approx(expected, abs=0.02)  # 1e-6 beside a std
+    if max(map(abs, expected)) > 0.1:  # where all rewards cancel, the 1e-6 beside standard deviations is what is left
+        assert estimated(scaled, weights) == pytest.approx(expected, abs=1e-3)
 
 
 def test_samples_that_a_sum_of_rewards_makes_equal_are_told_apart() -> None:
