@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from cairn.configs.loader import ConfigError, parse
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.flows.iteration import iteration
@@ -158,6 +159,15 @@ def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_senten
 def test_options_without_effect_or_sense_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         AlgorithmConfig.model_validate(options)
+
+
+def test_a_recipe_names_rewards_and_numbers_and_nothing_else(tiny_assets: Path) -> None:
+    algorithm = {"advantage_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1, 0.5]}
+    config = tiny_config(tiny_assets, algorithm=algorithm)
+    assert parse(config.model_dump(mode="json")) == config
+    for name, value in (("gdpo_reward_keys", [1, 2]), ("gdpo_reward_weights", [True, 1]), ("gdpo_reward_keys", "ab")):
+        with pytest.raises(ConfigError, match=name):
+            parse({**config.model_dump(mode="json"), "algorithm": algorithm | {name: value}})
 
 
 def test_what_length_costs_is_named_or_refused(tiny_assets: Path) -> None:
