@@ -248,8 +248,12 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 def end_tokens(folder: str | Path) -> frozenset[int]:
     """The same of a model folder, of which no weights are loaded. Raises BadModel."""
     sources: list[Any] = [check_model_folder(folder).get_text_config()]
-    if (Path(folder) / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
+    if (file := Path(folder) / "generation_config.json").is_file():
+        # The library reports a broken one with whatever its parser raises.
+        try:
+            sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
+        except Exception as error:
+            raise BadModel(f"{file} cannot be read: {_first_line(error)}") from error
     return _end_tokens(*sources)
 
 

@@ -1,9 +1,9 @@
 """From rewards to a loss."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from cairn.configs.kinds import ESTIMATOR, LOSS, declared
 from cairn.configs.schema.base import Code, Section, is_recorded
@@ -20,6 +20,10 @@ RatioMode = Literal["truncate", "clip", "mask"]
 
 LearnsFrom = Literal["responses", "demonstrations", "preferences"]
 """What a run trains on: responses that its policy samples, or those that the rows of its data hold."""
+
+
+_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""Of a recipe's JSON a validator before the fields makes Python's values, among which no list passes for a tuple."""
 
 
 class AlgorithmConfig(Section):
@@ -86,12 +90,12 @@ class AlgorithmConfig(Section):
     dpo_label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """`dpo`: the share of pairs of which the other response is taken to be the better one. TRL: `label_smoothing`."""
 
-    gdpo_reward_keys: tuple[str, ...] = ()
+    gdpo_reward_keys: Annotated[tuple[str, ...], _TUPLE] = ()
     """`gdpo`: the rewards that are normalised apart, by their names in the mapping that the grader returns; `reward` is
     the sample's reward, and `overlong_penalty` what its length costs it (docs/rewards.md). A sample without a number
     under each of them fails. verl: `gdpo_reward_keys`."""
 
-    gdpo_reward_weights: tuple[float, ...] | None = None
+    gdpo_reward_weights: Annotated[tuple[float, ...] | None, _TUPLE] = None
     """`gdpo`: what each of these rewards counts for; 1 each by default. verl: `gdpo_reward_weights`."""
 
     eps_clip: float = Field(0.2, ge=0)

@@ -264,6 +264,7 @@ RULES: Mapping[str, Rule] = {
     "reward.rm_type": _anything,  # one of Cairn's own, or refused when it is looked up
     "reward.rm_type_key": _anything,
     "reward.reward_key": _anything,
+    "algorithm.gdpo_reward_keys": _anything,
     "reward.rm_url": _service,
     "reward.rm_api_key_env": _key_name,
     "reward.judge.url": _service,

@@ -3,7 +3,7 @@
 Needs no GPU and no cluster; no weights are loaded.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from cairn.configs.schema.evaluation import BenchmarkConfig
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.errors import BadModel
 from cairn.engines.fleet.machines import placement_problems
-from cairn.engines.models import check_model_folder, context_length, sees_images
+from cairn.engines.models import check_model_folder, context_length, end_tokens, sees_images
 from cairn.engines.rollout.factory import kind_of
 from cairn.engines.tokenizers import read_tokenizer
 from cairn.engines.training.needs import advantage_needs, loss_needs
@@ -70,10 +70,10 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     if config.model.path in there:
         try:
             tokenizer = load_tokenizer(config.model.path)
+            if began is None:
+                problems += [*_end_problems(config, tokenizer), *_tool_call_problems(config, tokenizer)]
         except BadModel as error:
             problems.append(f"model.path: {error}")
-        else:
-            problems += _tool_call_problems(config, tokenizer) if began is None else ()
     if not problems:
         for name, path in config.model.folders.items():
             if path != config.model.path:
@@ -185,6 +185,33 @@ def _stop_token_problems(config: RunConfig) -> Iterator[str]:
                     f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {path}: its ids are "
                     f"0 to {size - 1}"
                 )
+
+
+def _end_problems(config: RunConfig, tokenizer: Any) -> Iterator[str]:
+    """Runs that began so go on: their responses end where they ended."""
+    rollout, path = config.rollout, config.model.path
+    why = unstopped_end(tokenizer, path, rollout.rollout_stop_token_ids, rollout.rollout_stop)
+    if why is not None and config.needs_rollout_engines:
+        yield f"model.path: {why}, or set rollout.rollout_stop_token_ids=[{tokenizer.eos_token_id}]"
+
+
+def unstopped_end(
+    tokenizer: Any, folder: str, stop_token_ids: Collection[int] = (), stop: Sequence[str] = ()
+) -> str | None:
+    """Why responses would not end at the tokenizer's end token, and what to do; None where they do, or it has none.
+
+    Engines end them at the tokens that the model's configs name. A server of SGLang that has a tokenizer, as slime
+    starts it, ends them at the tokenizer's too.
+    """
+    own, ends = tokenizer.eos_token_id, end_tokens(folder)
+    if own is None or own in ends | {*stop_token_ids} or any(one in tokenizer.eos_token for one in stop):
+        return None
+    named = " and ".join(map(str, sorted(ends))) or "none"
+    return (
+        f"the tokenizer in {folder} ends responses with {tokenizer.eos_token} ({own}), and config.json and "
+        f"generation_config.json there name {named} as eos_token_id, so that no engine would stop at it: add {own} to "
+        "eos_token_id in generation_config.json"
+    )
 
 
 def _image_problems(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from cairn.configs.schema.benchmark import Benchmark
 from cairn.engines.models import check_model_folder
 from cairn.engines.tokenizers import tokenizer_digest
 from cairn.flows.driver.sources import environment
-from cairn.flows.driver.validation import load_tokenizer
+from cairn.flows.driver.validation import load_tokenizer, unstopped_end
 from cairn.flows.evaluation.engine import own_engine, require_room
 from cairn.flows.evaluation.models import Evaluable
 from cairn.flows.evaluation.own import OwnBenchmark
@@ -64,6 +64,9 @@ def evaluate_models(
         ]
         for questions in asked:
             require_room(model.base, max(len(row.prompt_ids) for row in questions.rows))
+            sampling = questions.sampling
+            if why := unstopped_end(tokenizer, model.base, sampling.stop_token_ids, sampling.stop):
+                watcher.says(f"{questions.name} on {model.name}: {why}")
         with ExitStack() as stack:
             stack.callback(model.close)
             serving = _Once(stack, model, watcher)

@@ -7,7 +7,7 @@ r"""How people write an answer, undone, as far as what it says stays the same. W
 | `18x`, `18 million`, `18 tens`, `18K`, `18m` | itself: no unit of `_UNITS`; a lone letter is an unknown |
 | `10\%`, `10 percent` | `\frac{10}{100}` |
 | `3 1/2`, `1.8e4`, `0.1\overline{3}` | `3\frac{1}{2}`, `(1.8 \cdot 10^{4})`, `\frac{12}{90}` |
-| `18{,}000`, `18,\!000`, `18\,000`, `18 000`, `18,000` | `18000` |
+| `18{,}000`, `18,\!000`, `18\!,000`, `18{,}\!000`, `18\,000`, `18 000`, `18,000` | `18000` |
 | `x = 3 \cdot 6 = 18`, `m + n = 18`, `x \approx 18` | `18` |
 | `\frac13 \approx 0.333` | `\frac13`: what is exact comes first |
 | `5 = 6 = 18`, `18 \approx 5`, `2x = 18` | nothing: it is false, or says of something else that it is 18 |
@@ -22,7 +22,7 @@ LONGEST = 400
 
 _UPRIGHT = "\ue000"
 """Before a letter that was set as text, which is no unknown."""
-_THOUSANDS = re.compile(r"(?<=\d)(?:,\\! ?|\{,\})(?=\d{3})")
+_THOUSANDS = re.compile(r"(?<=\d)(?:(?:\\! ?)?\{,\}(?:\\! ?)?|\\! ?,(?:\\! ?)?|,\\! ?)(?=\d{3})")
 _SPACE = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad\b|\{\}|\s")
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox|rm|operatorname|boldsymbol)\s*\{([^{}]*)\}"

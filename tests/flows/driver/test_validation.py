@@ -59,6 +59,33 @@ def test_a_usable_configuration_has_no_problems(model: Path, data: Path) -> None
     assert data_problems(usable) == []
 
 
+def test_a_tokenizer_s_end_token_that_stops_no_engine_is_told_before_a_new_run(
+    model: Path, tmp_path: Path, data: Path
+) -> None:
+    """As of a base model whose tokenizer, template and demonstrations end a turn otherwise than its configs say."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    for name in ("config.json", "generation_config.json"):
+        file = other / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": tokenizer.pad_token_id}))
+    (problem,) = setup_problems(config(other, data))
+    end = f"<|im_end|> ({tokenizer.eos_token_id})"
+    assert problem.startswith(f"model.path: the tokenizer in {other} ends responses with {end}, and config.json")
+    way_out = {"rollout_stop_token_ids": [tokenizer.eos_token_id]}
+    assert problem.endswith(f"or set rollout.rollout_stop_token_ids=[{tokenizer.eos_token_id}]")
+    assert setup_problems(config(other, data, rollout=way_out)) == []
+    assert setup_problems(config(other, data, rollout={"rollout_stop": ["<|im_end|>"]})) == []
+    assert setup_problems(config(other, data), began=FORMAT) == [], "a run that began so goes on"
+    given = json.loads((other / "generation_config.json").read_text())
+    ends = [tokenizer.pad_token_id, tokenizer.eos_token_id]
+    (other / "generation_config.json").write_text(json.dumps(given | {"eos_token_id": ends}))
+    assert setup_problems(config(other, data)) == []
+    (other / "generation_config.json").write_text("{")
+    (problem,) = setup_problems(config(other, data))
+    assert problem.startswith(f"model.path: {other / 'generation_config.json'} cannot be read: ")
+
+
 def test_a_missing_model_folder_is_named_by_its_option(tmp_path: Path, data: Path) -> None:
     missing = f"model.path: Model folder {tmp_path / 'none'} does not exist: give the path of one that does."
     assert setup_problems(config(tmp_path / "none", data)) == [missing]

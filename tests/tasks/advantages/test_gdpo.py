@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from cairn.configs.loader import ConfigError, parse
 from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.algorithm import AlgorithmConfig
 from cairn.flows.iteration import iteration
@@ -60,6 +61,7 @@ def estimated(groups: Groups, weights: dict[str, float], lengths: list[int] | No
 rewards = st.fixed_dictionaries({"right": st.sampled_from([0.0, 1.0]), "brief": st.sampled_from([-0.5, 0.1, 0.3, 9.0])})
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(rewards, min_size=1, max_size=5), min_size=1, max_size=4),
     st.sampled_from([1.0, 0.25]),
@@ -75,7 +77,8 @@ def test_advantages_are_the_paper_s_whatever_the_scale_of_a_reward_and_the_lengt
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=count, max_size=count))
     assert estimated(groups, weights, lengths) == pytest.approx(expected, abs=1e-4)
     scaled = [[own | {"brief": scale * own["brief"]} for own in group] for group in groups]
-    assert estimated(scaled, weights) == pytest.approx(expected, abs=0.02)  # 1e-6 beside a std
+    if max(map(abs, expected)) > 0.1:  # where all rewards cancel, the 1e-6 beside standard deviations is what is left
+        assert estimated(scaled, weights) == pytest.approx(expected, abs=1e-3)
 
 
 def test_samples_that_a_sum_of_rewards_makes_equal_are_told_apart() -> None:
@@ -156,6 +159,15 @@ def test_samples_that_were_graded_before_a_reward_was_named_are_told_in_a_senten
 def test_options_without_effect_or_sense_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         AlgorithmConfig.model_validate(options)
+
+
+def test_a_recipe_names_rewards_and_numbers_and_nothing_else(tiny_assets: Path) -> None:
+    algorithm = {"advantage_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1, 0.5]}
+    config = tiny_config(tiny_assets, algorithm=algorithm)
+    assert parse(config.model_dump(mode="json")) == config
+    for name, value in (("gdpo_reward_keys", [1, 2]), ("gdpo_reward_weights", [True, 1]), ("gdpo_reward_keys", "ab")):
+        with pytest.raises(ConfigError, match=name):
+            parse({**config.model_dump(mode="json"), "algorithm": algorithm | {name: value}})
 
 
 def test_what_length_costs_is_named_or_refused(tiny_assets: Path) -> None:

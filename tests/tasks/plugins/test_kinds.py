@@ -98,7 +98,7 @@ def test_code_that_members_of_a_list_name_is_found_in_each_and_counts_together(t
         ("def mine(batch, config):\n    yield\n", r"is a generator function: let it be a plain function"),
         (
             "import cairn\n\n@cairn.plugin(needs={'vibes'})\ndef mine(batch, config):\n    pass\n",
-            r"needs 'vibes', which nobody computes: let it need of old_log_probs, ref_log_probs, teacher_log_probs",
+            r"needs 'vibes', which nobody computes: let it need of components, old_log_probs, ref_log_probs",
         ),
         ("yours = 1\n", "mine is not there"),
     ],
