@@ -321,8 +321,8 @@ def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
         needs = advantage_needs(config.algorithm) | loss_needs(config.algorithm)
     except BadPlugin:  # told where it is named
         return
-    if "teacher_log_probs" in needs:
-        why = needs["teacher_log_probs"]
+    why = needs.get("teacher_log_probs", needs.get("teacher_top_log_probs"))
+    if why is not None:
         yield (
             f"algorithm.{why} needs the log-probs of a teacher: set model.teacher_path to its folder, or "
             "model.teacher_url"
