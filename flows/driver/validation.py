@@ -42,7 +42,7 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
     problems += _image_problems(config)
     if began is None:
-        problems += [*_of_a_new_run(config), *_stop_token_problems(config)]
+        problems += [*_of_a_new_run(config), *_stop_token_problems(config), *_top_k_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     there = [path for path in config.model.folders.values() if _is_read(path)]
     for path in there:
@@ -185,6 +185,17 @@ def _stop_token_problems(config: RunConfig) -> Iterator[str]:
                     f"rollout.rollout_stop_token_ids has {id}, which is no token of the model in {path}: its ids are "
                     f"0 to {size - 1}"
                 )
+
+
+def _top_k_problems(config: RunConfig) -> Iterator[str]:
+    path, algorithm = config.model.path, config.algorithm
+    if algorithm.learns_from_top_k and _is_read(path):
+        size = check_model_folder(path).get_text_config().vocab_size
+        if algorithm.distillation_topk > size:
+            yield (
+                f"algorithm.distillation_topk is {algorithm.distillation_topk}, and the model in {path} has {size} "
+                "tokens: lower it"
+            )
 
 
 def _image_problems(config: RunConfig) -> Iterator[str]:
