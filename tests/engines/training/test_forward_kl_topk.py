@@ -43,35 +43,35 @@ def trained_tokens(batch: TrainBatch) -> Tokens:
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole vocabulary", "top-p"])
-def test_over_the_whole_vocabulary_it_is_the_divergence_and_its_gradient(
-    folder: Path, teacher: Path, cut: bool
-) -> None:
+def test_over_the_whole_vocabulary_it_is_the_divergence_and_its_gradient(cut: bool) -> None:
     batch = cut_vocabulary(make_batch(4)) if cut else make_batch(4)
-    tokens = trained_tokens(distilled(batch, folder, teacher, VOCABULARY))
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(tokens.targets), VOCABULARY, generator=draw, requires_grad=True)
-    loss, metrics = objective(logits, tokens, ALONE, TEMPERATURE)
-    (found,) = torch.autograd.grad(loss, logits)
-
-    outside = torch.zeros_like(logits, dtype=torch.bool)
-    if tokens.kept is not None:
-        outside[tokens.kept.rows.unique()] = True
-        outside[tokens.kept.rows, tokens.kept.ids] = False
-    assert tokens.teacher_top_log_probs is not None
-    assert tokens.teacher_top_ids is not None
-    p = (
-        torch.zeros_like(logits)
-        .double()
-        .scatter_add(-1, tokens.teacher_top_ids, tokens.teacher_top_log_probs.double().exp())
+    size = (sum(batch.response_lengths), VOCABULARY)
+    possible = torch.ones(size, dtype=torch.bool)
+    for row, kept in enumerate(
+        one for kept in batch.kept or () for one in np.split(kept.ids, kept.counts.cumsum()[:-1])
+    ):
+        possible[row] = torch.from_numpy(np.isin(np.arange(VOCABULARY), kept)) if len(kept) else True
+    teacher, logits = (torch.randn(size, generator=draw) for _ in range(2))
+    said = teacher.double().masked_fill(~possible, -torch.inf).log_softmax(-1)
+    top = said.float().clamp(min=ABSENT).sort(descending=True)
+    lengths = np.cumsum(batch.response_lengths)[:-1]
+    batch = replace(
+        batch,
+        teacher_top_log_probs=np.split(top.values.numpy(), lengths),
+        teacher_top_ids=np.split(top.indices.int().numpy(), lengths),
     )
-    assert torch.allclose(p.sum(-1), torch.ones(len(p), dtype=torch.float64), atol=1e-5)
-    log_probs = (logits.double() / TEMPERATURE).masked_fill(outside, -torch.inf).log_softmax(-1)
-    inside = torch.where(p > 0, p * (p.log() - log_probs), 0)
-    expected = 0.3 * inside.sum()
-    (right,) = torch.autograd.grad(expected, logits)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    trained = torch.from_numpy(np.concatenate(batch.loss_mask).astype(bool))
+    said, possible, logits = said[trained], possible[trained], logits[trained].requires_grad_()
+    loss, metrics = objective(logits, trained_tokens(batch), ALONE, TEMPERATURE)
+    (found,) = torch.autograd.grad(loss, logits)
+    log_probs = (logits.double() / TEMPERATURE).masked_fill(~possible, -torch.inf).log_softmax(-1)
+    divergence = torch.where(possible, said.exp() * (said - log_probs), 0).sum()
+    (right,) = torch.autograd.grad(0.3 * divergence, logits)
+    assert loss.item() == pytest.approx(0.3 * divergence.item(), rel=1e-5)
     assert torch.allclose(found, right, atol=1e-6)
-    assert metrics["teacher_mass"].item() == pytest.approx(0.3 * len(p), rel=1e-5)
+    assert metrics["teacher_mass"].item() == pytest.approx(0.3 * len(said), rel=1e-5)
+    assert metrics["student_mass"].item() == pytest.approx(0.3 * len(said), rel=1e-5)
 
 
 def test_with_fewer_tokens_the_gradient_leaves_out_what_the_teacher_holds_elsewhere(
@@ -81,9 +81,12 @@ def test_with_fewer_tokens_the_gradient_leaves_out_what_the_teacher_holds_elsewh
     k = 5
     tokens = trained_tokens(distilled(make_batch(4, old=True), folder, teacher, k))
     draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(len(tokens.targets), VOCABULARY, generator=draw, requires_grad=True)
     assert tokens.teacher_top_log_probs is not None
     assert tokens.teacher_top_ids is not None
+    logits = torch.randn(len(tokens.targets), VOCABULARY, generator=draw)
+    # So that the policy holds more of every other token's five than the teacher, and the loss is below 0.
+    logits[::2] = logits[::2].scatter(-1, tokens.teacher_top_ids[::2], 9 + tokens.teacher_top_log_probs[::2])
+    logits.requires_grad_()
     p = tokens.teacher_top_log_probs.exp()
     expected = p.sum(-1, keepdim=True) * logits.softmax(-1)
     expected = 0.3 * expected.scatter_add(-1, tokens.teacher_top_ids, -p)
