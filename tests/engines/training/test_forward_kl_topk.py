@@ -48,10 +48,9 @@ def test_over_the_whole_vocabulary_it_is_the_divergence_and_its_gradient(cut: bo
     draw = torch.Generator().manual_seed(0)
     size = (sum(batch.response_lengths), VOCABULARY)
     possible = torch.ones(size, dtype=torch.bool)
-    for row, kept in enumerate(
-        one for kept in batch.kept or () for one in np.split(kept.ids, kept.counts.cumsum()[:-1])
-    ):
-        possible[row] = torch.from_numpy(np.isin(np.arange(VOCABULARY), kept)) if len(kept) else True
+    sets = [ids for kept in batch.kept or () for ids in np.split(kept.ids, kept.counts.cumsum()[:-1])]
+    for row, ids in enumerate(sets):
+        possible[row] = torch.from_numpy(np.isin(np.arange(VOCABULARY), ids)) if len(ids) else True
     teacher, logits = (torch.randn(size, generator=draw) for _ in range(2))
     said = teacher.double().masked_fill(~possible, -torch.inf).log_softmax(-1)
     top = said.float().clamp(min=ABSENT).sort(descending=True)
@@ -59,7 +58,7 @@ def test_over_the_whole_vocabulary_it_is_the_divergence_and_its_gradient(cut: bo
     batch = replace(
         batch,
         teacher_top_log_probs=np.split(top.values.numpy(), lengths),
-        teacher_top_ids=np.split(top.indices.int().numpy(), lengths),
+        teacher_top_ids=np.split(top.indices.masked_fill(top.values == ABSENT, 0).int().numpy(), lengths),
     )
     trained = torch.from_numpy(np.concatenate(batch.loss_mask).astype(bool))
     said, possible, logits = said[trained], possible[trained], logits[trained].requires_grad_()
