@@ -239,7 +239,9 @@ def test_an_estimator_may_say_which_loss_goes_with_it(name: str, tmp_path: Path)
 
 def test_a_loss_that_cannot_go_with_what_declares_it_is_refused(tmp_path: Path) -> None:
     code = "import cairn\n\n@cairn.plugin(loss=%r)\ndef mine(%s):\n    pass\n"
-    with pytest.raises(BadPlugin, match=r"the loss 'gpso', which cannot go with it: name one of cispo, dpo, gspo"):
+    with pytest.raises(
+        BadPlugin, match=r"the loss 'gpso', which cannot go with it: name one of cispo, dpo, forward_kl_topk, gspo"
+    ):
         ESTIMATOR.load(written(tmp_path, code % ("gpso", "batch, config"), "mine"))
     (tmp_path / "other.py").write_text(code % ("gspo", "rewards"))
     with pytest.raises(BadPlugin, match=r"the filter .* declares the loss 'gspo', which cannot go with it: leave it"):
