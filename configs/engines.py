@@ -85,6 +85,8 @@ ENGINES: dict[str, tuple[str, ...]] = {
         "algorithm.kl_loss_type",
         "algorithm.ref_update_interval",
         "algorithm.use_opd",
+        "algorithm.distillation_loss_coef",
+        "algorithm.distillation_topk",
         "algorithm.use_rollout_logprobs",
         "algorithm.use_rollout_routing_replay",
         "algorithm.use_tis",

@@ -226,7 +226,10 @@ LOSS = Kind(
     "loss",
     (("log_probs", "tokens", "config"),),
     frozenset(
-        {"advantages", "returns", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "values"}
+        {
+            *("advantages", "returns", "old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs"),
+            *("teacher_top_log_probs", "values"),
+        }
     ),
 )
 CORRECTION = Kind(

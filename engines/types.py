@@ -249,6 +249,10 @@ class TrainBatch:
     """[R_i] float32 of the reference model."""
     teacher_log_probs: list[np.ndarray] | None = None
     """[R_i] float32 of the teacher."""
+    teacher_top_log_probs: list[np.ndarray] | None = None
+    """[R_i, k] float32 of the teacher's k most probable tokens, see `cairn.engines.training.top_k` …"""
+    teacher_top_ids: list[np.ndarray] | None = None
+    """[R_i, k] int32: … and which they are; there where the log-probs are."""
     values: list[np.ndarray] | None = None
     """[R_i] float32 of the critic before the update, which its new values are held to."""
     returns: list[np.ndarray] | None = None
@@ -291,7 +295,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A list of vectors of one type, as one."""
+    """A list of vectors of one type, or of rows of one length, as one."""
 
     values: np.ndarray
     lengths: list[int]
@@ -299,9 +303,11 @@ class _Packed:
     @classmethod
     def of(cls, value: Any) -> Any:
         """Anything else stays as it is."""
-        if not isinstance(value, list) or not all(isinstance(item, np.ndarray) and item.ndim == 1 for item in value):
+        if not isinstance(value, list) or not all(
+            isinstance(item, np.ndarray) and item.ndim in (1, 2) for item in value
+        ):
             return value
-        if len({item.dtype for item in value}) != 1:
+        if len({(item.dtype, item.shape[1:]) for item in value}) != 1:
             return value
         return cls(np.concatenate(value), list(map(len, value)))
 

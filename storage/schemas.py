@@ -256,7 +256,9 @@ SCORE = _schema(
     ("sample_index", pa.int32()),
     ("log_probs", _FLOATS),  # under the policy before the update
     ("ref_log_probs", _FLOATS),  # under the reference model
-    ("teacher_log_probs", _FLOATS),  # under the teacher; the column is there where a teacher is
+    ("teacher_log_probs", _FLOATS),  # under the teacher; the column is there where the algorithm reads it
+    ("teacher_top_log_probs", pa.list_(pa.large_list(pa.float32()))),  # of its most probable tokens; likewise …
+    ("teacher_top_ids", pa.list_(pa.large_list(pa.int32()))),  # … and which they are: `cairn.engines.training.top_k`
     ("values", _FLOATS),  # of the critic before the update; the column is there where a critic is
     nullable=frozenset({"log_probs", "ref_log_probs"}),
 )

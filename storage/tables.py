@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from cairn.storage.schemas import NOT_MADE
 
-_NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
+_NOISY = ("log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_log_probs", "values")
 """Their mantissas are noise: only with the bytes of one significance together do sign and exponent compress."""
 _PARQUET_END, _IPC_END = 8, 10
 """Bytes after the footer, where the schema is: its length and the name of the format."""
@@ -44,11 +44,17 @@ def to_parquet(table: pa.Table) -> bytes:
         compression="zstd",
         compression_level=3,
         use_dictionary=False,
-        column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in noisy},
+        column_encoding={_numbers_of(table.schema.field(name)): "BYTE_STREAM_SPLIT" for name in noisy},
         data_page_size=_PAGE_BYTES,
         write_statistics=False,
     )
     return sink.getvalue()
+
+
+def _numbers_of(field: pa.Field) -> str:
+    """Where Parquet has the numbers of a list, or of a list of lists."""
+    depth = 2 if pa.types.is_nested(field.type.value_type) else 1
+    return field.name + depth * ".list.element"
 
 
 def content_digest(table: pa.Table) -> str | None:

@@ -102,12 +102,13 @@ def train_batch(
     divisor_mask = arrays(samples, "loss_mask")
     rollout_log_probs = arrays(samples, "log_probs")
     old_log_probs = rollout_log_probs if run.config.algorithm.use_rollout_logprobs else None
-    ref_log_probs = teacher_log_probs = values = None
+    ref_log_probs = teacher_log_probs = top_log_probs = top_ids = values = None
     if scores is not None:
         scored = run.read(scores)
         old_log_probs = optional_arrays(scored, "log_probs") or old_log_probs
         ref_log_probs = optional_arrays(scored, "ref_log_probs")
         teacher_log_probs = optional_arrays(scored, "teacher_log_probs")
+        top_log_probs, top_ids = (rows_of(scored, name) for name in ("teacher_top_log_probs", "teacher_top_ids"))
         values = optional_arrays(scored, "values")
     estimated = None if advantages is None else run.read(advantages)
     batch = TrainBatch(
@@ -120,6 +121,8 @@ def train_batch(
         rollout_log_probs=rollout_log_probs if run.config.samples_responses else None,
         ref_log_probs=ref_log_probs,
         teacher_log_probs=teacher_log_probs,
+        teacher_top_log_probs=top_log_probs,
+        teacher_top_ids=top_ids,
         values=values,
         returns=None
         if estimated is None or "returns" not in loss_needs(run.config.algorithm)
@@ -137,9 +140,30 @@ def kept_column(kept: Sequence[KeptTokens]) -> pa.Array:
     """What the tokens of each sample were drawn from, as `cairn.storage.schemas.KEPT` has it."""
     counts = np.concatenate([np.zeros(1, np.int32), *(sample.counts for sample in kept)])
     ids = np.concatenate([np.zeros(0, np.int32), *(sample.ids for sample in kept)])
-    ends = np.cumsum([0, *map(len, kept)], dtype=np.int32)
-    tokens = pa.LargeListArray.from_arrays(pa.array(np.cumsum(counts, dtype=np.int64)), pa.array(ids))
-    return pa.ListArray.from_arrays(pa.array(ends), tokens).cast(KEPT.type)
+    return _nested(ids, counts, list(map(len, kept)), KEPT.type)
+
+
+def rows_column(rows: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """A column of [T_i, k] of each sample, a list of k numbers for each token."""
+    table = np.concatenate(rows)
+    return _nested(table.ravel(), np.repeat([0, table.shape[1]], [1, len(table)]), list(map(len, rows)), kind)
+
+
+def rows_of(table: pa.Table, column: str) -> list[np.ndarray] | None:
+    """What `rows_column` made; None where the step had no need of the column."""
+    if column not in table.column_names:
+        return None
+    lists = table.column(column).combine_chunks()
+    values = lists.values.values.to_numpy(zero_copy_only=False)
+    rows = values.reshape(len(lists.values), len(values) // max(1, len(lists.values)))
+    return [rows[start:end] for start, end in itertools.pairwise(lists.offsets.to_numpy())]
+
+
+def _nested(values: np.ndarray, counts: np.ndarray, tokens: Sequence[int], kind: pa.DataType) -> pa.Array:
+    """`counts`: 0, and how many of the values are of each token. `tokens`: of each sample."""
+    of_tokens = pa.LargeListArray.from_arrays(pa.array(np.cumsum(counts, dtype=np.int64)), pa.array(values))
+    ends = np.cumsum([0, *tokens], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), of_tokens).cast(kind)
 
 
 def kept_tokens(samples: pa.Table, responses: Sequence[np.ndarray]) -> list[KeptTokens] | None:

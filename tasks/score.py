@@ -2,7 +2,7 @@
 where the algorithm needs them. The training engine has all of these models, or a server has the teacher: that one is
 asked while the engine scores, and never again once the step is committed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +12,19 @@ import pyarrow as pa
 
 from cairn.configs.schema.run import RunConfig
 from cairn.engines.scoring.client import ServedModel
-from cairn.engines.training.needs import scores_needed
+from cairn.engines.training.needs import scores_needed, teacher_top_k
+from cairn.engines.training.top_k import split_rows
 from cairn.engines.types import ModelRole, TrainBatch
 from cairn.storage.commits import Commit, Step
 from cairn.storage.schemas import SCORE
-from cairn.tasks.batch import mean_of_trained, rows_of_groups, train_batch
+from cairn.tasks.batch import mean_of_trained, rows_column, rows_of_groups, train_batch
 from cairn.tasks.context import RunContext
 from cairn.tasks.recovery import prepare_trainer
 from cairn.tasks.sequences import of_samples
 from cairn.tasks.step import Outcome, StepCall, durable
+
+TOP = ("teacher_top_log_probs", "teacher_top_ids")
+"""Columns with a row of numbers for each token."""
 
 
 def needs_scores(config: RunConfig) -> bool:
@@ -34,35 +38,41 @@ def score(step: StepCall, weights: Commit | None, selection: Commit, rollouts: l
     run, config = step.run, step.run.config
     batch = train_batch(run, selection, rollouts)
     needed = scores_needed(config.algorithm, config.training.num_steps_per_rollout)
-    names = {column: "log_probs" if column == "old_log_probs" else column for column in needed}
-    served = needed.get("teacher_log_probs") if config.model.teacher_url is not None else None
-    of_engine = {column: role for column, role in needed.items() if role != served}
-    with _asking(_served_teacher(run) if served else None, batch) as asked:
-        scored = _by_the_engine(run, weights, batch, of_engine)
+    top_k, roles = teacher_top_k(config.algorithm), dict.fromkeys(needed.values())
+    served = "teacher" if "teacher" in roles and config.model.teacher_url is not None else None
+    with _asking(_served_teacher(run, top_k) if served else None, batch) as asked:
+        by_role = _by_the_engine(run, weights, batch, [role for role in roles if role != served])
         if asked is not None:
-            scored["teacher_log_probs"] = asked.result()
-    scored = {names[column]: of_samples(batch, scored[column]) for column in needed}
+            by_role["teacher"] = asked.result()
+    by_column = {column: by_role[role] for column, role in needed.items()}
+    if top_k:
+        rows = split_rows(by_role["teacher"], top_k, len(run.tokenizer))
+        by_column |= {name: rows[name] for name in rows if name != "teacher_log_probs" or name in needed}
+    names = {column: "log_probs" if column == "old_log_probs" else column for column in by_column}
+    scored = {names[column]: of_samples(batch, values) for column, values in by_column.items()}
+    masks = of_samples(batch, batch.loss_mask)
     keys = pa.concat_tables(rows_of_groups(run, selection, rollouts, []))
     columns: dict[str, Any] = {name: keys.column(name) for name in ("group_id", "sample_index")}
-    nothing = dict.fromkeys(("log_probs", "ref_log_probs"), [None] * keys.num_rows)
-    columns |= {name: pa.array(lists, SCORE.field(name).type) for name, lists in {**nothing, **scored}.items()}
+    nothing: dict[str, Any] = dict.fromkeys(("log_probs", "ref_log_probs"), [None] * keys.num_rows)
+    for name, lists in {**nothing, **scored}.items():
+        columns[name] = (rows_column if name in TOP else pa.array)(lists, SCORE.field(name).type)
     schema = pa.schema([field for field in SCORE if field.name in columns])
     return Outcome(
         tables={"scores.parquet": pa.table(columns, schema)},
-        metrics={name: mean_of_trained(lists, of_samples(batch, batch.loss_mask)) for name, lists in scored.items()},
+        metrics={name: mean_of_trained(lists, masks) for name, lists in scored.items() if name not in TOP},
         environment=run.fleet.training.environment,
     )
 
 
 def _by_the_engine(
-    run: RunContext, weights: Commit | None, batch: TrainBatch, needed: Mapping[str, ModelRole]
-) -> dict[str, list[np.ndarray]]:
-    """Columns of the batch's sequences by the models of the training engine."""
-    if not needed:
+    run: RunContext, weights: Commit | None, batch: TrainBatch, roles: Sequence[ModelRole]
+) -> dict[ModelRole, list[np.ndarray]]:
+    """What models of the training engine say of the batch's sequences."""
+    if not roles:
         return {}
     with run.weights_lock:
         prepare_trainer(run, weights)
-        return {column: run.fleet.training.score(batch, role) for column, role in needed.items()}
+        return {role: run.fleet.training.score(batch, role) for role in roles}
 
 
 @contextmanager
@@ -79,7 +89,7 @@ def _asking(teacher: ServedModel | None, batch: TrainBatch) -> "Iterator[Future[
             raise
 
 
-def _served_teacher(run: RunContext) -> ServedModel:
+def _served_teacher(run: RunContext, top_k: int) -> ServedModel:
     model = run.config.model
     assert model.teacher_url is not None
     assert model.teacher_name is not None
@@ -90,4 +100,5 @@ def _served_teacher(run: RunContext) -> ServedModel:
         timeout=model.teacher_timeout,
         concurrency=model.teacher_concurrency,
         spell=lambda token: str(run.tokenizer.decode([token])),
+        top_k=top_k,
     )

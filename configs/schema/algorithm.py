@@ -33,9 +33,10 @@ class AlgorithmConfig(Section):
     """`policy_loss` is the clipped surrogate of PPO and GRPO, `gspo` the same with the ratio of a whole response,
     `cispo` the policy gradient with clipped weights, `dppo_tv` and `dppo_kl` that with the ratio to what sampled, and
     without the tokens that have moved further than a divergence, `clip_cov` and `kl_cov` hold back the tokens whose
-    learning takes the most entropy, `sft_loss` the likelihood of demonstrations, which the rows of
-    `data.path` then hold (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`.
-    slime: `--loss-type`."""
+    learning takes the most entropy, `forward_kl_topk` the divergence from the `distillation_topk` most probable tokens
+    of a teacher alone, `sft_loss` the likelihood of demonstrations, which the rows of `data.path` then hold
+    (docs/sft.md); or a function of your own, `package.module.function` or `file.py:function`. slime:
+    `--loss-type`."""
 
     advantage_estimator: Code = "grpo"
     """`grpo` compares a sample with its group, and so do `gspo` and `cispo`, which name the loss besides, where
@@ -172,6 +173,14 @@ class AlgorithmConfig(Section):
     opd_kl_coef: float = Field(1.0, ge=0)
     """Weight of the reverse KL divergence from the teacher in advantages. slime: `--opd-kl-coef`."""
 
+    distillation_loss_coef: float = Field(0.0, ge=0)
+    """Weight of the loss `forward_kl_topk` beside a loss that follows advantages. verl:
+    `distillation_loss.distillation_loss_coef`."""
+
+    distillation_topk: int = Field(32, ge=1)
+    """Of how many of the teacher's most probable tokens, at each token of a response, ids and log-probs are kept with
+    the scores and learned from. verl: `distillation_loss.topk`."""
+
     use_rollout_logprobs: bool = False
     """Take the rollout engine's log-probs as those of the old policy instead of computing them again. slime:
     `--use-rollout-logprobs`."""
@@ -275,6 +284,11 @@ class AlgorithmConfig(Section):
     def reads_kl(self) -> bool:
         """Whether the KL divergence from the reference model is computed, in the loss or in the rewards."""
         return self.use_kl_loss or self.kl_coef > 0
+
+    @property
+    def learns_from_top_k(self) -> bool:
+        """Whether a loss of ours is taken over the most probable tokens of a teacher."""
+        return self.distillation_loss_coef > 0 or self.loss_type == "forward_kl_topk"
 
     @property
     def names_a_loss(self) -> bool:

@@ -397,14 +397,27 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _teacher_is_there_and_used(self) -> "RunConfig":
         model, rollout = self.model, self.rollout
-        if self.algorithm.use_opd and not model.has_teacher:
+        algorithm = self.algorithm
+        readers = {
+            "use_opd": algorithm.use_opd,
+            "distillation_loss_coef": algorithm.distillation_loss_coef > 0,
+            "loss_type=forward_kl_topk": algorithm.learns_from_top_k,
+        }
+        reader = next((name for name, reads in readers.items() if reads), None)
+        if reader is not None and not model.has_teacher:
             raise ValueError(
-                "algorithm.use_opd needs a teacher: set model.teacher_path to its folder, or model.teacher_url"
+                f"algorithm.{reader} needs a teacher: set model.teacher_path to its folder, or model.teacher_url"
             )
-        if model.has_teacher and not self.algorithm.use_opd and not self.algorithm.names_user_code:
+        if model.has_teacher and reader is None and not algorithm.names_user_code:
             name = "teacher_url" if model.teacher_path is None else "teacher_path"
             raise ValueError(
-                f"model.{name} ({getattr(model, name)}) is set but algorithm.use_opd is false; nothing would read it"
+                f"model.{name} ({getattr(model, name)}) is set but algorithm.use_opd is false and "
+                "distillation_loss_coef is 0; nothing would read it"
+            )
+        if algorithm.learns_from_top_k and model.teacher_url is not None and model.teacher_api != "sglang":
+            raise ValueError(
+                f"model.teacher_api ({model.teacher_api}) gives no log-probs of the most probable tokens, which "
+                "algorithm.distillation_topk asks for: take a server of SGLang, or model.teacher_path"
             )
         if model.teacher_url is not None and (rollout.rollout_temperature != 1 or rollout.cuts_vocabulary):
             raise ValueError(

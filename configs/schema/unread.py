@@ -12,6 +12,7 @@ _NOT_OF_PAIRS = (
     "ref_update_interval",
     "normalize_advantages",
     "use_opd",
+    "distillation_loss_coef",
     "use_rollout_logprobs",
     "use_rollout_routing_replay",
     "get_mismatch_metrics",
@@ -44,6 +45,12 @@ def unread(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iterator[t
         yield "ref_update_interval", "use_kl_loss is false and kl_coef is 0", "set use_kl_loss=true"
     if not algorithm.use_opd:
         yield "opd_kl_coef", "use_opd is false", "set use_opd=true"
+    if not algorithm.learns_from_top_k:
+        yield (
+            "distillation_topk",
+            "distillation_loss_coef is 0",
+            "set distillation_loss_coef or loss_type=forward_kl_topk",
+        )
     if not algorithm.use_opsm:
         yield "opsm_delta", "use_opsm is false", "set use_opsm=true"
 
@@ -59,8 +66,9 @@ def _by_the_loss(algorithm: "AlgorithmConfig", changed: Collection[str]) -> Iter
     if not algorithm.names_a_loss and not usual:
         why = f"advantage_estimator is {algorithm.advantage_estimator}, trained with the loss {algorithm.loss}"
     if "advantages" not in ours.needs:
-        aggregated = {"custom_pg_loss_reducer_function_path", "calculate_per_token_loss"}
-        for name in type(algorithm).model_fields.keys() - {"loss_type", *aggregated}:
+        read = {"loss_type", "custom_pg_loss_reducer_function_path", "calculate_per_token_loss"}
+        read |= {"distillation_topk"} if algorithm.learns_from_top_k else set()
+        for name in type(algorithm).model_fields.keys() - read:
             yield name, why, "choose a loss that follows advantages"
     if algorithm.ratio_to_behaviour:
         for name in ("use_tis", "use_rollout_logprobs"):

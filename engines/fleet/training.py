@@ -76,7 +76,8 @@ class TrainingHandle(ModelHandle):
         return self._agreed(self._on_all("train", *args), lambda r: (r.weight_version, r.state_digest))
 
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
-        """[R_i] float32 for each sample: log-probs of its response tokens, or the critic's values."""
+        """[R_i] float32 for each sample: log-probs of its response tokens, or the critic's values; see
+        `cairn.engines.training.base.TrainingEngine.score`."""
         return self._on_all("score", put(batch), role)[0]
 
     def save(self, store_url: str, folder: str) -> list[StoredFile]:

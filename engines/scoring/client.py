@@ -38,7 +38,9 @@ _LONGEST_WAIT = 10.0
 class ServedModel:
     """A model behind a server."""
 
-    def __init__(self, url: str, api: str, name: str, *, timeout: float, concurrency: int, spell: Spell) -> None:
+    def __init__(
+        self, url: str, api: str, name: str, *, timeout: float, concurrency: int, spell: Spell, top_k: int = 0
+    ) -> None:
         """
         Args:
             url: of the server, with or without `/v1`.
@@ -47,7 +49,9 @@ class ServedModel:
             timeout: seconds for one sequence, each time that it is asked for.
             concurrency: sequences asked for at a time.
             spell: the text of a token id, by the tokenizer that the model must have.
+            top_k: how many of its most probable tokens are wanted beside each token; `openai` gives none.
         """
+        self._top_k = top_k
         self._url, self._format, self._name = url.rstrip("/").removesuffix("/v1"), FORMATS[api], name
         self._timeout, self._concurrency, self._spell = timeout, concurrency, spell
         self._lock = threading.Lock()
@@ -55,7 +59,8 @@ class ServedModel:
         self._aborted = False
 
     def log_probs(self, batch: TrainBatch) -> list[np.ndarray]:
-        """[R_i] float32 of each sequence's response tokens. Raises as the table at the head says, and CancelledError
+        """[R_i] float32 of each sequence's response tokens, or [R_i, 1 + 2 top_k], see
+        `cairn.engines.training.top_k`. Raises as the table at the head says, and CancelledError
         after `abort`."""
         return asyncio.run(self._abortable(batch))
 
@@ -118,9 +123,11 @@ class ServedModel:
 
     async def _one(self, http: aiohttp.ClientSession, ids: list[int], scored: int) -> np.ndarray:
         path = self._format.path
-        answer = await self._ask(http, path, self._format.body(self._name, ids, scored))
+        answer = await self._ask(http, path, self._format.body(self._name, ids, scored, self._top_k))
         try:
-            return self._format.read(answer, len(ids), scored).of(ids[-scored:], self._spell)
+            read = self._format.read(answer, len(ids), scored)
+            log_probs = read.of(ids[-scored:], self._spell)
+            return np.column_stack([log_probs, read.top_of(self._top_k)]) if self._top_k else log_probs
         except NotAsAsked as error:
             raise TeacherUnusable(f"what {path} of {self._url} answers {error}") from None
         except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -29,6 +29,8 @@ class Scored:
     """… and which token it is, where the server says …"""
     texts: list[Any] | None
     """… or else its text."""
+    top: list[Any] | None = None
+    """Pairs of log-prob and id of the most probable tokens in the place of each, where they were asked for."""
 
     def of(self, ids: Sequence[int], spell: Spell) -> np.ndarray:
         """[T] float32: the log-probs, if they are of just these tokens. Raises NotAsAsked, which names the first token
@@ -49,6 +51,14 @@ class Scored:
                 raise NotAsAsked(f"has {value!r} in the place of a log-prob, at {place} of {len(ids)}")
         return np.array(self.log_probs, np.float32)
 
+    def top_of(self, k: int) -> np.ndarray:
+        """[T, 2k] float32: log-probs of the k most probable tokens, and their ids. Raises NotAsAsked where there are
+        not as many."""
+        pairs = np.array([[entry[:2] for entry in entries] for entries in self.top or ()], np.float32)
+        if pairs.shape != (len(self.log_probs), k, 2) or not (np.isfinite(pairs).all() and (pairs[..., 1] >= 0).all()):
+            raise NotAsAsked(f"has no log-probs of the {k} most probable tokens at each of {len(self.log_probs)}")
+        return np.concatenate([pairs[..., 0], pairs[..., 1]], 1)
+
 
 class Format(Protocol):
     """How a server is asked for the log-probs of tokens that it is given."""
@@ -56,8 +66,9 @@ class Format(Protocol):
     path: str
     """Of its address."""
 
-    def body(self, name: str, ids: Sequence[int], scored: int) -> dict[str, Any]:
-        """What is posted: `ids` are prompt and response, the last `scored` of them are wanted."""
+    def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
+        """What is posted: `ids` are prompt and response, the last `scored` of them are wanted, with the `top_k` most
+        probable tokens in the place of each."""
 
     def read(self, answer: Any, given: int, scored: int) -> Scored:
         """What the answer says of the last `scored` of `given` tokens. Raises KeyError, IndexError, TypeError or

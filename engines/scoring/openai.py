@@ -18,8 +18,8 @@ class OpenAI:
 
     path = "/v1/completions"
 
-    def body(self, name: str, ids: Sequence[int], scored: int) -> dict[str, Any]:
-        """See `Format.body`."""
+    def body(self, name: str, ids: Sequence[int], scored: int, top_k: int = 0) -> dict[str, Any]:
+        """See `Format.body`; `top_k` is passed over."""
         return {
             "model": name,
             "prompt": list(ids),

@@ -59,7 +59,8 @@ class TrainingEngine(Protocol):
     def score(self, batch: TrainBatch, role: ModelRole) -> list[np.ndarray]:
         """[R_i] float32 for each sample: its response tokens' log-probs under the actor, the reference or the teacher,
         at the rollout's temperature; of the critic, the value of each token's state, that is of what stands before the
-        token.
+        token. Of a teacher whose most probable tokens the loss reads, [R_i, 1 + 2k]: see
+        `cairn.engines.training.top_k`.
 
         Raises:
             ValueError: the configuration does not ask for a model of that role.

@@ -41,6 +41,12 @@ class Tokens:
     """Behaviour: what sampled the tokens, as the rollout engine returned them."""
     ref_log_probs: torch.Tensor | None = None
     teacher_log_probs: torch.Tensor | None = None
+    teacher_top_log_probs: torch.Tensor | None = None
+    """[N, k] float32: of the teacher's most probable tokens (`cairn.engines.training.top_k`)."""
+    teacher_top_ids: torch.Tensor | None = None
+    """[N, k] int64: which they are."""
+    top_log_probs: torch.Tensor | None = None
+    """[N, k] float32, to be differentiated: the current policy's of the same tokens."""
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     picked: torch.Tensor | None = None
@@ -100,11 +106,11 @@ def collate_trained(
     """
     chosen = [batch.loss_mask[sample].astype(bool) for sample in samples]
 
-    def pick(field: list[np.ndarray] | None) -> torch.Tensor | None:
+    def pick(field: list[np.ndarray] | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
         if field is None:
             return None
         values = [field[sample][mask] for sample, mask in zip(samples, chosen, strict=True)]
-        return torch.from_numpy(np.concatenate(values).astype(np.float32, copy=False)).to(device)
+        return torch.from_numpy(np.concatenate(values)).to(device, dtype)
 
     counts = [int(mask.sum()) for mask in chosen]
 
@@ -122,6 +128,8 @@ def collate_trained(
         rollout_log_probs=pick(batch.rollout_log_probs),
         ref_log_probs=pick(batch.ref_log_probs),
         teacher_log_probs=pick(batch.teacher_log_probs),
+        teacher_top_log_probs=pick(batch.teacher_top_log_probs),
+        teacher_top_ids=pick(batch.teacher_top_ids, torch.int64),
         values=pick(batch.values),
         returns=pick(batch.returns),
         picked=pick(batch.picked),

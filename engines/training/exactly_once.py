@@ -30,11 +30,12 @@ from cairn.storage.errors import Damaged
 
 Scorer = Callable[[TrainBatch, Sequence[MicroBatch]], torch.Tensor]
 """(batch, this rank's micro-batches) → [sum of R_i] float32: one number for each response token, sample after sample,
-the same on all ranks."""
+the same on all ranks; of a teacher perhaps [sum of R_i, 1 + 2k]."""
 
 HOW_TO_HAVE = {
     "ref": "the reference model is not loaded: set algorithm.use_kl_loss to have it",
-    "teacher": "the teacher is not loaded: set algorithm.use_opd and model.teacher_path to have it",
+    "teacher": "the teacher is not loaded: set algorithm.use_opd or distillation_loss_coef and model.teacher_path "
+    "to have it",
     "critic": "there is no critic: set algorithm.advantage_estimator to ppo to have one",
 }
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cairn.engines.training.top_k import ABSENT
+
 _ENTROPY_CHUNK = 1 << 20  # logits whose softmax is held at a time: 4 MiB
 
 
@@ -44,6 +46,14 @@ def token_log_probs(logits: torch.Tensor, normalizer: torch.Tensor, targets: tor
         targets: [N] int64.
     """
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normalizer
+
+
+def top_rows(log_probs: torch.Tensor, top_log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[N, 1 + 2k] float32, as `cairn.engines.training.top_k` has it: of the log-probs [N] of tokens, and of the most
+    probable ones, [N, k], with their ids, [N, k]."""
+    absent = top_log_probs < ABSENT / 2
+    top_log_probs, ids = top_log_probs.masked_fill(absent, ABSENT), ids.masked_fill(absent, 0)
+    return torch.cat([log_probs.unsqueeze(-1), top_log_probs, ids.float()], -1)
 
 
 def entropy(logits: torch.Tensor, normalizer: torch.Tensor, *, differentiable: bool) -> torch.Tensor:

@@ -13,6 +13,7 @@ SCORES: dict[str, ModelRole] = {
     "old_log_probs": "actor",
     "ref_log_probs": "ref",
     "teacher_log_probs": "teacher",
+    "teacher_top_log_probs": "teacher",
     "values": "critic",
 }
 """Columns of which a model is asked, and which."""
@@ -49,6 +50,8 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
         return needs
     if algorithm.use_kl_loss:
         needs["ref_log_probs"] = "use_kl_loss"
+    if algorithm.distillation_loss_coef > 0:
+        needs["teacher_top_log_probs"] = "distillation_loss_coef"
     if algorithm.get_mismatch_metrics:
         needs["rollout_log_probs"] = "get_mismatch_metrics"
     for name in ("use_tis", "use_opsm", "use_unbiased_kl"):
@@ -60,6 +63,11 @@ def loss_needs(algorithm: AlgorithmConfig) -> Needs:
     if algorithm.tis_batch_normalize:
         needs["old_log_probs"] = "tis_batch_normalize"
     return needs
+
+
+def teacher_top_k(algorithm: AlgorithmConfig) -> int:
+    """How many of the teacher's most probable tokens the loss reads at each response token; 0: none."""
+    return algorithm.distillation_topk if "teacher_top_log_probs" in loss_needs(algorithm) else 0
 
 
 def stands_in(algorithm: AlgorithmConfig, num_steps: int) -> bool:

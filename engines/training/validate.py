@@ -16,6 +16,8 @@ PER_TOKEN = (
     "rollout_log_probs",
     "ref_log_probs",
     "teacher_log_probs",
+    "teacher_top_log_probs",
+    "teacher_top_ids",
     "values",
     "returns",
     "kept",

@@ -42,7 +42,7 @@ def setup_problems(config: RunConfig, began: int | None = None) -> list[str]:
     problems = [*_model_problems(config), *_plugin_problems(config), *_server_problems(config, began)]
     problems += _image_problems(config)
     if began is None:
-        problems += [*_of_a_new_run(config), *_stop_token_problems(config)]
+        problems += [*_of_a_new_run(config), *_stop_token_problems(config), *_top_k_problems(config)]
     problems += [*placement_problems(config), *weight_problems(config), *tracking_problems(config.tracking)]
     there = [path for path in config.model.folders.values() if _is_read(path)]
     for path in there:
@@ -214,6 +214,17 @@ def unstopped_end(
     )
 
 
+def _top_k_problems(config: RunConfig) -> Iterator[str]:
+    path, algorithm = config.model.path, config.algorithm
+    if algorithm.learns_from_top_k and _is_read(path):
+        size = check_model_folder(path).get_text_config().vocab_size
+        if algorithm.distillation_topk > size:
+            yield (
+                f"algorithm.distillation_topk is {algorithm.distillation_topk}, and the model in {path} has {size} "
+                "tokens: lower it"
+            )
+
+
 def _image_problems(config: RunConfig) -> Iterator[str]:
     if config.data.has_images and config.model.teacher_url is not None:
         yield (
@@ -348,8 +359,8 @@ def _teacher_that_is_missing(config: RunConfig) -> Iterator[str]:
         needs = advantage_needs(config.algorithm) | loss_needs(config.algorithm)
     except BadPlugin:  # told where it is named
         return
-    if "teacher_log_probs" in needs:
-        why = needs["teacher_log_probs"]
+    why = needs.get("teacher_log_probs", needs.get("teacher_top_log_probs"))
+    if why is not None:
         yield (
             f"algorithm.{why} needs the log-probs of a teacher: set model.teacher_path to its folder, or "
             "model.teacher_url"

@@ -86,7 +86,7 @@ def _train(subject: Subject) -> float:
 def _score(subject: Subject) -> float:
     """A forward pass, a third of an update, for each model that is asked."""
     columns = scores_needed(subject.config.algorithm, subject.config.training.num_steps_per_rollout)
-    asked = [role for role in columns.values() if not (role == "teacher" and subject.config.model.teacher_url)]
+    asked = {role for role in columns.values() if not (role == "teacher" and subject.config.model.teacher_url)}
     return len(asked) * _pass(subject, 1 / 3)
 
 

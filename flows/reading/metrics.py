@@ -257,6 +257,14 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("train/kl_loss", "nats", "train", "KL divergence from the reference model, by `algorithm.kl_loss_type`."),
     Metric(
+        "train/distillation_loss",
+        "nats",
+        "train",
+        "The loss `forward_kl_topk` beside another: over the teacher's most probable tokens, the divergence from it.",
+    ),
+    Metric("train/teacher_mass", "fraction", "train", "Probability of these tokens, to the teacher."),
+    Metric("train/student_mass", "fraction", "train", "The same to the policy."),
+    Metric(
         "train/train_rollout_logprob_abs_diff",
         "nats",
         "train",

@@ -190,7 +190,8 @@ MISTAKES = [
     ),
     (
         "model.teacher_path=large",
-        "model.teacher_path (large) is set but algorithm.use_opd is false; nothing would read it",
+        "model.teacher_path (large) is set but algorithm.use_opd is false and distillation_loss_coef is 0; nothing "
+        "would read it",
     ),
     (
         "algorithm.opd_kl_coef=0.5",

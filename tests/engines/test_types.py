@@ -18,12 +18,13 @@ def test_a_batch_travels_as_few_arrays_and_arrives_as_it_was() -> None:
         loss_mask=[rng.integers(0, 2, length).astype(np.uint8) for length in lengths],
         old_log_probs=log_probs,
         rollout_log_probs=log_probs,
+        teacher_top_ids=[rng.integers(0, 99, (length, 3)).astype(np.int32) for length in lengths],
         groups=[index // 8 for index in range(len(lengths))],
         routed_experts=[None, *(np.ones((2, 1, 2), np.uint8) for _ in lengths[1:])],
     )
     buffers: list[pickle.PickleBuffer] = []
     pickle.dumps(replace(batch, routed_experts=None), 5, buffer_callback=buffers.append)
-    assert len(buffers) == 3, "of what is trained on, its mask and log-probs"
+    assert len(buffers) == 4, "of what is trained on, its mask, log-probs and a teacher's tokens"
     found = pickle.loads(pickle.dumps(batch))
     assert found.old_log_probs is found.rollout_log_probs
     for field in fields(batch):

@@ -27,7 +27,7 @@ from cairn.storage.query import open_query
 from cairn.storage.redacted import MARK, without_text
 from cairn.storage.redaction import redact
 from cairn.storage.retention import require_restorable
-from cairn.storage.schemas import CALLS, rollout_schema
+from cairn.storage.schemas import CALLS, SCORE, rollout_schema
 from cairn.storage.snapshots import read_table
 from cairn.storage.store import Store, open_store
 from cairn.storage.verification import verify
@@ -148,12 +148,22 @@ def some(kind: pa.DataType) -> object:
     return "x" if pa.types.is_string(kind) else b"x" if pa.types.is_large_binary(kind) else 1
 
 
-def test_no_column_of_a_rollout_keeps_what_it_has_for_each_token() -> None:
-    schema = rollout_schema(cut=True, several=True, routed=True, images=True)
+@pytest.mark.parametrize(
+    ("schema", "has"),
+    [
+        (
+            rollout_schema(cut=True, several=True, routed=True, images=True),
+            {"response_ids", "kept_token_ids", "routed_experts", "images"},
+        ),
+        (SCORE, {"log_probs", "teacher_top_ids", "teacher_top_log_probs"}),
+    ],
+    ids=["rollout", "score"],
+)
+def test_no_column_keeps_what_it_has_for_each_token(schema: pa.Schema, has: set[str]) -> None:
     table = pa.table({field.name: pa.array([some(field.type)] * 2, field.type) for field in schema}, schema)
     gone, kept = without_text(table, pa.array([True, False])).to_pylist()
     nested = [field.name for field in schema if pa.types.is_nested(field.type)]
-    assert {"response_ids", "kept_token_ids", "routed_experts", "images"} <= set(nested)
+    assert has <= set(nested)
     assert not any(gone[name] for name in nested)
     assert kept == table.to_pylist()[1]
 

@@ -13,6 +13,7 @@ from cairn.engines.training.collate import Tokens, given
 from cairn.engines.training.corrections import Correction
 from cairn.engines.training.kept import within
 from cairn.engines.training.log_probs import entropy, token_log_probs
+from cairn.engines.training.losses.forward_kl_topk import forward_kl
 from cairn.engines.training.losses.kl import kl_divergence
 from cairn.engines.training.losses.limits import bounded
 from cairn.engines.training.losses.metrics import LARGEST
@@ -38,6 +39,9 @@ def objective(
     logits = within(logits, tokens.kept)
     normalizer = logits.logsumexp(-1)
     log_probs = token_log_probs(logits, normalizer, tokens.targets)
+    if tokens.teacher_top_ids is not None:
+        top = logits.gather(-1, tokens.teacher_top_ids) - normalizer.unsqueeze(-1)
+        tokens = replace(tokens, top_log_probs=top)
     entropies = None
     if is_policy_gradient(algorithm):
         entropies = entropy(logits, normalizer, differentiable=algorithm.entropy_coef > 0)
@@ -51,6 +55,7 @@ def loss_and_metrics(
 
     Args:
         log_probs: [T], of the trained tokens.
+        tokens: with `top_log_probs` where the teacher's most probable tokens are known.
         entropies: [T], of the distributions they were drawn from; None for a loss that is no policy gradient.
     """
     current = log_probs.detach()
@@ -93,6 +98,10 @@ def loss_and_metrics(
         metrics["kl_loss"] = tokens.mean(kl.detach())
         if algorithm.kl_loss_coef > 0:
             loss = loss + algorithm.kl_loss_coef * tokens.weighted_sum(kl)
+    if algorithm.distillation_loss_coef > 0:
+        divergence, masses = forward_kl(tokens)
+        observed |= {"distillation_loss": divergence, **masses}
+        loss = loss + algorithm.distillation_loss_coef * tokens.weighted_sum(divergence)
     metrics["loss"] = loss.detach()
     return loss, metrics | _means(observed, tokens)
 

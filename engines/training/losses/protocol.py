@@ -5,8 +5,8 @@ batch, the same however samples are packed, cut into micro-batches and spread ov
 of a sample together, such as for the ratio of a whole response, it asks `tokens` for sums and means over samples: those
 are exact and differentiable also where context parallelism leaves this process only a part of a sample.
 
-The bonus for entropy, the divergence from the reference model and the correction of off-policy tokens are options of
-their own, which come on top of any loss that reads advantages.
+The bonus for entropy, the divergences from the reference model and from a teacher and the correction of off-policy
+tokens are options of their own, which come on top of any loss that reads advantages.
 """
 
 from collections.abc import Mapping

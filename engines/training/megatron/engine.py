@@ -27,9 +27,10 @@ from cairn.engines.training.megatron.passes import Passes
 from cairn.engines.training.megatron.reference import Reference
 from cairn.engines.training.megatron.value_head import read_values
 from cairn.engines.training.megatron.vocabulary import Policy
-from cairn.engines.training.needs import has_critic
+from cairn.engines.training.needs import has_critic, teacher_top_k
 from cairn.engines.training.process import join_process_group, prepare_process
 from cairn.engines.training.sharding import raise_together
+from cairn.engines.training.top_k import row_shape
 from cairn.engines.weights.checksum import digest
 from cairn.storage.store import Store, StoredFile
 
@@ -93,7 +94,9 @@ class MegatronEngine(ExactlyOnceEngine):
             self._frozen += [parameter.value for parameter in frozen.parameters]
             if role == "ref" and algorithm.ref_update_interval is not None:
                 self._reference = Reference(frozen)
-            self._scorers[role] = partial(passes.score_responses, reading=Policy(frozen.vocabulary, temperature).read)
+            top_k = teacher_top_k(algorithm) if role == "teacher" else 0
+            reading = partial(Policy(frozen.vocabulary, temperature).read, top_k=top_k)
+            self._scorers[role] = partial(passes.score_responses, reading=reading, shape=row_shape(top_k))
 
     def export_weights(self, bucket_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
         self._require_intact()

@@ -151,6 +151,8 @@ def _chosen(tokens: Tokens, order: torch.Tensor, positions: torch.Tensor, group:
         rollout_log_probs=pick(tokens.rollout_log_probs),
         ref_log_probs=pick(tokens.ref_log_probs),
         teacher_log_probs=pick(tokens.teacher_log_probs),
+        teacher_top_log_probs=pick(tokens.teacher_top_log_probs),
+        teacher_top_ids=pick(tokens.teacher_top_ids),
         values=pick(tokens.values),
         returns=pick(tokens.returns),
         picked=pick(tokens.picked),

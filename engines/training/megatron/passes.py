@@ -26,8 +26,8 @@ Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch
 the loss and of every metric."""
 
 Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
-"""([N, outputs / ranks] float32 of the output layer at the chosen tokens, the tokens) → [N], the same on all
-tensor-parallel ranks."""
+"""([N, outputs / ranks] float32 of the output layer at the chosen tokens, the tokens) → [N], or [N, columns], the
+same on all tensor-parallel ranks."""
 
 OnOutputs = Callable[[torch.Tensor, Packed, MicroBatch], tuple[torch.Tensor, Any]]
 """([N, outputs / ranks] float32 at the chosen tokens, micro-batch) → loss, and what is to be kept."""
@@ -87,10 +87,13 @@ class Passes:
         return merge_over_ranks(share, dist.get_world_size())
 
     @torch.no_grad()
-    def score_responses(self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], reading: Reading) -> torch.Tensor:
-        """[sum of R_i] float32: what is read at every response token, sample after sample, the same on all ranks."""
+    def score_responses(
+        self, batch: TrainBatch, micro_batches: Sequence[MicroBatch], reading: Reading, shape: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """[sum of R_i, *shape] float32: what is read at every response token, sample after sample, the same on all
+        ranks."""
         ends = np.cumsum(batch.response_lengths)
-        scores = torch.zeros(int(ends[-1]), device=self._device)
+        scores = torch.zeros(int(ends[-1]), *shape, device=self._device)
 
         def make(micro_batch: MicroBatch) -> Packed:
             return self._pack(batch, micro_batch, collate_responses(batch, micro_batch.samples, self._device))

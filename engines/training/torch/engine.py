@@ -33,9 +33,10 @@ from cairn.engines.training.digest import state_digest
 from cairn.engines.training.exactly_once import ExactlyOnceEngine, untrained_models
 from cairn.engines.training.losses.objective import objective
 from cairn.engines.training.losses.value import value_objective
-from cairn.engines.training.needs import has_critic
+from cairn.engines.training.needs import has_critic, teacher_top_k
 from cairn.engines.training.process import prepare_process
 from cairn.engines.training.sharding import copy_part, raise_together, shard_model, whole
+from cairn.engines.training.top_k import row_shape
 from cairn.engines.training.torch.export import parts_of, save_model_folder, weights_checksum, whole_weights
 from cairn.engines.training.torch.freezing import freeze
 from cairn.engines.training.torch.learner import TorchLearner
@@ -97,7 +98,8 @@ class TorchEngine(ExactlyOnceEngine):
             self._frozen.append(frozen)
             if role == "ref" and algorithm.ref_update_interval is not None:
                 self._reference = frozen
-            self._scorers[role] = partial(self._log_probs, frozen)
+            top_k = teacher_top_k(algorithm) if role == "teacher" else 0
+            self._scorers[role] = partial(self._log_probs, frozen, top_k=top_k)
         if has_critic(algorithm):
             critic = self._placed(load_value_model(model.critic_path or model.path, torch.float32))
             self._learners["critic"] = TorchLearner(
@@ -203,9 +205,10 @@ class TorchEngine(ExactlyOnceEngine):
         batch: TrainBatch,
         micro_batches: Sequence[MicroBatch],
         replay: RouteReplay | None = None,
+        top_k: int = 0,
     ) -> torch.Tensor:
-        reading = partial(read_log_probs, temperature=self._temperature)
-        return self._responses(model, reading, batch, micro_batches, replay)
+        reading = partial(read_log_probs, temperature=self._temperature, top_k=top_k)
+        return self._responses(model, reading, batch, micro_batches, replay, row_shape(top_k))
 
     def _responses(
         self,
@@ -214,8 +217,9 @@ class TorchEngine(ExactlyOnceEngine):
         batch: TrainBatch,
         micro_batches: Sequence[MicroBatch],
         replay: RouteReplay | None = None,
+        shape: tuple[int, ...] = (),
     ) -> torch.Tensor:
-        scores = score_responses(model, batch, micro_batches, reading, replay)
+        scores = score_responses(model, batch, micro_batches, reading, replay, shape)
         if self._world_size > 1:
             dist.all_reduce(scores)  # of one value and zeros: exact
         return scores

@@ -12,7 +12,7 @@ from cairn.engines.training.aggregations import NO_WEIGHT, Weight
 from cairn.engines.training.batching import MicroBatch
 from cairn.engines.training.collate import Tokens, collate_responses, collate_trained
 from cairn.engines.training.kept import within
-from cairn.engines.training.log_probs import response_logits, token_log_probs
+from cairn.engines.training.log_probs import response_logits, token_log_probs, top_rows
 from cairn.engines.training.losses.metrics import merge, numbers
 from cairn.engines.training.routes import MISMATCH, routed_choices
 from cairn.engines.training.torch.biases import Balance
@@ -23,14 +23,21 @@ Objective = Callable[[torch.Tensor, Tokens], tuple[torch.Tensor, dict[str, torch
 metric."""
 
 Reading = Callable[[torch.Tensor, Tokens], torch.Tensor]
-"""(what the output layer gives at the chosen tokens, the tokens) → [N] float32."""
+"""(what the output layer gives at the chosen tokens, the tokens) → [N] float32, or [N, columns] of several numbers a
+token."""
 
 
-def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float) -> torch.Tensor:
-    """[N] log-probs of the tokens under softmax(logits / temperature), over what they were drawn from."""
+def read_log_probs(logits: torch.Tensor, tokens: Tokens, temperature: float, top_k: int = 0) -> torch.Tensor:
+    """[N] log-probs of the tokens under softmax(logits / temperature), over what they were drawn from; with `top_k`,
+    rows with the most probable tokens too (`cairn.engines.training.top_k`)."""
     logits = logits.float() if temperature == 1 else logits.float() / temperature
     logits = within(logits, tokens.kept)
-    return token_log_probs(logits, logits.logsumexp(-1), tokens.targets)
+    normalizer = logits.logsumexp(-1)
+    log_probs = token_log_probs(logits, normalizer, tokens.targets)
+    if not top_k:
+        return log_probs
+    top = logits.topk(top_k)
+    return top_rows(log_probs, top.values - normalizer.unsqueeze(-1), top.indices)
 
 
 def read_values(outputs: torch.Tensor, _: Tokens) -> torch.Tensor:
@@ -77,11 +84,12 @@ def score_responses(
     micro_batches: Iterable[MicroBatch],
     reading: Reading,
     replay: RouteReplay | None = None,
+    shape: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """[sum of R_i] float32: a number for each response token, sample after sample; 0 where other ranks have them.
-    `replay`: see `accumulate_gradients`."""
+    """[sum of R_i, *shape] float32: what is read at each response token, sample after sample; 0 where other ranks have
+    them. `replay`: see `accumulate_gradients`."""
     ends = np.cumsum(batch.response_lengths)
-    scores = torch.zeros(int(ends[-1]), device=model.device)
+    scores = torch.zeros(int(ends[-1]), *shape, device=model.device)
     for micro_batch in micro_batches:
         tokens = collate_responses(batch, micro_batch.samples, model.device)
         with given_routes(replay, tokens):

@@ -175,3 +175,24 @@ def test_sglang_is_held_to_its_ids_too() -> None:
         assert ask(url, "sglang") == [-1.0, -1.0]
     with server(answer(7, 9)) as url, pytest.raises(TeacherUnusable, match="of token 9 where token 8 was given, at 1"):
         ask(url, "sglang")
+
+
+def test_the_most_probable_tokens_are_as_many_as_were_asked_for() -> None:
+    def answer(*top: list[list[Any]]) -> Answer:
+        tokens = [[None, 6, None], [-1.0, 7, None], [-2.0, 8, None]]
+        told = {"input_token_logprobs": tokens, "input_top_logprobs": [None, *top]}
+        return lambda asked, body: {"meta_info": told} if body["top_logprobs_num"] == 2 else 404
+
+    def rows(url: str) -> list[list[float]]:
+        model = ServedModel(url, "sglang", "teacher", timeout=10, concurrency=2, spell=TEXTS.__getitem__, top_k=2)
+        (found,) = model.log_probs(BATCH)
+        assert found.dtype == np.float32
+        return [[float(value) for value in row] for row in found]
+
+    first, second = [[-0.5, 9, None], [-1.0, 7, None]], [[-0.25, 3, None], [-2.0, 8, None]]
+    with server(answer(first, second)) as url:
+        assert rows(url) == [[-1.0, -0.5, -1.0, 9, 7], [-2.0, -0.25, -2.0, 3, 8]]
+    for wrong in ([first], [first, second[:1]], [first[:1], second[:1]], [first, [[None, 3, None], second[1]]]):
+        says = "has no log-probs of"
+        with server(answer(*wrong)) as url, pytest.raises(TeacherUnusable, match=says):
+            rows(url)

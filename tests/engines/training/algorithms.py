@@ -61,6 +61,8 @@ ALGORITHMS = {
         rs_lower_bound=0.05,
         rs_upper_bound=20.0,
         kl_loss_type="k1",
+        distillation_loss_coef=0.2,
+        distillation_topk=7,
         loss_scale_factor=20,
         **SHARED,
     ),

@@ -178,6 +178,21 @@ def cut_vocabulary(batch: TrainBatch, seed: int = 0) -> TrainBatch:
     return replace(batch, kept=kept, **fields)
 
 
+def with_top_tokens(batch: TrainBatch, k: int, seed: int = 0) -> TrainBatch:
+    """The same samples as if a teacher had said its k most probable tokens, of the whole vocabulary, and held nine
+    tenths of its mass in them."""
+    draw = np.random.default_rng(seed)
+    return replace(
+        batch,
+        teacher_top_log_probs=[
+            np.log(0.9 * draw.dirichlet(np.ones(k), n)).astype(np.float32) for n in batch.response_lengths
+        ],
+        teacher_top_ids=[
+            np.argsort(draw.random((n, VOCABULARY)), -1)[:, :k].astype(np.int32) for n in batch.response_lengths
+        ],
+    )
+
+
 def routed(batch: TrainBatch, layers: int, experts: int, top_k: int, seed: int = 0) -> TrainBatch:
     """The same samples as if most of them had been read by a mixture of experts that chose at random."""
     draw = np.random.default_rng(seed)

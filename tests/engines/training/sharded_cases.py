@@ -16,7 +16,7 @@ from cairn.storage.errors import StoreRefused
 from cairn.storage.store import Store, open_store
 from tests.architectures import architecture
 from tests.engines.training.algorithms import ALGORITHMS
-from tests.engines.training.builders import make_batch, make_engine, part_of, weights_of
+from tests.engines.training.builders import make_batch, make_engine, part_of, weights_of, with_top_tokens
 
 EPS = 1e-5
 CLIP = 0.1
@@ -26,7 +26,9 @@ PPO = ALGORITHM.model_copy(update={"advantage_estimator": "ppo"})
 SEQUENCES = ALGORITHM.model_copy(update={"loss_type": f"{Path(__file__).parent / 'gspo.py'}:loss"})
 FROZEN = ("embed_tokens", r"layers\.0\.", "k_norm")
 """A whole layer, and a part of another one."""
-BATCH = dataclasses.replace(make_batch(14, old=True, rollout=True, ref=True), groups=[i // 4 for i in range(14)])
+BATCH = with_top_tokens(
+    dataclasses.replace(make_batch(14, old=True, rollout=True, ref=True), groups=[i // 4 for i in range(14)]), k=7
+)
 """Cut into an odd number of micro-batches of uneven sizes by 120 tokens."""
 
 
@@ -101,8 +103,10 @@ def run_cases(folder: Path, work: Path, rank: int, world_size: int) -> dict[str,
         **{name: {"algorithm": algorithm} for name, algorithm in ALGORITHMS.items()},
     }
     for name, options in variants.items():
-        variant = make_engine(folder, max_tokens_per_gpu=120, adam_eps=EPS, **options, **ranks)
+        variant = make_engine(folder, max_tokens_per_gpu=120, adam_eps=EPS, teacher=folder, **options, **ranks)
         report[name] = variant.train(BATCH, num_steps=2, expected_version=0, input_digest="d").metrics
+        if options["algorithm"].learns_from_top_k:
+            report["teacher's rows"] = [rows.tolist() for rows in variant.score(BATCH, "teacher")]
         if name == "loss of sequences":
             report["weights after it"] = {name: tensor.tolist() for name, tensor in weights_of(variant).items()}
         if name == "frozen":

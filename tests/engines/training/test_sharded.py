@@ -96,6 +96,11 @@ def test_digest_and_checksum_of_equal_bits_do_not_depend_on_the_layout(one: Repo
         assert report["checksum of sent experts"] == report["checksums of experts"][0]
 
 
+def test_every_rank_gets_the_teachers_most_probable_tokens(one: Report, two: Report) -> None:
+    for found, expected in zip(two["teacher's rows"], one["teacher's rows"], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
 def test_every_rank_gets_all_scores(one: Report, two: Report) -> None:
     for found, expected in zip(two["scores"], one["scores"], strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -122,6 +122,9 @@ def test_a_teacher_must_read_the_tokens_of_the_student(model: Path, tmp_path: Pa
     assert problem == (
         f"model.teacher_path: the model in {other} has another tokenizer: name a model of the policy's vocabulary"
     )
+    many: dict[str, Any] = {"loss_type": "forward_kl_topk", "distillation_topk": 1_000_000}
+    (problem,) = setup_problems(config(model, data, model={"teacher_path": str(model)}, algorithm=many))
+    assert problem.startswith(f"algorithm.distillation_topk is 1000000, and the model in {model} has")
     few = tmp_path / "few"
     shutil.copytree(model, few)
     settings = json.loads((few / "config.json").read_text())

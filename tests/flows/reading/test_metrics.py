@@ -154,6 +154,8 @@ def test_every_metric_that_a_run_writes_is_documented(tiny_assets: Path, tmp_pat
             "advantage_estimator": "ppo",
             "kl_coef": 0.1,
             "use_opd": True,
+            "distillation_loss_coef": 0.1,
+            "distillation_topk": 4,
         },
         training={"num_steps_per_rollout": 2},
         eval={"eval_interval": 1, "benchmarks": [benchmark]},

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cairn.engines.errors import TeacherUnusable
 from cairn.engines.rollout.sglang.engine import SGLangEngine
 from cairn.engines.scoring.client import ServedModel
+from cairn.engines.training.top_k import row_shape
 from cairn.engines.types import TrainBatch
 from cairn.flows.iteration import iteration
 from cairn.storage.commits import Step
@@ -35,8 +36,11 @@ def url(engine: SGLangEngine, sglang_model: Path) -> str:
     return found
 
 
-def served(url: str, name: str, tokenizer: Any, api: str = "sglang") -> ServedModel:
-    return ServedModel(url, api, name, timeout=60, concurrency=4, spell=lambda token: str(tokenizer.decode([token])))
+def served(url: str, name: str, tokenizer: Any, api: str = "sglang", top_k: int = 0) -> ServedModel:
+    def spell(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
+    return ServedModel(url, api, name, timeout=60, concurrency=4, spell=spell, top_k=top_k)
 
 
 @pytest.fixture
@@ -59,11 +63,18 @@ def test_log_probs_are_those_of_the_model_that_is_served(
         for n, prompt in zip(lengths, [3, 2, 1, 4, 9, 1], strict=True)
     ]
     batch = TrainBatch(ids, lengths, [np.ones(n, np.uint8) for n in lengths])
-    found = served(f"{url}/v1", str(sglang_model), tokenizer, api).log_probs(batch)
-    for one, n, log_probs in zip(ids, lengths, found, strict=True):
+    top_k = 3 if api == "sglang" else 0
+    rows = served(f"{url}/v1", str(sglang_model), tokenizer, api, top_k).log_probs(batch)
+    found = [row.reshape(-1, *row_shape(top_k)) if top_k else row for row in rows]
+    for one, n, said in zip(ids, lengths, found, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor(one[None].astype(np.int64))).logits[0].float()
-        expected = torch.log_softmax(logits[:-1], -1).numpy()[np.arange(len(one) - 1), one[1:]]
+        table = torch.log_softmax(logits[:-1], -1)
+        expected = table.numpy()[np.arange(len(one) - 1), one[1:]]
+        log_probs = said[:, 0] if top_k else said
+        if top_k:
+            top = table[len(table) - n :].topk(top_k)
+            np.testing.assert_allclose(said[:, 1:], np.column_stack([top.values, top.indices]), atol=1e-4)
         assert (log_probs.dtype, len(log_probs)) == (np.float32, n)
         np.testing.assert_allclose(log_probs, expected[len(expected) - n :], atol=1e-4)
 

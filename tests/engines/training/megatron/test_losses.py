@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from tests.engines.training.algorithms import ALGORITHMS
 from tests.engines.training.builders import make_engine, model_folder, weights_of
 from tests.engines.training.megatron.cases import TRAINING
-from tests.engines.training.megatron.loss_cases import LAYOUTS, launched, two_updates
+from tests.engines.training.megatron.loss_cases import LAYOUTS, launched, teachers_rows, two_updates
 from tests.engines.training.ranks import run_with_megatron
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(900)]  # the first test waits for all launches
@@ -28,7 +29,10 @@ def reference(work: Path) -> dict[str, Any]:
     folder = model_folder(work / "model")
     threads, made = torch.get_num_threads(), {}
     for name, algorithm in ALGORITHMS.items():
-        engine = make_engine(folder, algorithm=algorithm, temperature=0.9, **{**TRAINING, "max_tokens_per_gpu": 70})
+        options = {**TRAINING, "max_tokens_per_gpu": 70}
+        engine = make_engine(folder, algorithm=algorithm, temperature=0.9, teacher=folder, **options)
+        if algorithm.learns_from_top_k:
+            made["teacher's rows"] = teachers_rows(engine)
         made[name] = two_updates(engine), weights_of(engine)
     torch.set_num_threads(threads)
     return made
@@ -42,6 +46,14 @@ def reports(work: Path, reference: dict[str, Any]) -> dict[str, Any]:
     }
     assert all(first == second for first, second in found.values())
     return {layout: first for layout, (first, _) in found.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_teachers_most_probable_tokens_are_those_of_pytorch(
+    layout: str, reports: dict[str, Any], reference: dict[str, Any]
+) -> None:
+    for found, rows in zip(reports[layout]["teacher's rows"], reference["teacher's rows"], strict=True):
+        np.testing.assert_allclose(found, rows, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

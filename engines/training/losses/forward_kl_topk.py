@@ -1,0 +1,37 @@
+"""Distillation over the k most probable tokens of a teacher, on responses that the policy has sampled (Agarwal et al.
+2024, "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", section 3, with the forward
+divergence; over k tokens as verl's `distillation_loss.loss_mode: forward_kl_topk`).
+
+With p the teacher's distribution of the next token, and S its k most probable tokens:
+
+    L_t = Σ_{v in S} p(v) (log p(v) - log π(v))
+
+Neither p nor π is normalised over S, and what they hold outside of it adds nothing. With k the whole vocabulary it is
+KL(p ‖ π). With fewer its gradient by the logit of v is m π(v) - p(v) 1[v in S], with m the teacher's mass in S: it is
+least, m log m, where π is p / m in S and 0 outside. So it may be below 0; verl sets it and its gradient to 0 there,
+which is left out, since there is still something to learn.
+"""
+
+import torch
+
+from cairn.configs.kinds import plugin
+from cairn.configs.schema.algorithm import AlgorithmConfig
+from cairn.engines.training.collate import Tokens, given
+from cairn.engines.training.losses.protocol import TokenLosses
+
+
+@plugin(needs={"teacher_top_log_probs"})
+def loss(log_probs: torch.Tensor, tokens: Tokens, config: AlgorithmConfig) -> TokenLosses:
+    """[T] in nats."""
+    return forward_kl(tokens)
+
+
+def forward_kl(tokens: Tokens) -> TokenLosses:
+    """[T] in nats; of the metrics, the mass of the policy and that of the teacher in S."""
+    teacher, student = given(tokens.teacher_top_log_probs), given(tokens.top_log_probs)
+    probabilities = teacher.exp()
+    student_mass = torch.where(probabilities > 0, student.detach().exp(), 0).sum(-1)
+    return (probabilities * (teacher - student)).sum(-1), {
+        "student_mass": student_mass,
+        "teacher_mass": probabilities.sum(-1),
+    }
