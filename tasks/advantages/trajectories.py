@@ -106,7 +106,7 @@ def compared(batch: ScoredBatch, episodes: Episodes) -> Compared:
     rewards = np.array([unit.reward for unit in units], batch.rewards.dtype)
     if sizes == list(batch.group_sizes) and all(unit.spans == [(0, lengths[unit.sample])] for unit in units):
         return Compared(replace(batch, rewards=rewards), None, lengths)
-    cut = {
+    cut: dict[str, Any] = {
         field.name: [unit.of(value[unit.sample]) for unit in units]
         for field in fields(batch)
         if field.name in _OF_TOKENS and (value := getattr(batch, field.name)) is not None
