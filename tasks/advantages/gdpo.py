@@ -37,8 +37,8 @@ def estimate(batch: ScoredBatch, config: AlgorithmConfig) -> Advantages:
     for key, weight in zip(config.gdpo_reward_keys, weights, strict=True):
         rewards = _rewards(batch, key)
         sums += weight * np.concatenate([standardise(rewards[group]) for group in batch.groups])
-    over_samples = normalise(list(sums[:, None]), list(np.ones((len(batch), 1))))  # each as one token
-    advantages = batch.spread(np.concatenate(over_samples))
+    (over_samples,) = normalise([sums], [np.ones(len(batch), np.uint8)])
+    advantages = batch.spread(over_samples)
     return advantages, advantages
 
 
