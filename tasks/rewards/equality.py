@@ -40,6 +40,8 @@ _HIGHEST = 100_000
 _DROPPED = re.compile(r"[A-Za-z] ?['′″\"]|(?<!matrix\})\^ ?\{? ?T(?![A-Za-z])")
 """Primes, and the transposes of what is no matrix, which latex2sympy passes over."""
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\[PC]\b")
+_OF_WHOLE_NUMBERS = re.compile(r"\\[dt]?binom ?\{ ?\d+ ?\} ?\{ ?\d+ ?\}|\{ ?\d+ ?\\choose ?\d+ ?\}")
+"""Binomials that are computed at once; sympy multiplies out those of anything else."""
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:n?leq?|n?geq?|n?l[et]|gt|ne|neq|[lg]eqslant)(?![A-Za-z])|\\in\b")
 _DIRECTIONS = {**dict.fromkeys(("\\le", "\\leq", "\\lt"), "<"), **dict.fromkeys(("\\ge", "\\geq", "\\gt"), ">")}
 _WRITTEN = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", r"\leqslant": r"\le ", r"\geqslant": r"\ge "}
@@ -155,6 +157,8 @@ def _is_large(text: str) -> bool:
     exponents = [(bool(of_group), int(digits)) for of_group, digits in _EXPONENT.findall(text)]
     plain = max((exponent for of_group, exponent in exponents if not of_group), default=1)
     if plain * prod(exponent or 1 for of_group, exponent in exponents if of_group) > _HIGHEST:
+        return True
+    if _BINOMIAL.search(_OF_WHOLE_NUMBERS.sub("", text)) and re.search(r"\d{3}", text):
         return True
     return bool(_BINOMIAL.search(text) and re.search(r"\d{4}|[!^]", text))
 
