@@ -40,7 +40,7 @@ _SECTIONS = {
         re.DOTALL,
     ),
     "<|tool_call_end|>": re.compile(
-        r"<\|tool_call_begin\|>(?:functions\.)?([^<:\n]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
+        r"<\|tool_call_begin\|>(?:functions\.)?([^<:\n]++)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>",
         re.DOTALL,
     ),
 }

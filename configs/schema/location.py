@@ -11,9 +11,10 @@ from cairn.configs.schema.base import is_recorded
 _USER = re.compile(r"//([^/?#]*@|[^/?#:]*:(?!\d+(/|$))[^@]*@)|^[^/?#@\s]*:[^/?#@\s]+@(?!\[)")
 """User information, also where a key with a slash in it makes it look like a path, and where there is no scheme."""
 _SECRET = re.compile(
-    r"[?&#;][^=&#;]*(sig|token|key|secret|passw|passphrase|pwd|credential|auth)[^=&#;]*=", re.IGNORECASE
+    r"[?&#;](?:[^=&#;]*(?:sig|token|key|secret|passw|passphrase|pwd|credential|auth|bearer|jwt)[^=&#;]*|code|sas)=",
+    re.IGNORECASE,
 )
-"""A part of the query such as those of a signed URL."""
+"""A part of the query such as those of a signed URL; a function of Azure is asked with `code`."""
 
 
 def has_credentials(address: str) -> bool:

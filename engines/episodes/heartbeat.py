@@ -27,6 +27,7 @@ import psutil
 
 from cairn.engines.episodes.call_ids import sample_in
 from cairn.engines.trajectories import SampleKey
+from cairn.storage.space import naming_full
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -52,9 +53,12 @@ class Heartbeat:
     @classmethod
     @contextmanager
     def shared(cls) -> Iterator[tuple["Heartbeat", int]]:
-        """In the parent: one, and the descriptor for the process."""
+        """In the parent: one, and the descriptor for the process. Raises NoSpace where temporary files have none: a
+        hole that is filled later would end either process by a signal."""
         with tempfile.TemporaryFile() as file:
-            file.truncate(_SIZE)
+            with naming_full(tempfile.gettempdir()):
+                file.write(bytes(_SIZE))
+                file.flush()
             yield cls(file.fileno()), file.fileno()
 
     def beat(self) -> None:

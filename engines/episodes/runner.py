@@ -171,10 +171,9 @@ class Runner:
         self._end(GeneratedSample(*key, Trajectory(()), FinishReason.ERROR, why))
 
     def current(self) -> SampleKey | None:
-        """The sample whose code, or a tool of its, runs now, for other threads; None where it has ended."""
+        """The sample whose code, or a tool of its, runs now, for other threads; it may have ended."""
         task = asyncio.current_task(self._loop)
-        key = None if task is None else sample_of(task)
-        return key if key in self._tasks else None
+        return None if task is None else sample_of(task)
 
     def close(self) -> bool:
         """End everything. Whether all of it has."""

@@ -57,7 +57,7 @@ class _Process:
                 loop.add_reader(self._connection.fileno(), self._hear, runner, watchdog)
                 loop.run_until_complete(self._until_ended(runner))
                 loop.remove_reader(self._connection.fileno())
-            may_stay = runner.close()
+                may_stay = runner.close()  # watched too: what is cancelled is code of samples
         # Whatever it is, the engine's process has to hear of it.
         except Exception as error:
             self._say("failed", error)

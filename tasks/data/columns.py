@@ -74,7 +74,7 @@ def label_text(value: Any, key: str, where: str) -> str | None:
         )
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(int(value) if float(value).is_integer() else value)
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def metadata_of(value: Any, format: RowFormat, where: str) -> dict[str, Any] | None:
@@ -164,9 +164,9 @@ def _read(value: Any, kind: type) -> Any:
 
 
 def _is_text_or_number(value: Any) -> bool:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, float):
         return math.isfinite(value)
-    return value is None or isinstance(value, str)
+    return value is None or (isinstance(value, str | int) and not isinstance(value, bool))
 
 
 def _shown(value: Any) -> str:

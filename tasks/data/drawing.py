@@ -21,6 +21,7 @@ from pydantic import JsonValue
 
 from cairn.configs.kinds import CURRICULUM
 from cairn.configs.schema.run import RunConfig
+from cairn.storage.canonical import from_json
 from cairn.tasks.data.errors import BadData, BadPrompt
 from cairn.tasks.data.given_prompts import GivenPrompts
 from cairn.tasks.data.mixture import MixedData, draw_mixed
@@ -109,7 +110,7 @@ def _choose(
     try:
         own = json.loads(json.dumps(state))  # to do with as it likes: the state lies in a commit
         prompts, after = CURRICULUM.load(name)(own, tuple(results), wanted, config.data.curriculum)
-        again, kept = [int(index) for index in prompts], json.loads(json.dumps(after))
+        again, kept = [int(index) for index in prompts], from_json(json.dumps(after))
     # Whatever user code raises is the user's to see.
     except Exception as error:
         raise BadData(

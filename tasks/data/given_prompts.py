@@ -16,6 +16,7 @@ from pydantic import JsonValue
 
 from cairn.configs.kinds import STATEFUL_SOURCE
 from cairn.configs.schema.data import DataConfig
+from cairn.storage.canonical import from_json
 from cairn.tasks.data.errors import BadData, BadPrompt
 from cairn.tasks.data.images import RowImages
 from cairn.tasks.data.prompts import PromptData, PromptRow
@@ -130,8 +131,8 @@ class GivenPrompts:
             )
         label = {} if self._format.label_key is None else {self._format.label_key: None}
         try:
-            return json.loads(json.dumps([{**label, **row} for row in rows])), json.loads(json.dumps(after))
-        except (TypeError, ValueError) as error:
+            return from_json(json.dumps([{**label, **row} for row in rows])), from_json(json.dumps(after))
+        except (TypeError, ValueError, RecursionError) as error:
             raise BadData(
                 f"the data source {self.name!r} returned rows or a state that are not JSON ({error}): let it return "
                 "JSON values"

@@ -37,7 +37,11 @@ _LARGE = re.compile(
 _EXPONENT = re.compile(r"([)}]?) ?\^ ?\{? ?[-+]?(\d+)")
 _HIGHEST = 100_000
 """What exponents that may be of powers, multiplied, may be."""
+_DROPPED = re.compile(r"[A-Za-z] ?['′″\"]|(?<!matrix\})\^ ?\{? ?T(?![A-Za-z])")
+"""Primes, and the transposes of what is no matrix, which latex2sympy passes over."""
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose|\\[PC]\b")
+_OF_WHOLE_NUMBERS = re.compile(r"\\[dt]?binom ?\{ ?\d+ ?\} ?\{ ?\d+ ?\}|\{ ?\d+ ?\\choose ?\d+ ?\}")
+"""Binomials that are computed at once; sympy multiplies out those of anything else."""
 _INEQUALITY = re.compile(r"[<>≤≥≠]|\\(?:n?leq?|n?geq?|n?l[et]|gt|ne|neq|[lg]eqslant)(?![A-Za-z])|\\in\b")
 _DIRECTIONS = {**dict.fromkeys(("\\le", "\\leq", "\\lt"), "<"), **dict.fromkeys(("\\ge", "\\geq", "\\gt"), ">")}
 _WRITTEN = {"≤": r"\le ", "≥": r"\ge ", "≠": r"\neq ", r"\leqslant": r"\le ", r"\geqslant": r"\ge "}
@@ -109,12 +113,14 @@ def parsed(text: str) -> Any:
     """What latex2sympy reads; None where it does not read all of it, or where that would take long."""
     if not text or notation.text_only(text) is not None or _is_large(text):
         return None
+    if _DROPPED.search(text):
+        return None
     try:
         found = latex2sympy(text, is_real=True, normalization_config=_NORMALIZED, conversion_config=_CONVERTED)
-        if isinstance(found, sympy.Basic):
-            found = found.xreplace({number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)})
-        elif isinstance(found, sympy.MatrixBase):
-            found = found.applyfunc(sympy.nsimplify)
+        if isinstance(found, sympy.MatrixBase):
+            found = found.applyfunc(_exact)
+        elif isinstance(found, sympy.Basic):
+            found = _exact(found)
         else:
             return None
         if isinstance(found, sympy.FiniteSet):
@@ -126,6 +132,11 @@ def parsed(text: str) -> Any:
         raise
     except Exception:  # the parser and sympy raise all kinds of errors over what a policy writes
         return None
+
+
+def _exact(found: sympy.Basic) -> sympy.Basic:
+    """With fractions for decimals."""
+    return found.xreplace({number: sympy.Rational(str(number)) for number in found.atoms(sympy.Float)})
 
 
 def _done(found: Any) -> Any:
@@ -146,6 +157,8 @@ def _is_large(text: str) -> bool:
     exponents = [(bool(of_group), int(digits)) for of_group, digits in _EXPONENT.findall(text)]
     plain = max((exponent for of_group, exponent in exponents if not of_group), default=1)
     if plain * prod(exponent or 1 for of_group, exponent in exponents if of_group) > _HIGHEST:
+        return True
+    if _BINOMIAL.search(_OF_WHOLE_NUMBERS.sub("", text)) and re.search(r"\d{3}", text):
         return True
     return bool(_BINOMIAL.search(text) and re.search(r"\d{4}|[!^]", text))
 

@@ -11,7 +11,7 @@ r"""How people write an answer, undone, as far as what it says stays the same. W
 | `x = 3 \cdot 6 = 18`, `m + n = 18`, `x \approx 18` | `18` |
 | `\frac13 \approx 0.333` | `\frac13`: what is exact comes first |
 | `5 = 6 = 18`, `18 \approx 5`, `2x = 18` | nothing: it is false, or says of something else that it is 18 |
-| `2516_8`, `12:30`, `3:4:5`, `18 mod 20`, `eighteen`, `18\ldots` | itself, as text: see `text_only` |
+| `2516_8`, `12:30`, `3:4:5`, `18 mod 20`, `eighteen`, `18\ldots`, `18...` | itself, as text: see `text_only` |
 """
 
 import re
@@ -28,6 +28,8 @@ _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|normal)?|math(?:rm|bf|it|sf)|mbox|rm|operatorname|boldsymbol)\s*\{([^{}]*)\}"
 )
 _SIGNS = {"²": "^2", "³": "^3", "°": r"^\circ ", r"\degree": r"^\circ ", "−": "-", "\\left": "", "\\right": ""}
+_END = re.compile(r"(?:(?<!\.)\.(?!\.)|[,; ])+$")
+"""Of a sentence; several dots leave a number open."""
 _SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)")
 _COMMA_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
@@ -42,7 +44,7 @@ _BASE = re.compile(r"\(?([0-9A-Z]+)\)? ?_ ?\{? ?(\d+) ?\}?")
 _CLOCK = re.compile(r"0*(\d{1,2}:\d\d(?::\d\d)?)(?: ?([ap])\.? ?m)?", re.IGNORECASE)
 _NO_ARITHMETIC = re.compile(
     r"(?<![\\A-Za-z])(?<!\\begin\{)(?<!\\end\{)(?!(?:and|or)\b)[A-Za-z]{3,}|"
-    r"\\[lcd]?dots[bcm]?\b|…|\.\.|:.*:|(?<![\^_])(?<!frac )\d \d|\\pm.*\\pm|[\d)}\]] ?['′″\"]|(?<=[\d)}]) ?_|"
+    r"\\[lcd]?dots[bcm]?(?![A-Za-z])|…|\.\.|:.*:|(?<![\^_])(?<!frac )\d \d|\\pm.*\\pm|[\d)}\]] ?['′″\"]|(?<=[\d)}]) ?_|"
     r"(?<![\\A-Za-z])(?:no|of|at|by|if|is|to|up|on|as|be)(?![A-Za-z])|"
     r"\\(?:[pb]?mod|equiv|not|to|sim|mapsto|[Rr]ightarrow|implies|mp|propto|cong)\b"
 )
@@ -78,6 +80,7 @@ _CURRENCY = re.compile(
     r"(?:\b(?:US|[AC]|NZ|HK))?\\?\$|[£€¥₹¢]|\\(?:pounds|euro|yen|textsterling|texteuro)\b|"
     r"^(?:USD|EUR|GBP|JPY|INR|CNY)\b"
 )
+_CURRENCY_BETWEEN = re.compile(rf"(?<=\d) ?(?:{_CURRENCY.pattern}) ?(?=\d)")
 _CURRENCIES = {"pounds": "£", "textsterling": "£", "euro": "€", "texteuro": "€", "yen": "¥"}
 
 _CONNECTIVE = re.compile(r" ?,? ?(?:\b(?:and|or)\b|\\(?:lor|vee)\b) ?")
@@ -110,8 +113,8 @@ def read(answer: str) -> tuple[str, str]:
     answer = _plain(answer)
     written = [sign.removeprefix("\\") for sign in _CURRENCY.findall(answer)]
     signs = {"$" if sign.endswith("$") else _CURRENCIES.get(sign, sign) for sign in written}
-    amount = _CURRENCY.sub("", answer).strip()
-    found = _UNIT.fullmatch(amount)
+    amount = _CURRENCY.sub("", _CURRENCY_BETWEEN.sub(" ", answer)).strip()
+    found = None if re.search(r"\bper ?cent\b", amount) else _UNIT.fullmatch(amount)
     unit = _canonical(found["unit"]) if found else ""
     if signs:
         currency = _NAMES.get(sign := signs.pop(), sign)
@@ -128,7 +131,8 @@ def _plain(answer: str) -> str:
         answer = answer.replace(sign, written)
     while answer != (answer := _TEXT.sub(_set_as_text, answer)):
         pass
-    answer = " ".join(_SPACE.sub(" ", answer).split()).replace(" ^", "^").rstrip(".,; ")
+    answer = " ".join(_SPACE.sub(" ", answer).split()).replace(" ^", "^")
+    answer = _END.sub("", answer)
     answer = _PERCENT.sub(r"\\frac{\1}{100}", re.sub(r"^\$([^$]+)\$$", r"\1", answer))
     return _SPACED_GROUPS.sub(lambda number: number[0].replace(" ", ""), answer)
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from cairn.configs.plugins import load_callable
 from cairn.engines.child import die_with
+from cairn.storage.canonical import from_json
 from cairn.tasks.rewards import Grader, Takes, TryAgain
 from cairn.tasks.rewards.boxed import in_box
 
@@ -210,9 +211,11 @@ def _reward(result: Any, terms: Terms) -> Answer:
 
 def _component(value: Any) -> Any:
     """What is recorded of a component: the numbers of arrays; nothing of what is not finite; as text, of what is no
-    JSON."""
+    JSON, or nested so deeply that no reader takes it."""
     try:
-        return json.loads(json.dumps(value, default=lambda array: array.tolist()), parse_constant=lambda name: None)
+        text = json.dumps(value, default=lambda array: array.tolist())
+        from_json(f'{{"component": {text}}}')
+        return json.loads(text, parse_constant=lambda name: None)
     except (TypeError, ValueError, AttributeError, RecursionError):
         return repr(value)[:1000].encode(errors="backslashreplace").decode()
 

@@ -27,6 +27,8 @@ SECRET = [
     f"http://host/v1?api_key={KEY}",
     f"http://host/v1?api%5Fkey={KEY}",
     f"http://host/v1#access_token={KEY}",
+    f"https://host/api/grade?code={KEY}",
+    f"https://host/x?jwt={KEY}",
     f"//user:{KEY}@host/x",
     f"user:{KEY}@host:8000",
     f"simplecache::https://user:{KEY}@host/x",
@@ -35,6 +37,7 @@ SECRET = [
 PLAIN = [
     "http://host:30000/v1",
     "host:6379",
+    "https://host/rows.jsonl?encode=utf8&country_code=1",
     "127.0.0.1",
     "auto",
     "sqlite:///mlflow.db",

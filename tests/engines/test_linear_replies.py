@@ -32,10 +32,16 @@ TEMPLATES = [
     "<|channel|><|call|>",
 ]
 AROUND = [("", ""), ("<tool_call>f\n", "</tool_call>"), ("<tool_call><function=f>", "</function></tool_call>")]
+OWN = {
+    "<|tool_call_begin|>": ("<|tool_call_begin|>f", "a<|tool_call_end|>"),
+    "<｜tool▁call▁begin｜>": ("<｜tool▁call▁begin｜>f", "a<｜tool▁call▁end｜>"),
+    "<|channel|><|call|>": ("<|start|>assistant to=f", "<|message|>"),
+}
+"""What stands around a call, by the template that writes it so."""
 
 
-def around(pairs: bool) -> Iterator[str]:
-    for before, after in AROUND:
+def around(template: str, pairs: bool) -> Iterator[str]:
+    for before, after in [*AROUND, *([OWN[template]] if template in OWN else [])]:
         for shape in shapes(PAIRED if pairs else PIECES, pairs):
             yield before + shape + after
 
@@ -45,7 +51,9 @@ def around(pairs: bool) -> Iterator[str]:
 def test_replies_are_read_in_linear_time(template: str, pairs: bool) -> None:
     tokenizer = SimpleNamespace(response_schema=None, chat_template=template)
     for cut in (False, True):
-        assert too_slow(lambda text, cut=cut: read_reply(text, tokenizer, TOOLS, cut=cut), around(pairs)) == []
+        assert (
+            too_slow(lambda text, cut=cut: read_reply(text, tokenizer, TOOLS, cut=cut), around(template, pairs)) == []
+        )
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])

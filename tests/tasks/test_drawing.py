@@ -225,6 +225,7 @@ def test_a_run_is_not_resumed_with_another_source(tiny_assets: Path, tmp_path: P
         ("return [{'prompt': 'a'}], None", "returned 1 rows where 4 were asked for"),
         ("return [{'text': 'a'}] * count, None", "gave a row without the field 'prompt', which data.input_key names"),
         ("return [{'prompt': 'a'}] * count, {1}", r"are not JSON \(.*set"),
+        ("return [{'prompt': 'a'}] * count, __import__('json').loads('[' * 300 + ']' * 300)", "nested deeper"),
         ("return [{'prompt': 'a', 'metadata': 3}] * count, None", "'metadata' is no mapping"),
         ("return [{'prompt': 'a' * 900}] * count, None", "none of the last 100 rounds of prompts"),
     ],

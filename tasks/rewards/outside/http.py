@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from cairn.storage.canonical import from_json
 from cairn.tasks.rewards import TryAgain
 from cairn.tasks.rewards.process import GraderFailed
 
@@ -55,9 +56,9 @@ class Service:
         if status >= 400:
             raise ValueError(f"{self._url} refuses this sample with HTTP status {status}")
         try:
-            return reply.json()
+            return from_json(reply.content)
         except ValueError:
-            raise ValueError(f"{self._url} answers with something else than JSON") from None
+            raise ValueError(f"{self._url} answers with something else than JSON, or nested too deeply") from None
 
     async def close(self) -> None:
         """Let go of its connections."""

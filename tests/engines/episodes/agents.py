@@ -82,6 +82,22 @@ async def sleeps(ctx: Context, sample: SampleRequest) -> Trajectory:
     return await turns(ctx, sample)
 
 
+async def keeps_the_lock_at_its_end(ctx: Context, sample: SampleRequest) -> Trajectory:
+    """The first of a group, when what it left behind is cancelled; the second when it is given up itself."""
+
+    async def hold(seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            holds_the_lock()
+
+    if sample.index == 0:
+        asyncio.create_task(hold(3600))  # noqa: RUF006 left behind
+    if sample.index == 1:
+        await hold(3600)
+    return await turns(ctx, sample)
+
+
 @cairn.tool(kind="pure")
 async def stalls() -> None:
     """Does not give the loop back."""

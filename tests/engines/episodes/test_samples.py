@@ -166,6 +166,18 @@ def test_a_sample_whose_code_hangs_fails_alone(qwen3: TransformersEngine, functi
     assert found.keys() == {(0, 1), (0, 2)}
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("turns", [([3],), pytest.param(([3], [3]), marks=pytest.mark.proof)])
+def test_a_sample_whose_code_hangs_at_its_end_keeps_no_call_from_ending(
+    qwen3: TransformersEngine, turns: tuple[list[int], ...]
+) -> None:
+    engine = SampleEngine(qwen3.open, qwen3.abort)
+    expected = all_of(as_ours(engine, qwen3.open, asked(*turns)))
+    found = all_of(engine.generate(asked(*turns), PARAMS, users("keeps_the_lock_at_its_end", timeout=1)))
+    assert found.keys() == expected.keys()
+    assert bits(found[0, 0]) == bits(expected[0, 0])
+
+
 @pytest.mark.slow
 def test_the_time_in_which_tools_of_others_are_at_work_is_not_a_samples_own(qwen3: TransformersEngine) -> None:
     engine = SampleEngine(qwen3.open, qwen3.abort)

@@ -153,6 +153,8 @@ def test_a_label_is_text_or_a_number(tmp_path, tokenizer, label, text):
         write_parquet(tmp_path / "r.parquet", [{"prompt": "p", "label": label}]),
     ):
         assert PromptData.open(PLAIN, path, tokenizer).row(0).label == text
+    huge = write_jsonl(tmp_path / "huge.jsonl", [{"prompt": "p", "label": 10**400}])
+    assert PromptData.open(PLAIN, huge, tokenizer).row(0).label == "1" + 400 * "0"
 
 
 @pytest.mark.parametrize("label", [{"ground_truth": "72"}, ["72"], True, float("nan"), float("inf")])

@@ -11,6 +11,7 @@ from cairn.configs.plugins import BadPlugin
 from cairn.configs.schema.operations import GraderRetries
 from cairn.configs.schema.reward import RewardConfig
 from cairn.flows.iteration import iteration
+from cairn.storage.canonical import from_json
 from cairn.storage.commits import Step
 from cairn.tasks.rewards import Takes, get_grader
 from cairn.tasks.rewards.pool import FRESH, Graded, GraderPool, GraderUnavailable
@@ -108,6 +109,12 @@ def spawning(sample):
         return float(pool.map(twice, [1])[0])
 
 
+def parsed(sample):
+    import json
+
+    return {"reward": 1.0, "parsed": json.loads(sample.response)}
+
+
 def several(sample):
     return {"score": 0.5, "reward": 1.0, "format": 0}
 """
@@ -161,6 +168,13 @@ def test_what_a_plain_function_returns_to_be_awaited_is_awaited(pool_of: Any) ->
 def test_a_component_that_is_no_json_costs_no_reward(pool_of: Any) -> None:
     components = {"acc": True, "n": 3, "each": [0, 1], "nan": None, "object": "{(1, 2): 3}"}
     assert grade(pool_of("in_numpy"), "") == [Graded(1.0, components)]
+
+
+def test_a_component_that_is_nested_too_deeply_to_be_read_is_text(pool_of: Any) -> None:
+    shallow, deep = ("[" * depth + "]" * depth for depth in (100, 300))
+    found = of_each(grade(pool_of("parsed"), shallow, deep), "parsed")
+    assert from_json(json.dumps({"parsed": found[0]})) == {"parsed": json.loads(shallow)}
+    assert found[1] == deep
 
 
 def test_a_grader_may_spawn_processes_with_functions_of_its_own_file(pool_of: Any) -> None:

@@ -1,9 +1,11 @@
 """Graders that ask by HTTP, against a real server."""
 
+import functools
 import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -53,6 +55,19 @@ def test_a_reply_that_is_no_reward_fails_its_sample_alone():
         found = graded(config, [sample(response) for response in [*replies, "fine"]])
     assert [one.reward for one in found] == [None] * len(replies) + [1.0]
     assert all("gave no reward" in str(one.error) for one in found[:-1])
+
+
+def test_a_reply_that_no_reader_would_take_fails_its_sample_and_is_not_kept(tmp_path):
+    def nested(deep: int) -> dict[str, Any]:
+        return {"reward": 1.0, "parsed": functools.reduce(lambda inner, _: [inner], range(deep), 0)}
+
+    store = open_store(str(tmp_path))
+    with serving(lambda body: nested(int(body["response"]))) as service:
+        config = RewardConfig(rm_type="remote_rm", rm_url=service.url)
+        for _ in range(2):  # the second one reads what the first has kept
+            found = graded(config, [sample("100"), sample("300"), sample("800")], store)
+            assert [one.reward for one in found] == [1.0, None, None]
+    assert "nested too deeply" in str(found[1].error)
 
 
 def test_what_does_not_answer_now_is_asked_again():
