@@ -11,6 +11,7 @@ from cairn.engines.replies import read_reply
 from cairn.tasks.rewards.instructions import CHECKS
 from cairn.tasks.rewards.outside.code import program_of
 from tests.linear import shapes, too_slow
+from tests.tables import cases
 
 TAGS = ["tool_call", "function", "arg_key", "arg_value", "parameter", "think"]
 PIECES = [*(f"<{tag}>" for tag in TAGS), *(f"</{tag}>" for tag in TAGS), "<function=f>", "<parameter=a>", "<parameter="]
@@ -41,7 +42,7 @@ def around(pairs: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("template", TEMPLATES)
+@cases("template", TEMPLATES)
 def test_replies_are_read_in_linear_time(template: str, pairs: bool) -> None:
     tokenizer = SimpleNamespace(response_schema=None, chat_template=template)
     for cut in (False, True):
@@ -88,25 +89,8 @@ FOREIGN = ("language:", "change_case:english", "length_constraints:number_senten
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("instruction", [name for name in CHECKS if not name.startswith(FOREIGN)])
+@cases("instruction", [name for name in CHECKS if not name.startswith(FOREIGN)])
 def test_instructions_are_checked_in_linear_time(instruction: str, pairs: bool) -> None:
-    pieces = [
-        "a",
-        "A-",
-        "*",
-        "* ",
-        "-",
-        "[",
-        "]",
-        "<<",
-        ">>",
-        "```",
-        "```json",
-        '"',
-        "\n",
-        " ",
-        "p.",
-        "Section 1",
-        "******",
-    ]
+    pieces = ["a", "A-", "*", "* ", "******", "-", "[", "]", "<<", ">>", "```", "```json", '"', "\n", " ", "p."]
+    pieces.append("Section 1")
     assert too_slow(lambda text: CHECKS[instruction](text, GIVEN), shapes(pieces, pairs)) == []
