@@ -7,6 +7,7 @@ import pytest
 
 from cairn.configs.errors import ConfigError
 from cairn.configs.loader import from_manifest, in_recorded_words, inherit, load, parse
+from tests.tables import cases
 
 RECIPE = """\
 model: {path: some/model}
@@ -505,7 +506,7 @@ def test_a_fork_that_takes_the_effect_of_what_it_inherits_is_told_what_to_set_be
     assert inherit(values, [*one_step, "algorithm.eps_clip_high=null"]).algorithm.eps_clip_high is None
 
 
-@pytest.mark.parametrize("mode", [True, False])
+@cases("mode", [True, False])
 def test_deterministic_mode_of_megatron_in_a_manifest_is_that_of_training(recipe: Path, mode: bool) -> None:
     values = load(recipe, ["training.engine=megatron", "training.megatron.sequence_parallel=false"]).model_dump(
         mode="json"
@@ -553,7 +554,7 @@ def test_the_kl_estimator_is_by_default_the_one_that_is_right_where_it_stands(re
     assert load(recipe, ["algorithm={advantage_estimator: ppo, kl_coef: 0.1}"]).algorithm.kl_estimator == "k1"
 
 
-@pytest.mark.parametrize(
+@cases(
     ("algorithm", "low", "high"),
     [
         ({}, 0.2, None),
