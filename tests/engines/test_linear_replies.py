@@ -41,12 +41,19 @@ def around(pairs: bool) -> Iterator[str]:
             yield before + shape + after
 
 
-@pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("cut", "pairs"),
+    [
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.proof),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 @cases("template", TEMPLATES)
-def test_replies_are_read_in_linear_time(template: str, pairs: bool) -> None:
+def test_replies_are_read_in_linear_time(template: str, cut: bool, pairs: bool) -> None:
     tokenizer = SimpleNamespace(response_schema=None, chat_template=template)
-    for cut in (False, True):
-        assert too_slow(lambda text, cut=cut: read_reply(text, tokenizer, TOOLS, cut=cut), around(pairs)) == []
+    assert too_slow(lambda text: read_reply(text, tokenizer, TOOLS, cut=cut), around(pairs)) == []
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -185,6 +185,7 @@ def test_no_weights_are_exported_into_a_model_of_a_store(kept: tuple[Ledger, str
         export(Ledger.open(ledger.store, "tiny"), tmp_path / "exported")
 
 
+@pytest.mark.proof
 def test_the_terms_of_a_commit_are_trusted_no_more_than_a_manifest(
     kept: tuple[Ledger, str], imported: list[str], tiny_assets: Path
 ) -> None:

@@ -98,15 +98,17 @@ def cuts(length: int) -> list[list[int]]:
     return [[first, *rest] for first in range(1, length + 1) for rest in cuts(length - first)]
 
 
-@cases("name", [name for name in ESTIMATOR.ours() if name != "dpo"])  # whose samples are pairs
 @settings(max_examples=60, deadline=None)
 @given(drawn=batches())
-def test_a_sample_that_is_split_changes_no_advantage(name: str, drawn: Any) -> None:
+def test_a_sample_that_is_split_changes_no_advantage(drawn: Any) -> None:
     samples, sizes, fields, chosen, split = drawn
-    before = advantages(samples, sizes, fields, name)
-    after = advantages([*samples[:chosen], split, *samples[chosen + 1 :]], sizes, fields, name)
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-5)
+    parted = [*samples[:chosen], split, *samples[chosen + 1 :]]
+    apart = []
+    for name in set(ESTIMATOR.ours()) - {"dpo"}:  # whose samples are pairs
+        before, after = (advantages(given, sizes, fields, name) for given in (samples, parted))
+        if not all(np.allclose(other, one, atol=1e-5, rtol=1e-7) for one, other in zip(before, after, strict=True)):
+            apart.append((name, before, after))
+    assert apart == []
 
 
 @cases(("name", "roles"), product(("grpo", "rloo"), (None, "solver")))
