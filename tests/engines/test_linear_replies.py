@@ -92,7 +92,7 @@ GIVEN = {
     **dict.fromkeys(["relation", "let_relation", "capital_relation"], "at least"),
 }
 FOREIGN = ("language:", "change_case:english", "length_constraints:number_sentences")
-"""Those that ask a library."""
+"""Instructions that ask a library."""
 
 
 @pytest.mark.parametrize("pairs", [False, pytest.param(True, marks=pytest.mark.slow)])

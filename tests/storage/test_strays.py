@@ -121,7 +121,7 @@ def test_what_a_ledger_holds_is_read_as_deep_as_it_may_be() -> None:
 
 
 def test_json_of_somebody_else_is_read_in_one_place() -> None:
-    """Of `json.loads` the rest is of Cairn's own words."""
+    """Every other `json.loads` reads Cairn's own words."""
     own = {
         "storage/canonical.py": 1,
         "storage/query/names.py": 1,  # DuckDB's

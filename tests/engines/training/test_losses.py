@@ -162,8 +162,8 @@ def test_a_value_that_moved_beyond_the_clip_towards_its_return_has_no_gradient()
 
 
 def test_what_is_masked_leaves_the_others_their_weight() -> None:
-    """Of the first sample 2 of 4 tokens are left, of the second none: tokens that stay weigh what they did, metrics are
-    means over these."""
+    """The first sample keeps 2 of 4 tokens, the second none: tokens that stay weigh what they did, metrics are means
+    over these."""
     for options in ({}, {"calculate_per_token_loss": True}, {"loss_scale_factor": 8}):
         algorithm = AlgorithmConfig(**options)
         whole = token_weights([4, 3, 5], algorithm)

@@ -1,4 +1,4 @@
-"""Of every way in which chat templates write an assistant's turn, what is said is learned, and where to stop."""
+"""However a chat template writes an assistant's turn, what is said is learned, and where to stop."""
 
 from typing import Any
 

@@ -31,7 +31,7 @@ from tests.tables import cases
 
 MEGABYTE = 2**20
 SECONDS = 1.0
-"""Of CPU, for a megabyte of one shape or for an answer of any."""
+"""CPU time for a megabyte of one shape, or for an answer of any."""
 GRADERS: dict[str, Callable[[Sample], Any]] = {
     module.__name__.rpartition(".")[2]: module.grade
     for module in (aime, dapo, deepscaler, exact_match, f1, gpqa, gsm8k, math, math500, multiple_choice)
